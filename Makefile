@@ -14,11 +14,11 @@ OVERRIDES := $(if $(ARGS),,$(filter-out PYTHON=% ARGS=% EXTRA=%,$(MAKEOVERRIDES)
 
 # What needs neither Ray nor an engine nor a process group runs on all cores at once. The rest has processes of its own,
 # which mostly wait for each other to load: two files at a time, however many cores there are.
-QUICK := not (ray or engine or ranks) or short_run
+QUICK := not (ray or engine or ranks or gpu) or short_run
 ON_ALL_CORES := -n auto --dist loadfile --no-loadscope-reorder
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install quickstart test test-all lint format clean distclean
+.PHONY: help install quickstart test test-all test-gpu lint format clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,8 +34,13 @@ STAMP := .venv/installed-$(EXTRA)
 ifneq ($(file <$(STAMP)),$(CURDIR))
 .PHONY: $(STAMP)
 endif
+# To have free. The largest wheels of EXTRA=gpu are 3.9 GB (vLLM 0.30, torch 2.13 for CUDA 13); those of NVIDIA's libraries that
+# were looked into unpack to 1.6 times as much, and others to more.
+GB := $(if $(filter gpu,$(EXTRA)),12,5)
 PIP := $(VENV)/python -I -m pip --disable-pip-version-check
 RIGHT_PYTHON := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
+# An index of pip's own settings may have torch's CPU build, which pip takes for newer: === is the one of PyPI, for CUDA.
+CUDA_TORCH := import torch; print("" if torch.version.cuda else "torch===" + torch.__version__.partition("+")[0])
 # vLLM for CPU brings these in builds that do not match its torch, and then does not import. Text models need none.
 UNWANTED := torchvision torchaudio torchcodec
 # PyPI does not have the CPU build of torch. An index of pip's own settings may (PIP_EXTRA_INDEX_URL).
@@ -48,14 +53,17 @@ $(STAMP): pyproject.toml
 	  for python in $(PYTHON) ""; do $$python -c "$(RIGHT_PYTHON)" 2>/dev/null && break; done; \
 	  test "$$python" || { echo "r3async needs Python 3.11 or 3.12 with venv; none of these is one: $(PYTHON)." \
 	    "Install it, and name it: make install PYTHON=/path/to/python3.12" >&2; exit 1; }; \
-	  df -Pk . | awk 'NR == 2 { exit $$4 < 5000000 }' || { echo "less than 5 GB are free here" >&2; exit 1; }; \
-	  echo "installing about 4 GB into .venv for $(EXTRA), with $$($$python --version)"; \
+	  df -Pk . | awk 'NR == 2 { exit $$4 < $(GB)000000 }' || { echo "less than $(GB) GB are free here" >&2; exit 1; }; \
+	  echo "installing $(if $(filter gpu,$(EXTRA)),up to 12,about 4) GB into .venv for $(EXTRA), with $$($$python --version)"; \
 	  rm -f .venv/installed-*; $$python -I -m venv --clear .venv && touch $@; }
 	# pip writes INSTALLER when a package is whole: one that was interrupted has none, and is installed again. ~: what it replaced.
 	rm -rf .venv/lib/python*/site-packages/~*
 	for package in .venv/lib/python*/site-packages/*.dist-info; do test -f $$package/INSTALLER || rm -r $$package; done
 	$(PIP) install -e ".[$(EXTRA),dev]" $(if $(filter cpu,$(EXTRA)),$(TORCH_INDEX))
 	$(if $(filter cpu,$(EXTRA)),$(PIP) uninstall -q -y $(UNWANTED))
+	$(if $(filter gpu,$(EXTRA)),torch=$$($(VENV)/python -c '$(CUDA_TORCH)') && test -z "$$torch" || $(PIP) install "$$torch")
+	$(if $(filter gpu,$(EXTRA)),torch=$$($(VENV)/python -c '$(CUDA_TORCH)') && test -z "$$torch" || \
+	  { echo "torch was installed without CUDA: name an index that has it (PIP_INDEX_URL) and make distclean install EXTRA=gpu" >&2; exit 1; })
 	echo "checking that everything imports"
 	$(VENV)/python -I -W ignore -c "import vllm, megatron.core, ray, torch" && $(VENV)/r3async --help > /dev/null || \
 	  { rm $@; exit 1; }
@@ -69,7 +77,10 @@ test: install ## install, then run the quick tests; make test ARGS='tests/unit/t
 
 test-all: install ## install, then run every test: with Ray, vLLM and process groups
 	@$(VENV)/python -m pytest -m "$(QUICK)" $(ON_ALL_CORES) --durations=30
-	@$(VENV)/python -m pytest -m "not ($(QUICK))" $(TWO_AT_A_TIME) --durations=30
+	@$(VENV)/python -m pytest -m "not ($(QUICK)) and not gpu" $(TWO_AT_A_TIME) --durations=30
+
+test-gpu: install ## install, then the tests that need a GPU (EXTRA=gpu), in order; `r3async doctor --gpu` has the same in parts
+	@$(VENV)/python -m pytest -m gpu $(ARGS)
 
 lint: install ## ruff, mypy, what may pass the seam to the world by, what may import what, generated docs
 	@$(VENV)/ruff check .

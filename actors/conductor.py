@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from r3async.actors.away import check_sees_run
 from r3async.actors.delivery import choose_backend, no_delivery
+from r3async.actors.ending import save_model, stop_all
 from r3async.actors.fleet import Fleet, Generator, Way
 from r3async.actors.installer import Installer
 from r3async.actors.leasing import Dispatch, LeaseAnswer, LeaseCall
-from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed, ask, begin, root_cause, while_well
+from r3async.actors.members import Members
+from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed, ask, begin, root_cause, unless, while_well
 from r3async.actors.tasks import Evaluator, Tasks
 from r3async.actors.watch import Watch
 from r3async.checkpoint import Due, RunState, restore_admission
 from r3async.checkpoint.state import CONDUCTOR_RECORDS, ConductorState
 from r3async.config import Config, config_from_dict
 from r3async.data.versions import FIRST, Lineage
-from r3async.record.events import open_events
+from r3async.record.events import EVENTS, open_events
 from r3async.record.steps import Devices, StepRows
 from r3async.record.timeline import LagMeter, StageSeconds, Timeline
 from r3async.schedule.admission import Admission
 from r3async.schedule.health import Updates
 from r3async.schedule.pace import Pacing
 from r3async.world import ActorLost, ActorRef, World
+from r3async.world.appending import AppendFile
 from r3async.world.stages import begin_task, booked, stage
 
 LOADING_STOP_SECONDS = 5.0
@@ -51,6 +56,7 @@ class Conductor:
         self.config: Config = config_from_dict(config)
         self.run_id, self.run_dir, self.lineage, self.learner = run_id, Path(run_dir), lineage, learner
         self.events = open_events(self.run_dir, "conductor", world=world)
+        self._told = AppendFile(self.run_dir / EVENTS, world=world)
         self.timeline = Timeline(self.run_dir, "weights", enabled=self.config.observe.timeline, world=world)
         self.rows = StepRows(self.run_dir, self.events.error, Devices.of(self.config), world=world)
         self.tasks = Tasks(self.config, self.run_dir, self.events, world=world)
@@ -68,7 +74,10 @@ class Conductor:
         self.news = asyncio.Event()
         """There may be something to deliver."""
         self.fleet = Fleet(self.config, self.events, generators, clock, self._wake)
-        self.dispatch = Dispatch(self.admission, self.fleet, lambda: self.stopping)
+        resting = lambda: self.stopping  # noqa: E731
+        self.dispatch = Dispatch(self.admission, self.fleet, resting)
+        known = self.config, self.events, self.fleet, self.dispatch
+        self.members = Members(*known, self._lose, self._resized, resting, world.actors.kill, clock)
         self.evaluator = Evaluator(self.config, self.run_dir, self.events, self.fleet, world=world)
         self._stop_requested = asyncio.Event()
         self._stop_seconds = LOADING_STOP_SECONDS
@@ -90,17 +99,27 @@ class Conductor:
         """See `Dispatch.lease`. A `LeaseCall` in MessagePack, and a `LeaseAnswer`: one value each way costs Ray the least."""
         with stage("lease"):
             call = msgspec.msgpack.decode(message, type=LeaseCall)
-            generator, stats = self.fleet[call.generator_id], call.stats
-            if not generator.is_process(*call.process):
-                # What it would be leased, the process in its place would have to play, and knows nothing of.
+            generator, stats = self.fleet.generators.get(call.generator_id), call.stats
+            if generator is None or not generator.is_process(*call.process):
+                # It has left; or what it would be leased, the process in its place would have to play, and knows nothing of.
                 return msgspec.msgpack.encode(LeaseAnswer([], more=False))
             self.fleet.answered(generator)
+            for line in call.told:
+                self._told.append(line)
             self.tasks.ended(call.ended, self.admission.groups_leased)
             generator.generated_tokens = int(stats["generated_tokens"])
             self.pacing.report(call.generator_id, stats)
             return msgspec.msgpack.encode(await self.dispatch.lease(call))
 
     # -- called by the driver ------------------------------------------------------------------------------------
+
+    async def join(self, generator_id: str, handle: ActorRef) -> str:
+        """See `Members.join`."""
+        return await self.members.join(generator_id, handle)
+
+    async def leave(self, generator_id: str) -> None:
+        """See `Members.leave`."""
+        await self.members.leave(generator_id)
 
     def status(self, since: int) -> dict[str, Any]:
         """For the live line; cheap. `rows`: of the steps after step `since`; `evaluations`: the last rows of this start."""
@@ -158,8 +177,7 @@ class Conductor:
             delivering = begin_task("deliver", self._deliver_forever(installer))
             watching = begin_task("watch", self._watch(installer).run())
             background += [delivering, watching, begin_task("watch", self.tasks.watch())]
-            me = self.world.actors.current()
-            background += installer.supervised(me, stopping=lambda: self.stopping, lost=self._lose)
+            background.append(begin_task("deliver", self.members.run()))
             self.evaluator.after(self.made, self.version)
             await self._train(installer, list(background))
             self._phase = "writing a checkpoint"
@@ -167,7 +185,8 @@ class Conductor:
                 await while_well(self._checkpoint(), [delivering])
             watching.cancel()  # what follows has limits of its own
             await self._settle(delivering)
-            updates = await self._save_model() if self.made else 0
+            enter = partial(setattr, self, "_phase")
+            updates = await save_model(self.config, self.learner, self.run_dir, enter) if self.made else 0
             self._phase = "evaluating"
             await self.evaluator.finish(self.made, self.version, lambda: self.stopping)
             ended = {
@@ -191,7 +210,7 @@ class Conductor:
             for left in background:
                 left.cancel()
             await asyncio.gather(*background, return_exceptions=True)
-            await self._stop_actors()
+            await stop_all([*(g.handle for g in self.fleet), self.learner], self._stop_seconds, self.events)
             await self.world.keeper.finish(self.config.supervise.stop_grace_seconds)
             self._phase = "ended"
 
@@ -204,18 +223,10 @@ class Conductor:
 
     async def _load(self) -> Installer | None:
         """Everything before the first step. None, without waiting for it any longer, if a stop is requested meanwhile."""
-        loading = asyncio.ensure_future(self._start())
-        stopped = asyncio.ensure_future(self._stop_requested.wait())
-        try:
-            await asyncio.wait([loading, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if not loading.done():
-                return None
+        installer = await unless(self._stop_requested, self._start())
+        if installer is not None:
             self._stop_seconds = self.config.supervise.stop_grace_seconds
-            return loading.result()
-        finally:
-            loading.cancel()
-            stopped.cancel()
-            await asyncio.gather(loading, stopped, return_exceptions=True)
+        return installer
 
     async def _start(self) -> Installer:
         self._phase = "loading learner and engine"
@@ -223,6 +234,7 @@ class Conductor:
         learner = asyncio.ensure_future(ask(config, "learner.start_timeout", self.learner, "start", failure=failure))
         learner.add_done_callback(lambda _: setattr(self, "_phase", "loading engine"))
         info, infos = await asyncio.gather(learner, self.fleet.load())
+        check_sees_run(info, self.run_dir)
         self._processes["learner"] = info["pid"], info["host"]
         self.fleet.check(infos, self.admission.slots)
         self.tasks.open(infos[0]["tasks"])
@@ -235,7 +247,14 @@ class Conductor:
         if self._state is not None or listening["newest_group"] >= 0:
             await self._resume(listening["newest_group"])
         self.tasks.resumed(self.admission.groups_leased)
-        return await self._deliver_first(way, tokens)
+        installer = await self._deliver_first(way, tokens)
+        self.members.begin(installer, self.world.actors.current(), infos[0], hosts)
+        return installer
+
+    def _resized(self) -> None:
+        """The fleet is another one."""
+        self.rows.devices = Devices.of(self.config, len(self.fleet.generators))
+        self._wake()
 
     async def _resume(self, newest: int) -> None:
         """Where the checkpoint left off, or without one at the beginning: what the learner has of groups that were not trained is
@@ -244,6 +263,7 @@ class Conductor:
             restore_admission(self.admission, state)  # of what follows, every engine has its weights first of all
         groups = range(self.admission.oldest_group, max(self.admission.groups_leased, newest + 1))
         missing = await self.learner.call("missing", list(groups))
+        self.tasks.restore(state, await self.learner.call("kept_tasks"))
         again = self.admission.adopt(newest, lambda g: missing.get(g, []))
         if state is not None:
             self.rows.restore(state.pending_rows, state.generated_tokens)
@@ -291,6 +311,7 @@ class Conductor:
         metrics, groups = result["metrics"], result["groups"]
         self.made, self.version = self.made + 1, result["version"]
         self.admission.trained(self.version, groups)
+        self.tasks.trained(groups, result["scores"])
         if result["new_weights"]:
             self.admission.published(self.version)
         metrics |= self.pacing.stepped(self.made, len(groups), metrics)
@@ -304,6 +325,7 @@ class Conductor:
         self._due.done(self.made)
         state = ConductorState(
             admission=self.admission.snapshot(),
+            tasks=self.tasks.snapshot(),
             pending_rows=self.rows.pending,
             elapsed=self._elapsed,
             generated_tokens=self._generated_tokens,
@@ -361,25 +383,11 @@ class Conductor:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    async def _save_model(self) -> int:
-        """And wait for the last checkpoint. Returns how many updates made the weights."""
-        self._phase = "saving the model"
-        config, model, failure = self.config, str(self.run_dir / "model"), "the model was not saved"
-        updates = await ask(config, "learner.start_timeout", self.learner, "save", model, failure=failure)
-        self._phase, setting = "writing a checkpoint", "checkpoint.write_timeout"
-        failure, grace = "the last checkpoint was not written", RPC_SECONDS
-        await ask(config, setting, self.learner, "finish_checkpoint", failure=failure, grace=grace)
-        return updates
-
     def _watch(self, installer: Installer) -> Watch:
+        known: dict[str, Any] = {"fleet": self.fleet, "admission": self.admission, "learner": self.learner}
         return Watch(
-            self.world,
-            self.config,
-            self.run_dir,
-            self.events,
-            fleet=self.fleet,
-            admission=self.admission,
-            learner=self.learner,
+            *(self.world, self.config, self.run_dir, self.events),
+            **known,
             loads=self.dispatch.loads,
             published=lambda: installer.published.version,
             resting=lambda: self.stopping or self.evaluator.running,
@@ -390,11 +398,3 @@ class Conductor:
         self.dispatch.lost(generator.generator_id)
         missing = await self.learner.call("missing", self.admission.leases(generator.generator_id))
         return self.admission.lose(generator.generator_id, lambda g: missing.get(g, []))
-
-    async def _stop_actors(self) -> None:
-        actors = [*(g.handle for g in self.fleet), self.learner]
-        ended = asyncio.gather(*(actor.call("stop") for actor in actors), return_exceptions=True)
-        try:
-            await asyncio.wait_for(ended, self._stop_seconds)
-        except TimeoutError:
-            self.events.warning("actors_did_not_stop", seconds=self._stop_seconds)

@@ -1,39 +1,41 @@
-"""Weights in transfer: copied and written by the learner, handed to the conductor, and a transport that crosses hosts."""
+"""Weights in transfer: copied and written by the learner, handed to the conductor, and how they travel."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from r3async.actors.process import ProcessLost
-from r3async.config import Config, is_loopback
+from r3async.config import Config, ConfigError, is_loopback
+from r3async.config.generation import in_url
 from r3async.data.versions import Lineage
+from r3async.learner import LearnerError
 from r3async.record.timeline import Timeline
+from r3async.weights.manifest import WeightManifest
 from r3async.weights.nccl import NcclReceiver, NcclSender
 from r3async.weights.publish import (
-    EncodedWeights,
     Publication,
     Publisher,
     SharedMemoryReceiver,
-    VersionFolder,
-    WeightManifest,
     WeightReceiver,
     WeightSender,
     default_directory,
 )
-from r3async.world import ActorLost, Actors, Lane, World
+from r3async.weights.sending import DeltaPublisher
+from r3async.weights.tcp import TcpReceiver, TcpServer
+from r3async.world import Lane, World
+from r3async.world.keys import ClientKeys, ServerKeys
 from r3async.world.real import REAL
 
 if TYPE_CHECKING:
-    import torch
-
-    from r3async.actors.ranks import LocalLearner, RankedLearner
+    from r3async.actors.ranked import RankedLearner
+    from r3async.actors.ranks import LocalLearner
 
 _WILDCARDS = ("*", "0.0.0.0", "::")
 
@@ -56,7 +58,7 @@ class Publishing:
     """Versions at the learner: copied between two steps, written beside those that follow. One copy waits at most.
 
     `torch` makes the calls of `backend`, and `writer` writes. `watched` int32 `[T]`: the probe's text
-    (`r3async.actors.installer.probe`); None: there is no probe."""
+    (`r3async.actors.installer.probe`); None: there is no probe. `server` gives what is written to other hosts, if any."""
 
     world: World
     config: Config
@@ -66,6 +68,7 @@ class Publishing:
     torch: Lane
     writer: Lane
     watched: np.ndarray | None
+    server: TcpServer | None = None
 
     def __post_init__(self) -> None:
         self._clock = self.world.clock.monotonic
@@ -117,7 +120,26 @@ class Publishing:
         finally:
             self._nothing_to_write.set()  # whether or not it succeeded, no step waits for it any more
         named = msgspec.structs.replace(publication.manifest, lineage=self.lineage.number)
-        return Published(msgspec.structs.replace(publication, manifest=named), scores, self._clock() - began)
+        parts = publication.parts if self.server is None else [self.server.offer(named, *publication.parts)]
+        return Published(Publication(named, parts), scores, self._clock() - began)
+
+    async def close(self) -> None:
+        """Nothing is served any more. Idempotent."""
+        if self.server is not None:
+            await self.server.close()
+
+
+class NoSender:
+    """The `WeightSender` before `publish_through`."""
+
+    def send(self, version: int, tensors: Mapping[str, Any], dtype: Any, reading: Collection[int] = ()) -> Publication:
+        raise LearnerError(f"version {version} cannot be written: its transport is not chosen yet")
+
+    def announce(self, manifest: WeightManifest) -> Publication:
+        raise LearnerError(f"version {manifest.version} cannot be sent: its transport is not chosen yet")
+
+    def close(self) -> None:
+        pass
 
 
 def sender(config: Config, backend: str, world: World = REAL) -> WeightSender:
@@ -125,17 +147,39 @@ def sender(config: Config, backend: str, world: World = REAL) -> WeightSender:
     if backend == "nccl":
         weights = config.weights
         return NcclSender(directory(config), config.transport.host, weights.bucket_bytes, weights.install_timeout)
-    if backend == "object_store":
-        return ObjectStoreSender(config.weights.bucket_bytes, world.actors)
+    if backend == "tcp":
+        return DeltaPublisher(directory(config), config.weights.bucket_bytes, world)
     return Publisher(directory(config), bucket_bytes=config.weights.bucket_bytes, world=world)
 
 
-def receiver(config: Config, backend: str, generator_id: str, world: World = REAL) -> WeightReceiver:
-    """A generator's end of `backend`."""
+def server(config: Config, backend: str, keys: ServerKeys, world: World = REAL) -> TcpServer | None:
+    """What gives versions to other hosts, if `backend` has any such thing."""
+    if backend != "tcp":
+        return None
+    return TcpServer(in_url(config.transport.host), keys, world, announced=partial(announced, config, world))
+
+
+def announced(config: Config, world: World, endpoint: str) -> str:
+    """Where others reach what is bound at `endpoint` of `transport.host`: a wildcard is this host's address."""
+    if config.transport.host not in _WILDCARDS:
+        return endpoint
+    return f"tcp://{in_url(world.actors.address(config.cluster.interface))}:{endpoint.rpartition(':')[2]}"
+
+
+def receiver(
+    config: Config, backend: str, generator_id: str, share: str, keys: ClientKeys, world: World = REAL
+) -> WeightReceiver:
+    """A generator's end of `backend`. `share`: what all generators of a start of the run call it."""
     if backend == "nccl":
         return NcclReceiver(generator_id)
-    if backend == "object_store":
-        return ObjectStoreReceiver(directory(config), world)
+    if backend == "tcp":
+        local = is_loopback(config.transport.host)
+        host, name = (
+            ("127.0.0.1", "127.0.0.1") if local else ("0.0.0.0", world.actors.address(config.cluster.interface))
+        )
+        if not config.weights.relay:
+            host = ""
+        return TcpReceiver(directory(config), share, generator_id, keys, host=host, name=name, world=world)
     return SharedMemoryReceiver()
 
 
@@ -155,11 +199,36 @@ def choose_backend(
     if backend == "shared_memory" and len(hosts) > 1:
         raise ValueError(
             f"learner and generators are on different hosts ({', '.join(sorted(hosts))}), which share no memory: set "
-            'weights.backend="object_store"'
+            'weights.backend="tcp"'
         )
     if backend == "auto":
-        return "object_store" if len(hosts) > 1 else "shared_memory"
+        # Where others reach the learner, generators of other hosts may join later.
+        return "tcp" if len(hosts) > 1 or not is_loopback(config.transport.host) else "shared_memory"
     return backend
+
+
+def check_reach(config: Config, learner: str, engines: Collection[str]) -> None:
+    """Raises `ConfigError` if engines are on other hosts than the `learner`, where they cannot reach it."""
+    if set(engines) - {learner} and is_loopback(config.transport.host):
+        raise ConfigError(
+            f"engines are on other hosts than the learner, who is reached at `transport.host` = {config.transport.host!r} on "
+            'its own host alone: set transport.host="0.0.0.0", or the address of one of its interfaces'
+        )
+
+
+def joins(config: Config, backend: str, hosts: Collection[str], host: str) -> None:
+    """Raises `ValueError` if weights do not reach a generator that joins a run, on `host`, by its `backend`."""
+    if backend == "nccl":
+        raise ValueError('with weights.backend="nccl" the fleet is what it was at the start: set weights.backend="tcp"')
+    if host in hosts:
+        return
+    if is_loopback(config.transport.host):
+        raise ValueError(
+            f"it is on host {host}, which does not reach the learner at transport.host = {config.transport.host!r}: set "
+            "transport.host to an address of the learner's host"
+        )
+    if backend == "shared_memory":
+        raise ValueError(f'it is on host {host}, which shares no memory with the learner\'s: set weights.backend="tcp"')
 
 
 def _check_nccl(
@@ -186,74 +255,8 @@ def _check_nccl(
     if not (is_loopback(config.transport.host) or config.transport.trusted_network):
         raise ValueError(
             'weights.backend="nccl" knows no keys: at a transport.host that others reach it needs '
-            'transport.trusted_network=true; or set weights.backend="object_store"'
+            'transport.trusted_network=true; or set weights.backend="tcp"'
         )
-
-
-class ObjectStoreSender:
-    """Shares a version with the cluster's processes, a bucket at a time.
-
-    Who holds a bucket is counted: a version lives as long as the conductor has it, or an engine reads it.
-    """
-
-    def __init__(self, bucket_bytes: int, actors: Actors = REAL.actors):
-        self._bucket_bytes, self._actors = bucket_bytes, actors
-
-    def send(
-        self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, reading: Collection[int] = ()
-    ) -> Publication:
-        encoded = EncodedWeights(version, tensors, dtype, self._bucket_bytes)
-        parts = [self._actors.put(bucket) for bucket in _buckets(encoded, self._bucket_bytes)]
-        return Publication(encoded.manifest(""), parts)
-
-    def close(self) -> None:
-        """The buckets go with this process, which owns them."""
-
-
-class ObjectStoreReceiver:
-    """Writes the buckets of a version into a file of this host as they come: one bucket is held at a time.
-
-    Each generator has a file of its own, that of the version which it fetched last.
-    """
-
-    def __init__(self, directory: Path, world: World = REAL):
-        self._actors, self._clock = world.actors, world.clock.monotonic
-        self._folder = VersionFolder(directory, keep=1, world=world)
-
-    def fetch(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
-        deadline = self._clock() + timeout
-
-        def arriving() -> Iterator[memoryview]:
-            for part in parts:
-                try:
-                    yield memoryview(self._actors.get(part, timeout=max(0.0, deadline - self._clock())))
-                except TimeoutError as error:
-                    raise TimeoutError(
-                        f"version {manifest.version} did not arrive within {timeout:g} s (weights.install_timeout)"
-                    ) from error
-                except ActorLost as error:  # its owner: this is not the generator's loss, nor its fault
-                    raise ProcessLost(f"version {manifest.version} could not be fetched: {error}") from error
-
-        path = self._folder.write(manifest.version, manifest.nbytes, arriving())
-        return msgspec.structs.replace(manifest, path=str(path))
-
-    def close(self) -> None:
-        self._folder.close()
-
-
-def _buckets(parts: Iterator[Any] | EncodedWeights, size: int) -> Iterator[np.ndarray]:
-    """The parts laid end to end, uint8, in buckets of about `size` bytes: at most two parts' worth."""
-    held: list[np.ndarray] = []
-    count = 0
-    for part in parts:
-        data = np.frombuffer(part, np.uint8)
-        if held and count + len(data) > size:
-            yield np.concatenate(held)
-            held, count = [], 0
-        held.append(data)
-        count += len(data)
-    if held:
-        yield np.concatenate(held)
 
 
 def no_delivery() -> dict[str, float]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from r3async.actors.away import ModelAt, bring_model, sees_run
 from r3async.actors.delivery import receiver
 from r3async.actors.leasing import Gate, Leasing
 from r3async.actors.process import NotLoaded, begin, together, whereabouts
@@ -36,8 +37,9 @@ from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
 from r3async.schedule.validation import refused, validate_trajectories
 from r3async.transport.sender import Sender
+from r3async.weights.manifest import Difference, WeightError, WeightManifest
 from r3async.weights.probe import SampledProbe
-from r3async.weights.publish import Difference, Publication, WeightError, WeightManifest, WeightReceiver
+from r3async.weights.publish import Publication, WeightReceiver
 from r3async.world import ActorRef, World
 from r3async.world.keys import ClientKeys, TransportError, generator_keys
 from r3async.world.stages import begin_task, booked, stage
@@ -86,7 +88,7 @@ class GeneratorActor:
         generator_id: str,
         run_id: str,
         config: dict[str, Any],
-        model_path: str,
+        model_path: str | ModelAt,
         run_dir: str,
         lineage: int = 1,
         parts: GeneratorParts = GeneratorParts(),
@@ -96,7 +98,8 @@ class GeneratorActor:
         self.generator_id, self.run_id = generator_id, run_id
         self.config, self.model_path, self.run_dir = config_from_dict(config), model_path, Path(run_dir)
         self.lineage, self._parts = lineage, parts
-        self._events = open_events(self.run_dir, generator_id, world=world)
+        away, self._told = not sees_run(self.run_dir, lineage, world.files), list[bytes]()
+        self._events = open_events(self.run_dir, generator_id, world=world, also=self._told.append if away else None)
         self._timeline = Timeline(self.run_dir, generator_id, enabled=self.config.observe.timeline, world=world)
         self._lag, self._stages = LagMeter(world.processes), StageSeconds("generator", world.processes)
         self._loaded: Loaded | None = None
@@ -146,9 +149,10 @@ class GeneratorActor:
         config, threads, clock = self.config, self.world.threads, self.world.clock.monotonic
         self._lag.start()
         seed = random.Random(f"{config.seed}/{self.generator_id}").getrandbits(31)  # of this generator and run alone
-        engine = self._parts.engine(config, self.model_path, seed, clock)
+        path = await threads.run(bring_model, self.world, self.model_path, self.run_dir)
+        engine = self._parts.engine(config, path, seed, clock)
         self.world.processes.show_figures(lambda: {f"engine/{name}": value for name, value in engine.stats().items()})
-        rendering = threads.run(self._parts.renderer, self.model_path, config.episode.template_args)
+        rendering = threads.run(self._parts.renderer, path, config.episode.template_args)
         self._loaded = Loaded(engine, (await together(engine.start(), rendering))[1])
         self._events.info("generator_started", **self.whereabouts(), engine=config.generator.engine)
         return {
@@ -162,8 +166,9 @@ class GeneratorActor:
         """Connect to the learner, and to the transport of its weights (`delivery.receiver`). `keys`: see `generator_keys`."""
         self._ready(self._loaded)
         world, transport = self.world, self.config.transport
-        weights = await world.threads.run(receiver, self.config, backend, self.generator_id, world)
         known = generator_keys(transport, keys, world.files)
+        share = f"{self.run_id}-{self.lineage}-{world.processes.host}"
+        weights = await world.threads.run(receiver, self.config, backend, self.generator_id, share, known, world)
         make = partial(self._parts.sender, endpoint, self.generator_id, self.run_id, transport, keys=known)
         sender = make(validate=self._validate, on_reject=self._rejected, world=world)
         self._connected = Connected(sender, weights)
@@ -179,7 +184,7 @@ class GeneratorActor:
         await asyncio.sleep(STOP_SECONDS)
         if self._connected is not None:
             await self._connected.sender.close()
-            await self.world.threads.run(self._connected.weights.close)
+            await self._connected.weights.close()
         if self._loaded is not None:
             await self._loaded.engine.stop()
         await self.world.keeper.finish(CLOSE_SECONDS)
@@ -199,7 +204,7 @@ class GeneratorActor:
             )
         limit, before = self.config.weights.install_timeout, clock.monotonic()
         with stage("install"):
-            manifest = await self.world.threads.run(weights.fetch, publication.manifest, publication.parts, limit)
+            manifest = await weights.fetch(publication.manifest, publication.parts, limit)
             self._installed = manifest
             fetched = clock.monotonic() - before
             report = await self._engine.install(manifest, max(0.0, limit - fetched))
@@ -271,6 +276,7 @@ class GeneratorActor:
                 conductor=conductor,
                 play=lambda lease: self._play(player, lease),
                 ended=self._ended,
+                told=self._told,
                 load=lambda: self._load(player),
                 check=self._raise_rejection,
             )
@@ -333,14 +339,9 @@ class GeneratorActor:
     def _validate(self, trajectories: Sequence[Trajectory]) -> dict[int, str]:
         """What the learner will ask of them, as far as that is known here."""
         engine, config = self._engine, self.config
-        check = partial(
-            validate_trajectories,
-            vocab_size=None,
-            learner_version=engine.version,
-            max_tokens=config.learner.max_tokens_per_micro_batch,
-            routing=engine.routing,
-            samples_per_group=config.schedule.samples_per_group,
-        )
+        most, size = config.learner.max_tokens_per_micro_batch, config.schedule.samples_per_group
+        known: dict[str, Any] = {"learner_version": engine.version, "max_tokens": most, "samples_per_group": size}
+        check = partial(validate_trajectories, vocab_size=None, routing=engine.routing, **known)
         return {at: f"{self.generator_id} made it wrong: {error}" for at, error in refused(trajectories, check).items()}
 
     def _rejected(self, trajectory: Trajectory, reason: str) -> None:

@@ -20,7 +20,6 @@ from r3async.schedule.health import HealthState, RestartsExhausted
 from r3async.weights.probe import compare_probe, compare_sampled, name_differences, probe_tolerance
 from r3async.world import ActorLost, ActorRef
 from r3async.world.real import REAL
-from r3async.world.stages import begin_task
 
 LOOK_SECONDS = 0.5
 """Between two looks, at most, at who still answers during a delivery."""
@@ -44,9 +43,9 @@ class Installer:
         wake: Callable[[], object] = lambda: None,
         put: Callable[[Any], Any] = lambda value: value,
     ):
-        self._config, self._events, self.fleet, self._learner, self._way = config, events, fleet, learner, way
+        self._config, self._events, self.fleet, self._learner, self.way = config, events, fleet, learner, way
         self._tokens, self.published = tokens, published
-        self._clock, self._wake, self._put, self._began = clock, wake, put, clock()
+        self._clock, self._wake, self._put = clock, wake, put
         self._shared: tuple[Published, Any] | None = None
         self._scored = published.version
         """The last version that the learner was asked to score the probe's text with."""
@@ -94,7 +93,8 @@ class Installer:
     def behind(self) -> bool:
         """A delivery has something to do: a generator needs the newest version and is not being given any, or has ended to be."""
         version = self.published.version
-        looked = [self.fleet[name] for name in self._ended] if self._looked >= version else self.fleet
+        ended = [self.fleet[name] for name in self._ended if name in self.fleet.generators]
+        looked = ended if self._looked >= version else self.fleet
         return any(g.installing.done() if g.installing is not None else g.live and g.version < version for g in looked)
 
     async def deliver(self) -> dict[str, float] | None:
@@ -116,7 +116,7 @@ class Installer:
             "weights/transfer_seconds": max((r.fetch_seconds + r.verify_seconds for r in reports), default=0.0),
             "weights/load_seconds": max((r.load_seconds for r in reports), default=0.0),
             "weights/pause_seconds": max((r.pause_seconds for r in reports), default=0.0),
-            "weights/paused_share": self.paused_share,
+            "weights/paused_share": self.fleet.paused_share,
             "weights/bytes": self.published.publication.manifest.nbytes,
         }
 
@@ -156,12 +156,6 @@ class Installer:
         elif generator.live:  # or its supervisor knew before, and may be restarting it
             generator.health.lost()
 
-    @property
-    def paused_share(self) -> float:
-        """Share of the generators' time since the first delivery in which new weights kept an engine from generating."""
-        lived = (self._clock() - self._began) * len(self.fleet.generators)
-        return sum(g.paused_for_weights for g in self.fleet) / lived if lived else 0.0
-
     async def _install(self, generator: Generator) -> InstallReport:
         """Install the newest version, which the generator has to confirm, and probe it if that is due.
 
@@ -185,6 +179,8 @@ class Installer:
             self._reading[version] -= 1
         if generator.state in (HealthState.LOST, HealthState.STARTING):
             raise ActorLost(f"{generator.generator_id} was lost when it had installed version {version}")
+        if generator.since is None:
+            generator.since = self._clock()
         generator.health.installed(version, version if generator.live else self.published.version)
         return report
 
@@ -245,13 +241,6 @@ class Installer:
 
     # -- supervision ---------------------------------------------------------------------------------------------
 
-    def supervised(
-        self, conductor: ActorRef, *, stopping: Callable[[], bool], lost: Callable[[Generator], Awaitable[list[int]]]
-    ) -> list[asyncio.Task[None]]:
-        """Keep each generator playing. A loss returns its leases; the restarted process installs current weights first. Returns
-        a task for each; see `supervise`."""
-        return [begin_task("deliver", self.supervise(g, conductor, stopping=stopping, lost=lost)) for g in self.fleet]
-
     async def supervise(
         self,
         generator: Generator,
@@ -260,10 +249,10 @@ class Installer:
         stopping: Callable[[], bool],
         lost: Callable[[Generator], Awaitable[list[int]]],
     ) -> None:
-        """Keep one generator playing until it has nothing more to play.
+        """Keep one generator playing until it has nothing more to play, or is lost while it leaves.
 
-        `lost` returns its leases and says which groups are leased again. Raises `RunFailed` after `generator.max_restarts`, and
-        what the generator itself raised.
+        A loss returns its leases; the restarted process installs current weights first. `lost` returns the leases, and says which
+        groups are leased again. Raises `RunFailed` after `generator.max_restarts`, and what the generator itself raised.
         """
         while True:
             try:
@@ -279,6 +268,15 @@ class Installer:
                     return
                 self.fleet.lose(generator)  # before anything is awaited: it is given no lease any more
                 self.fleet.report_lost(generator, error, await lost(generator))
+                if generator.leaving:
+                    return
+
+    async def settle(self, generator: Generator) -> None:
+        """It has loaded its engine: connect it to the learner, and install the current weights."""
+        await self.fleet.connect_one(generator, self.way)
+        # A version that is published meanwhile frees slots when the others have it: this one may not play with an older one.
+        while generator.state is HealthState.STALE:
+            await self._install(generator)
 
     async def _revive(self, generator: Generator) -> None:
         """Wait for the process to be restarted, load the engine, install the current weights.
@@ -296,10 +294,7 @@ class Installer:
         await asyncio.sleep(wait)
         await self._wait_until_alive(generator, self._clock() + self._config.generator.start_timeout)
         await self.fleet.load_one(generator)
-        await self.fleet.connect_one(generator, self._way)
-        # A version that is published meanwhile frees slots when the others have it: this one may not play with an older one.
-        while generator.state is HealthState.STALE:
-            await self._install(generator)
+        await self.settle(generator)
         self._wake()
         self._events.warning(
             "generator_restarted",
@@ -345,6 +340,9 @@ async def probe(
             f"{generator}: a new request under version {version} took {stale} positions from a prefix cache that older "
             "weights made. Do not train on this engine."
         )
+    examine = (
+        f"`r3async diagnose {config.name or 'latest'}` names the layer and the likely cause, when the run has ended."
+    )
     result = compare_probe(tokens, scores[0], await ask("score", tokens), probe_tolerance(config))
     events.info("probe", generator=generator, version=version, **msgspec.structs.asdict(result))
     if not result.passed:
@@ -353,7 +351,8 @@ async def probe(
         except Exception as error:
             found = f"Which tensors differ could not be found out: {error}."
         raise RunFailed(
-            f"version {version} of the weights in {generator} does not answer like the learner's: {result.describe()} {found}"
+            f"version {version} of the weights in {generator} does not answer like the learner's: {result.describe()} {found} "
+            f"{examine}"
         )
     temperature = config.episode.temperature
     sampled = compare_sampled(await ask("sample_probe", tokens), scores, temperature, probe_tolerance(config))
@@ -361,5 +360,5 @@ async def probe(
     if not sampled.passed:
         raise RunFailed(
             f"{generator} under version {version} reports other log-probs than it samples with: "
-            f"{sampled.describe_sampled(temperature)}"
+            f"{sampled.describe_sampled(temperature)} {examine}"
         )

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from r3async.actors.delivery import Published, Publishing
+from r3async.actors.away import sees_run
+from r3async.actors.delivery import Published, Publishing, server
 from r3async.actors.process import NotLoaded, begin, whereabouts
-from r3async.actors.ranks import LocalLearner, RankedLearner
+from r3async.actors.ranked import RankedLearner, load_learner
+from r3async.actors.ranks import LocalLearner
 from r3async.actors.reception import Ahead, Reception
 from r3async.checkpoint import CheckpointWriter, open_checkpoint
 from r3async.checkpoint.state import LEARNER_RECORDS, ConductorState, TrainingState
@@ -25,13 +27,14 @@ from r3async.data.records import Trajectory
 from r3async.data.versions import FIRST, Lineage
 from r3async.learner.batch.planner import Cost, cost_model
 from r3async.record.events import open_events
+from r3async.record.recording import Recorder
 from r3async.record.routes import StepTracer
 from r3async.record.steps import TRAINED, environment_metrics, episode_metrics, previews, trained_step
 from r3async.record.timeline import LagMeter, StageSeconds, Timeline
-from r3async.rollout.episode import EpisodeTask, failed_trajectory
+from r3async.schedule.difficulty import group_scores
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.validation import age_metrics, check_ages
-from r3async.world import World
+from r3async.world import Placement, World
 from r3async.world.appending import AppendFile
 from r3async.world.files import read_file
 from r3async.world.stages import stage
@@ -94,20 +97,21 @@ class LearnerActor:
         config: dict[str, Any],
         model_path: str,
         run_dir: str,
-        gpus_per_rank: float = 0.0,
+        ranks: Sequence[Placement] = (),
         checkpoint: str = "",
         lineage: Lineage = FIRST,
     ):
-        """`checkpoint`: what a resumed run begins from."""
+        """`ranks`: where those that are actors of their own go. `checkpoint`: what a resumed run begins from."""
         self.world, self._lock = world, begin(world, Path(run_dir), "learner")
         self.config = config_from_dict(config)
         self.run_id, self.model_path, self.run_dir, self.lineage = run_id, Path(model_path), Path(run_dir), lineage
-        self._gpus_per_rank, self._checkpoint = gpus_per_rank, Path(checkpoint) if checkpoint else None
+        self._ranks, self._checkpoint = ranks, Path(checkpoint) if checkpoint else None
         self.events = open_events(self.run_dir, "learner", world=world)
         self._timeline = Timeline(self.run_dir, "learner", enabled=self.config.observe.timeline, world=world)
         self._lag, self._stages = LagMeter(world.processes), StageSeconds("learner", world.processes)
         self._torch, self._writer = world.threads.lane("torch"), world.threads.lane("writer")
         self._packer = world.threads.lane("prepare")
+        self._recorder = Recorder(self.run_dir, self.config, lineage, self.events.warning, world=world)
         self._trained_file = AppendFile(self.run_dir / TRAINED, world=world)
         self._labels = [each.label for each in environments(self.config)]
         self._interrupted = asyncio.Event()
@@ -136,22 +140,16 @@ class LearnerActor:
         self._lag.start()
         self._loaded = model = await self._torch.run(self._load)
         gpus = await self._torch.run(model.backend.gpus)
-        self.events.info(
-            "learner_started",
-            pid=self.world.processes.pid,
-            backend=self.config.learner.backend,
-            step=model.counts.steps,
-            lineage=self.lineage.number,
-        )
-        return {**whereabouts(self.world), "gpus": gpus}
+        facts = {"backend": self.config.learner.backend, "step": model.counts.steps, "lineage": self.lineage.number}
+        ranks = [pid for pid, _ in model.backend.processes]
+        self.events.info("learner_started", pid=self.world.processes.pid, ranks=ranks, **facts)
+        sees = sees_run(self.run_dir, self.lineage.number, self.world.files)
+        return {**whereabouts(self.world), "gpus": gpus, "sees_run": sees}
 
     def _load(self) -> Model:
         path, schedule = self.model_path, self.config.schedule
         cost = cost_model(json.loads(read_file(path / "config.json", files=self.world.files)))
-        if self.config.learner.parallel.world == 1:
-            backend: LocalLearner | RankedLearner = LocalLearner.load(self.config, path, self.world)
-        else:
-            backend = RankedLearner.load(self.config, path, self.run_dir, self._gpus_per_rank, self.world)
+        backend = load_learner(self.config, path, self.run_dir, self._ranks, self.world, self.events.warning)
         if self._checkpoint is None:
             return Model(backend, cost, Counts(), GroupBuffer(schedule.samples_per_group, schedule.window))
         state = open_checkpoint(self._checkpoint, check_tensors=False, files=self.world.files).state
@@ -184,18 +182,18 @@ class LearnerActor:
         from r3async.learner.trainer import Trainer  # loads torch, which this process has by now
 
         tracer = StepTracer(self.run_dir, config, self.events.warning, world=world)
-        trainer = Trainer(config, model.cost, model.backend, tracer, self.events, self._stand_in)
+        trainer = Trainer(config, model.cost, model.backend, tracer, self.events, reception.stand_in)
         checkpoints = CheckpointWriter(config, self.run_id, self.model_path, self.run_dir, self.events, world=world)
         text = None if watched is None else np.asarray(watched, np.int32)
+        given = server(config, transport, reception.keys, world)
         await self._torch.run(model.backend.publish_through, transport)
         publishing = Publishing(
-            world, config, self.lineage, self._timeline, model.backend, self._torch, self._writer, text
+            world, config, self.lineage, self._timeline, model.backend, self._torch, self._writer, text, given
         )
         self._work = Work(reception, trainer, Ahead(reception, self._packer, trainer.prepared), checkpoints, publishing)
-        endpoint = await reception.start()
+        found = {"endpoint": await reception.start(), "keys": reception.keys_for_generators}
         self._mark, _ = self._now(), self._stages.take()
-        keys, newest = reception.keys_for_generators, reception.buffer.newest_group
-        return {"endpoint": endpoint, "keys": keys, "newest_group": newest}
+        return {**found, "newest_group": reception.buffer.newest_group}
 
     def interrupt(self) -> None:
         """A `train_step` that waits for groups returns None."""
@@ -208,11 +206,12 @@ class LearnerActor:
         self._lag.stop()
         if self._work is not None:
             await self._work.reception.close()
+            await self._work.publishing.close()
         # Published files that a running step keeps from being removed now are removed when the next run starts.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._writer.close()
-                await self._packer.close()
+                for lane in (self._recorder, self._writer, self._packer):
+                    await lane.close()
                 if self._loaded is not None:
                     await self._torch.run(self._loaded.backend.close)
                 await self._torch.close()
@@ -235,13 +234,17 @@ class LearnerActor:
     async def dump_stacks(self, reason: str) -> str:
         """What this process is doing, to `stacks/learner.txt`; its ranks write what they do to their logs."""
         processes = self.world.processes
-        for pid in self._loaded.backend.pids if self._loaded else ():
-            processes.ask_for_stacks(pid, processes.host)
+        for pid, host in self._loaded.backend.processes if self._loaded else ():
+            processes.ask_for_stacks(pid, host)
         return str(processes.dump_stacks(self.run_dir / "stacks" / "learner.txt", reason))
 
     def missing(self, group_indices: list[int]) -> dict[int, list[int]]:
         """Episodes of these groups that have not arrived."""
         return self.work.reception.missing(group_indices)
+
+    def kept_tasks(self) -> dict[int, int]:
+        """Task seeds of the groups that something is here of, by group."""
+        return self.work.reception.buffer.tasks()
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -278,8 +281,7 @@ class LearnerActor:
         if metrics["optimizer/skipped"] and not metrics["optimizer/no_contrast"]:
             self.events.warning("step_skipped", step=counts.steps, grad_norm=metrics["grad_norm"])
         work.reception.trained(indices)
-        line = trained_step(counts.steps, version, groups, self.lineage.number)
-        self._trained_file.append(msgspec.json.encode(line))
+        self._trained_file.append(msgspec.json.encode(trained_step(counts.steps, version, groups, self.lineage.number)))
         if due:
             counts.version, counts.since = version + 1, (0, 0)
             with self._timeline.span("snapshot", step=counts.steps, version=counts.version):
@@ -293,6 +295,7 @@ class LearnerActor:
         metrics |= {
             "cpu/learner_seconds": spent_now - spent,
             "learner/between_seconds": waited_from - before,
+            "learner/rank_restarts": self.model.backend.restarts,
             "learner/wait_seconds": step_from - waited_from,
             "learner/step_seconds": trained - step_from,
             "weights/snapshot_seconds": ended - trained,
@@ -305,6 +308,7 @@ class LearnerActor:
             "new_weights": due,
             "version": version + 1,
             "groups": indices,
+            "scores": group_scores(groups),
             "previews": previews(trajectories, self._labels),
         }
 
@@ -329,16 +333,9 @@ class LearnerActor:
                 done = await self._torch.run(work.trainer.step, number, counts.version, prepared)
             finally:
                 looking.cancel()
+        self._recorder.add(number, counts.version, done)
         await reception.set_aside(done.unsound, done.groups)
         return done.groups, done.metrics | ages
-
-    def _stand_in(self, trajectory: Trajectory) -> Trajectory:
-        """For one that cannot be trained: of its episode, and nothing of it is trained or compared."""
-        t = trajectory
-        task = EpisodeTask(t.group_index, t.episode_index, t.task_seed)
-        routing = self.work.reception.routing
-        made = failed_trajectory(task, routing, 0, generator_id=t.generator_id, at=t.finished_at)
-        return msgspec.structs.replace(made, lineage=t.lineage)
 
     # -- weights and checkpoints -----------------------------------------------------------------------------------
 
@@ -370,8 +367,8 @@ class LearnerActor:
         return updates
 
     async def checkpoint(self, conductor: ConductorState) -> float:
-        """Copy the state as it is between two steps, and begin to write the checkpoint of it. Returns how long the next step
-        had to wait for that, in seconds. See `CheckpointWriter.save`, also for what it raises."""
+        """Copy the state as it is between two steps, which are recorded, and begin to write the checkpoint of it. Returns how
+        long the next step had to wait for that, in seconds. See `CheckpointWriter.save`, also for what it raises."""
         clock, counts, work = self.world.clock.monotonic, self.model.counts, self.work
         began, taken = clock(), work.reception.buffer.taken
         state = TrainingState(
@@ -384,6 +381,7 @@ class LearnerActor:
             since_publication=counts.since,
         )
         backend, commit = self.model.backend, work.reception.commit()
+        await self._recorder.settle()
         state = await state.with_records(self.run_dir, LEARNER_RECORDS, keeper=self.world.keeper)
         await work.checkpoints.save(state, lambda: self._torch.run(backend.hold), backend.write_state, commit)
         return clock() - began

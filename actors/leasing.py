@@ -23,7 +23,7 @@ from r3async.record.timeline import Growth, LagMeter
 from r3async.rollout.engines import Engine, Generation, GenerationRequest
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import Admission, GroupLease
-from r3async.schedule.pace import Concurrency, useful_places
+from r3async.schedule.pace import Concurrency, IdleCounter, useful_places
 from r3async.schedule.tasks import EpisodeEnd
 from r3async.world import ActorRef
 from r3async.world.stages import stage
@@ -34,6 +34,8 @@ HEARTBEAT_SECONDS = 5.0
 """Between two calls of one generator, at most, in a small fleet: whoever is silent is taken for lost."""
 HEARTBEATS_PER_SECOND = 64
 """Of a large one."""
+TOLD = 256
+"""Events that one call reports, at most."""
 CALLS_PER_SECOND = 400
 """Of all generators together, at most. Each takes the conductor about a millisecond, most of it in Ray."""
 
@@ -43,7 +45,7 @@ T = TypeVar("T")
 class LeaseCall(msgspec.Struct, frozen=True, array_like=True):
     """A generator's. `process`: its pid and host. `free`: episodes that it could start now. `stats`: the engine's, and how many
     episodes the generator is `playing`, of at most `limit`. `ended`: episodes that are over since the last call. `wait`: seconds
-    that the call may wait for leases."""
+    that the call may wait for leases. `told`: lines of its events, where its host does not see the run's directory."""
 
     generator_id: str
     process: tuple[int, str]
@@ -51,13 +53,16 @@ class LeaseCall(msgspec.Struct, frozen=True, array_like=True):
     stats: dict[str, float]
     ended: list[EpisodeEnd] = []
     wait: float = 0.0
+    told: list[bytes] = []
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """`more` is False when nothing will ever be left to lease, or not to this process: another is in its place."""
+    """`more` is False when nothing will ever be left to lease, or not to this process: another is in its place, or it is to
+    leave. `fleet`: how many generators there are; 0: that is not said."""
 
     leases: list[GroupLease]
     more: bool
+    fleet: int = 0
 
 
 # -- at a generator ----------------------------------------------------------------------------------------------------
@@ -103,37 +108,6 @@ class Gate:
         return await self._engine.generate(request)
 
 
-class IdleCounter:
-    """Since it was made: places for episodes times seconds, all and those that stood empty because no slot was free; and
-    seconds, all and those in which the engine had no request."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._all = self._empty = self._seconds = self._engine_idle = 0.0
-        self._at = clock()
-
-    def passed(self, places: float, empty: float, requests: float) -> None:
-        """Since the last call there were so many."""
-        now = self._clock()
-        seconds, self._at = now - self._at, now
-        self._all += places * seconds
-        self._empty += empty * seconds
-        self._seconds += seconds
-        self._engine_idle += 0.0 if requests else seconds
-
-    def counters(self, paused: float) -> dict[str, float]:
-        """With metrics of the engine's wall time, of which it was `paused` for new weights."""
-        return {
-            "places_all": self._all,
-            "places_empty": self._empty,
-            "engine_all": self._seconds,
-            "engine_idle": self._engine_idle,
-            "wall/engine_idle_seconds": self._engine_idle,
-            "wall/engine_install_seconds": paused,
-            "wall/engine_steps_seconds": max(0.0, self._seconds - self._engine_idle - paused),
-        }
-
-
 class Leasing:
     """Calls the conductor (`LeaseCall`) when a group fits and no other call waits for one, and as a heartbeat.
     Episodes that are over in between are reported together. What is leased for weights that the engine does not have yet is
@@ -155,25 +129,32 @@ class Leasing:
         conductor: ActorRef,
         play: Callable[[GroupLease], Coroutine[Any, Any, None]],
         ended: list[EpisodeEnd],
+        told: list[bytes],
         load: Callable[[], Mapping[str, float]],
         check: Callable[[], None],
     ):
         settings, schedule = config.generator, config.schedule
         self._clock, self._engine, self._player = clock, engine, player
         self._generator_id, self._process, self._conductor = generator_id, process, conductor
-        self._play, self._ended, self._load, self._check = play, ended, load, check
-        heartbeat = max(HEARTBEAT_SECONDS, settings.count / HEARTBEATS_PER_SECOND)
-        self._heartbeat = min(heartbeat, config.supervise.silence_seconds / 4)
-        self._gap = min(settings.count / CALLS_PER_SECOND, self._heartbeat)
+        self._play, self._ended, self._told, self._load, self._check = play, ended, told, load, check
+        self._schedule, self._silence = schedule, config.supervise.silence_seconds
+        self._measure(settings.count)
         self._group = schedule.samples_per_group if schedule.split == "idle" else 1
         self._concurrency = Concurrency(settings.concurrency_min, settings.concurrency, clock)
         self._idle = IdleCounter(clock)
-        self._useful = useful_places(schedule, settings.count)
         self._calls: dict[asyncio.Task[LeaseAnswer], int] = {}
         """Not answered yet, and for how many episodes each asks. One that a later call has overtaken is answered at once."""
         self._playing: list[asyncio.Task[None]] = []
         self._more, self._called_at = True, -math.inf
         self._woken = asyncio.Event()
+
+    def _measure(self, fleet: int) -> None:
+        """What follows from how many generators there are."""
+        self._fleet = fleet
+        heartbeat = max(HEARTBEAT_SECONDS, fleet / HEARTBEATS_PER_SECOND)
+        self._heartbeat = min(heartbeat, self._silence / 4)
+        self._gap = min(fleet / CALLS_PER_SECOND, self._heartbeat)
+        self._useful = useful_places(self._schedule, fleet)
 
     def wake(self) -> None:
         """An episode is over, the engine has new weights, or `check` or `stopping` has something."""
@@ -200,8 +181,8 @@ class Leasing:
             await asyncio.gather(*left, return_exceptions=True)
 
     async def report(self) -> None:
-        """Report the last episodes to the conductor, and ask for nothing more."""
-        if self._ended:
+        """Report the last episodes and events to the conductor, and ask for nothing more."""
+        if self._ended or self._told:
             await self._call(0)
 
     # -- calls -----------------------------------------------------------------------------------------------------
@@ -236,7 +217,8 @@ class Leasing:
             stats = {**self._look(), "limit": self._concurrency.limit, **self._load(), "held": self._engine.held}
             stats |= self._idle.counters(stats.get("pause_seconds", 0.0))
         ended, self._ended[:] = list(self._ended), []
-        call = LeaseCall(self._generator_id, self._process, free, stats, ended, self._heartbeat if free else 0.0)
+        told, self._told[:] = self._told[-TOLD:], []
+        call = LeaseCall(self._generator_id, self._process, free, stats, ended, self._heartbeat if free else 0.0, told)
         answer = await self._conductor.call("lease", msgspec.msgpack.encode(call))
         return msgspec.msgpack.decode(answer, type=LeaseAnswer)
 
@@ -269,6 +251,8 @@ class Leasing:
             del self._calls[task]
             answer = task.result()
             self._more = answer.more
+            if answer.fleet not in (0, self._fleet):
+                self._measure(answer.fleet)
             for lease in answer.leases:
                 self._engine.leased(lease)
                 self._playing.append(self._begin(self._play(lease)))
@@ -308,9 +292,14 @@ class Dispatch:
         self._answer(call.generator_id)
         self._note(call)
         leases = self._lease(generator, call.free) if self._admission.can_lease() else []
-        if not leases and call.free and call.wait > 0 and self._more:
+        if not leases and call.free and call.wait > 0 and self._more and not generator.leaving:
             leases = await self._wait(call)
-        return LeaseAnswer(leases, self._more)
+        return LeaseAnswer(leases, self._more and not generator.leaving, len(self._fleet.generators))
+
+    def retire(self, generator_id: str) -> None:
+        """It is leased nothing more, and told so at once if it waits."""
+        self._fleet.retire(generator_id)
+        self._answer(generator_id)
 
     def ring(self) -> None:
         """There may be something to lease, for somebody, or nothing any more."""
@@ -375,7 +364,7 @@ class Dispatch:
         name, leases = generator.generator_id, list[GroupLease]()
         others = len(self._fleet.able) - (name in self._fleet.able)
         load = self.loads[name]
-        while not self._stopping() and generator.health.may_lease:
+        while not self._stopping() and generator.may_lease:
             lease = self._admission.lease(name, free=free, at_once=int(load["limit"]), among=1 + others)
             if lease is None:
                 break

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from r3async.checkpoint.directory import RunLock
 from r3async.config import Config
@@ -15,6 +15,8 @@ from r3async.record.prometheus import serve_actor
 from r3async.world import ActorLost, ActorRef, World
 from r3async.world.files import make_directory
 from r3async.world.processes import find_user_modules
+
+T = TypeVar("T")
 
 RPC_SECONDS = 30.0
 """An actor that is well has answered by then."""
@@ -135,6 +137,18 @@ async def while_well(call: Awaitable[Any], background: list[asyncio.Task[None]])
         if waiting.done():
             return waiting.result()
         await asyncio.wait([waiting, *background], timeout=RPC_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def unless(stopped: asyncio.Event, call: Awaitable[T]) -> T | None:
+    """What `call` returns; None, and it is cancelled, if `stopped` is set before."""
+    calling, stop = asyncio.ensure_future(call), asyncio.ensure_future(stopped.wait())
+    try:
+        await asyncio.wait([calling, stop], return_when=asyncio.FIRST_COMPLETED)
+        return calling.result() if calling.done() else None
+    finally:
+        calling.cancel()
+        stop.cancel()
+        await asyncio.gather(calling, stop, return_exceptions=True)
 
 
 def root_cause(error: BaseException, run_dir: Path) -> str:

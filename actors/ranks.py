@@ -1,63 +1,55 @@
-"""The learner's ranks: one in this process, or several, each an actor of its own, driven as one."""
+"""A rank of the learner: in this process, or an actor of its own. `ranked.py` drives several as one."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
-from r3async.actors.delivery import sender
+from r3async.actors.delivery import NoSender, sender
 from r3async.actors.process import NotLoaded, begin
 from r3async.checkpoint import FileRecord, open_checkpoint
-from r3async.config import Config, config_from_dict, to_dict
+from r3async.config import Config, config_from_dict
 from r3async.learner import LearnerError, MinibatchResult
 from r3async.learner.batch.packing import MicroBatch
-from r3async.weights.publish import HostCopy, Publication, WeightSender
-from r3async.world import ActorRef, Actors, Placement, World
+from r3async.weights.content import EncodedWeights, HostCopy, copied, copied_share
+from r3async.weights.manifest import TensorEntry, WeightManifest
+from r3async.weights.publish import Publication, WeightSender
+from r3async.weights.sending import Described, write_delta_part, write_region
+from r3async.world import World
+from r3async.world.network import interface_of, use_interface
 from r3async.world.real import REAL
 from r3async.world.stages import stage
 
 if TYPE_CHECKING:
-    from r3async.checkpoint.tensors import LearnerState
+    from r3async.checkpoint.tensors import HeldPart, LearnerState
     from r3async.learner.backend import LearnerBackend
-
-WRITE, CHECKPOINT = "write", "checkpoint"
-"""The threads of a rank's own for `write` and `write_state`. Another one makes every other call."""
-
-
-def placement(threads: int, gpus: float = 0.0) -> Placement:
-    """Of a rank."""
-    return Placement(threads=threads, gpus=gpus, concurrency=1, lanes=(WRITE, CHECKPOINT), beside=True)
-
-
-class NoSender:
-    """The `WeightSender` before `publish_through`."""
-
-    def send(self, version: int, tensors: Mapping[str, Any], dtype: Any, reading: Collection[int] = ()) -> Publication:
-        raise LearnerError(f"version {version} cannot be written: its transport is not chosen yet")
-
-    def close(self) -> None:
-        pass
 
 
 class LocalLearner:
     """A backend and the sender of its weights. All calls must come from the thread that made it, but for `write` and
     `write_state`."""
 
-    pids: Sequence[int] = ()
-    """Of further processes, which compute for this one."""
+    processes: Sequence[tuple[int, str]] = ()
+    """Further ones, which compute for this one: process ids, and their hosts."""
+    restarts = 0
+    """Of these."""
 
-    def __init__(self, config: Config, backend: LearnerBackend, world: World = REAL):
+    def __init__(
+        self, config: Config, backend: LearnerBackend, world: World = REAL, teacher: LearnerBackend | None = None
+    ):
+        """`teacher`: see `algorithm.distillation`."""
         import torch
 
-        self._config, self._world, self.backend = config, world, backend
+        self._config, self._world, self.backend, self._teacher = config, world, backend, teacher
         self._sender: WeightSender = NoSender()
         self._dtype = getattr(torch, config.generator.dtype)
         self._snapshot: tuple[int, HostCopy] | None = None
+        self._together = False
         self._memory: HostCopy | None = None
         """What snapshots are copied into; made by the first."""
         self._held: LearnerState | None = None
@@ -69,8 +61,10 @@ class LocalLearner:
 
         torch.set_num_threads(config.learner.threads)
         from r3async.learner import build_learner
+        from r3async.learner.distillation import load_teacher
 
-        return cls(config, build_learner(config, model_path, world.files), world)
+        backend = build_learner(config, model_path, world.files)
+        return cls(config, backend, world, load_teacher(config, model_path))
 
     @property
     def vocab_size(self) -> int:
@@ -88,16 +82,17 @@ class LocalLearner:
         """`trainer.train_share` of minibatches that have micro-batches for one data-parallel rank: this one."""
         from r3async.learner.trainer import train_share
 
-        return train_share(self.backend, [mine for (mine,) in minibatches], version=version, trace=trace)
+        shares = [mine for (mine,) in minibatches]
+        return train_share(self.backend, shares, version=version, trace=trace, teacher=self._teacher)
 
-    def teach(self, shares: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
+    def train_supervised(self, shares: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
         """`supervised.supervised_step` with the micro-batches of one data-parallel rank: this one."""
         from r3async.learner.supervised import supervised_step
 
         (mine,) = shares
         return supervised_step(self.backend, mine)
 
-    def examine(self, shares: Sequence[Sequence[MicroBatch]]) -> tuple[float, float]:
+    def supervised_loss_of(self, shares: Sequence[Sequence[MicroBatch]]) -> tuple[float, float]:
         """`supervised.supervised_loss` in the same way."""
         from r3async.learner.supervised import supervised_loss
 
@@ -113,9 +108,9 @@ class LocalLearner:
         with stage("probe"):
             return self.backend.score(token_ids, temperature)
 
-    def publish_through(self, backend: str) -> None:
-        """Which transport `write` gives the weights to; see `delivery.sender`."""
-        self._sender = sender(self._config, backend, self._world)
+    def publish_through(self, backend: str, together: bool = False) -> None:
+        """Which transport `write` gives the weights to; see `delivery.sender`. `together`: ranks of one host write one file."""
+        self._sender, self._together = sender(self._config, backend, self._world), together
 
     def snapshot(self, version: int) -> None:
         """Copy the weights to host memory as `version`, for `write`. Collective; later steps do not change the copy."""
@@ -124,20 +119,50 @@ class LocalLearner:
                 f"version {self._snapshot[0]} has not been written: version {version} has to wait for it"
             )
         with stage("snapshot"):
-            tensors = self.backend.export(copy=False)
-            if tensors:  # one rank hands them in
-                if self._memory is None or not self._memory.fits(tensors):
-                    self._memory = HostCopy(tensors)
-                self._snapshot = version, self._memory.fill(tensors)
+            if self._together:
+                self._memory = copied_share(self.backend.share, self._memory, self._config.weights.bucket_bytes)
+            elif tensors := self.backend.export(copy=False):  # one rank hands them in
+                self._memory = copied(tensors, self._memory)
+            self._snapshot = None if self._memory is None else (version, self._memory)
+
+    def let_go(self) -> None:
+        """Of the snapshot, if there is one: it is written already."""
+        self._snapshot = None
 
     def write(self, reading: Sequence[int] = ()) -> Publication:
         """Write the snapshot for the engines and let go of it; see `WeightSender.send`. From any thread, beside a step."""
-        if self._snapshot is None:
-            raise LearnerError("there is no snapshot to write")
         try:
-            return self._sender.send(*self._snapshot, self._dtype, reading)
+            return self._sender.send(*self._taken, self._dtype, reading)
         finally:
             self._snapshot = None
+
+    def describe_share(self) -> Described:
+        """Of the snapshot: this rank's part, see `ShardedPublisher`."""
+        version, share = self._taken
+        return Described(version, share.described(self._dtype))
+
+    def write_share(self, path: str, start: int) -> dict[str, TensorEntry]:
+        """Write the snapshot into its region of the file, and let go of it."""
+        version, share = self._taken
+        try:
+            bucket_bytes = self._config.weights.bucket_bytes
+            return write_region(path, start, EncodedWeights(version, share, self._dtype, bucket_bytes)) if share else {}
+        finally:
+            self._snapshot = None
+
+    def write_delta(self, before: WeightManifest, manifest: WeightManifest, first: int, last: int, path: str) -> None:
+        """A part of a delta; see `write_delta_part`."""
+        write_delta_part(before, manifest, first, last, path, self._world)
+
+    def announce(self, manifest: WeightManifest) -> Publication:
+        """Have a version that the ranks wrote sent from this rank's GPU."""
+        return self._sender.announce(manifest)
+
+    @property
+    def _taken(self) -> tuple[int, HostCopy]:
+        if self._snapshot is None:
+            raise LearnerError("there is no snapshot to write")
+        return self._snapshot
 
     def hold(self) -> None:
         """Copy what a checkpoint needs to host memory, for `write_state`; see `LearnerBackend.state`."""
@@ -156,6 +181,24 @@ class LocalLearner:
     def restore(self, checkpoint: Path) -> None:
         """Continue from a checkpoint that has been verified; see `LearnerBackend.restore`."""
         self.backend.restore(open_checkpoint(checkpoint, check_tensors=False, files=self._world.files).learner())
+
+    def copy_bytes(self) -> int:
+        """About what `copy` takes: a weight and two moments in float32."""
+        places = [place for held in self.backend.places() if held.writes for place in held.places]
+        return sum(12 * math.prod(place.size) for place in places)
+
+    def copy(self) -> HeldPart:
+        """What `hold` copies, for ranks that are started in the place of this one and of the others."""
+        from r3async.checkpoint.tensors import HeldPart
+
+        with stage("checkpoint"):
+            return HeldPart.of(self.backend.state())
+
+    def restore_copies(self, *parts: HeldPart) -> None:
+        """Continue from what every rank copied after the same step."""
+        from r3async.checkpoint.tensors import LearnerParts
+
+        self.backend.restore(LearnerParts(parts, files=self._world.files))
 
     def save(self, directory: Path) -> None:
         """See `LearnerBackend.save`."""
@@ -183,165 +226,48 @@ class RankActor:
             raise NotLoaded(f"rank {self._rank} of the learner has no model yet")
         return self._loaded
 
-    def whereabouts(self) -> tuple[int, int]:
-        """Process id, and the port of the store over which the ranks meet, which is made here."""
+    def whereabouts(self) -> tuple[int, str]:
+        """Process id and host."""
+        return self.world.processes.pid, self.world.processes.host
+
+    def open_store(self, alone: bool) -> tuple[str, int]:
+        """Address and port of a store over which the ranks meet; it is made here. `alone`: all of them are on this host."""
         import torch.distributed as dist
 
-        self._stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-        return self.world.processes.pid, self._stores[0].port
+        interface = self._config.cluster.interface
+        address = "127.0.0.1" if alone and not interface else self.world.actors.address(interface)
+        self._stores.append(dist.TCPStore(address, 0, is_master=True, wait_for_workers=False))
+        return address, self._stores[0].port
 
-    def load(self, port: int) -> tuple[int, int]:
-        """Meet the other ranks and load the model; returns the vocabulary's size, and this process's id."""
+    def load(self, address: str, port: int, alone: bool) -> int:
+        """Meet the other ranks at the store and load the model; returns the vocabulary's size."""
         import torch
         import torch.distributed as dist
 
-        cuda = torch.cuda.is_available()
-        world = self._config.learner.parallel.world
-        store = self._stores[0] if self._stores else dist.TCPStore("127.0.0.1", port, is_master=False)
+        cuda, learner = torch.cuda.is_available(), self._config.learner
+        self._choose_interface(alone)
+        timeout = datetime.timedelta(seconds=learner.collective_timeout)
+        store = self._stores[0] if self._stores else dist.TCPStore(address, port, is_master=False, timeout=timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=store,
             rank=self._rank,
-            world_size=world,
-            timeout=datetime.timedelta(seconds=self._config.learner.collective_timeout),
+            world_size=learner.parallel.world,
+            timeout=timeout,
         )
         self._loaded = LocalLearner.load(self._config, self._model_path, self.world)
-        return self._learner.vocab_size, self.world.processes.pid
+        return self._learner.vocab_size
+
+    def _choose_interface(self, alone: bool) -> None:
+        """Collectives use the one that is configured; between hosts, else, that by which the cluster knows this host: what they
+        would choose themselves may be one of the containers'."""
+        chosen, actors = self._config.cluster.interface, self.world.actors
+        if chosen:
+            actors.address(chosen)  # it is there
+        name = chosen or ("" if alone else interface_of(actors.address()))
+        if name:
+            use_interface(name)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """A method of this rank's learner: `write` in the lane `WRITE`, `write_state` in `CHECKPOINT`."""
         return getattr(self._learner, name)(*args, **kwargs)
-
-
-class RankCalls:
-    """Calls on the ranks' actors. A rank that fails leaves the others waiting for it in a collective operation: the first failure
-    ends all of them and is raised as `LearnerError`."""
-
-    def __init__(self, actors: Actors, ranks: Sequence[ActorRef]):
-        self._actors, self.ranks = actors, ranks
-
-    def begin(self, rank: int, method: str, *args: Any, lane: str = "", **kwargs: Any) -> Any:
-        """Begin a method of the actor of `rank`."""
-        return self._actors.begin(self.ranks[rank], method, *args, lane=lane, **kwargs)
-
-    def on_all(self, method: str, *args: Any, lane: str = "", timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """What the actors' method returns, on every rank."""
-        calls = [self.begin(rank, method, *args, lane=lane, **kwargs) for rank in range(len(self.ranks))]
-        return self.wait(calls, timeout)
-
-    def wait(self, calls: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """What the calls return; the first is of rank 0, and so on."""
-        waiting = list(calls)
-        while waiting:
-            ready, waiting = self._actors.wait(waiting, timeout)
-            if not ready:
-                self.kill()
-                raise LearnerError(f"{len(waiting)} ranks of the learner did not answer within {timeout:.0f} s")
-            for call in ready:
-                try:
-                    self._actors.get(call)
-                except Exception as error:
-                    self.kill()
-                    raise LearnerError(f"rank {calls.index(call)} of the learner failed: {error}") from error
-        return [self._actors.get(call) for call in calls]
-
-    def share(self, value: Any) -> Any:
-        """A reference to `value`, which many calls may be given."""
-        return self._actors.put(value)
-
-    def kill(self) -> None:
-        """End the ranks' processes."""
-        for rank in self.ranks:
-            self._actors.kill(rank)
-
-
-def on_all(name: str) -> Callable[..., Any]:
-    """The method `name` of `LocalLearner`, made on every rank: the first one's answer is that of all."""
-
-    def method(self: RankedLearner, *args: Any) -> Any:
-        return self.calls.on_all("call", name, *args)[0]
-
-    return method
-
-
-class RankedLearner:
-    """The same calls as `LocalLearner`, made on all ranks at once: actors on this node. The first answers for all of them.
-
-    `pids`: of the ranks' processes, which are on this host.
-    """
-
-    def __init__(self, config: Config, calls: RankCalls, vocab_size: int, pids: Sequence[int]):
-        self._config, self.calls = config, calls
-        self.vocab_size, self.pids = vocab_size, pids
-
-    @classmethod
-    def load(
-        cls, config: Config, model_path: Path, run_dir: Path, gpus: float = 0.0, world: World = REAL
-    ) -> RankedLearner:
-        """Start the ranks, each with that many GPUs; they meet and load the model. Blocking. Raises `LearnerError`."""
-        learner, plain = config.learner, to_dict(config)
-        ranks = [
-            world.actors.spawn(
-                RankActor,
-                rank,
-                plain,
-                str(model_path),
-                str(run_dir),
-                name=f"learner-rank-{rank}",
-                placement=placement(learner.threads, gpus),
-            )
-            for rank in range(learner.parallel.world)
-        ]
-        calls = RankCalls(world.actors, ranks)
-        ((_, port),) = calls.wait([calls.begin(0, "whereabouts")], learner.start_timeout)
-        loaded = calls.on_all("load", port, timeout=learner.start_timeout)
-        return cls(config, calls, loaded[0][0], [pid for _, pid in loaded])
-
-    gpus, updates, score = on_all("gpus"), on_all("updates"), on_all("score")
-    publish_through, snapshot, hold = on_all("publish_through"), on_all("snapshot"), on_all("hold")
-    restore, save = on_all("restore"), on_all("save")
-
-    def train(
-        self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
-    ) -> list[MinibatchResult]:
-        """See `trainer.Ranks.train`."""
-        given = [[[m[rank]] for m in minibatches] for rank in range(self._config.learner.parallel.dp)]
-        answers: list[list[MinibatchResult]] = self._with_shares("train", given, version=version, trace=trace)
-        return [
-            msgspec.structs.replace(results[0], traces=[t for result in results for t in result.traces])
-            for results in zip(*answers, strict=True)
-        ]
-
-    def _with_shares(self, name: str, given: Sequence[Any], **options: Any) -> list[Any]:
-        """What the method `name` of every rank returns, each with what is `given` to its data-parallel rank."""
-        p, shared = self._config.learner.parallel, [self.calls.share(each) for each in given]
-        # Megatron's order of ranks: tp varies fastest, then dp, then pp.
-        return self.calls.wait(
-            [self.calls.begin(r, "call", name, shared[r // p.tp % p.dp], **options) for r in range(p.world)]
-        )
-
-    def teach(self, shares: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
-        """See `LocalLearner.teach`: with the micro-batches of every data-parallel rank."""
-        return self._with_shares("teach", [[mine] for mine in shares])[0]
-
-    def examine(self, shares: Sequence[Sequence[MicroBatch]]) -> tuple[float, float]:
-        """See `LocalLearner.examine`."""
-        return self._with_shares("examine", [[mine] for mine in shares])[0]
-
-    def write(self, reading: Sequence[int] = ()) -> Publication:
-        """See `LocalLearner.write`: the first rank does it, on this host."""
-        writing = self.calls.begin(0, "call", "write", reading, lane=WRITE)
-        return self.calls.wait([writing], self._config.weights.write_timeout)[0]
-
-    def write_state(self, directory: Path) -> list[FileRecord]:
-        """See `LocalLearner.write_state`: each rank writes its own file."""
-        timeout = self._config.checkpoint.write_timeout
-        return [
-            r
-            for records in self.calls.on_all("call", "write_state", directory, lane=CHECKPOINT, timeout=timeout)
-            for r in records
-        ]
-
-    def close(self) -> None:
-        """End the ranks' processes."""
-        self.calls.kill()

@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
+from r3async.actors.delivery import announced
 from r3async.actors.process import wait_until
 from r3async.config import Config
 from r3async.data.model_shape import RoutingShape
@@ -16,6 +19,7 @@ from r3async.data.records import Trajectory, is_name_in
 from r3async.data.versions import Lineage
 from r3async.learner import LearnerError, Unsound
 from r3async.learner.losses.advantages import group_has_contrast
+from r3async.rollout.episode import EpisodeTask, failed_trajectory
 from r3async.schedule.admission import age_bound, most_groups, slots_of
 from r3async.schedule.groups import GroupBuffer, largest_trajectory
 from r3async.schedule.spool import Spool
@@ -68,12 +72,12 @@ class Reception:
             self.spool = Spool(
                 run_dir / "spool", config.buffer, report=events.warning, aside=self._quarantine.keep, world=world
             )
-        keys, self.keys_for_generators = learner_keys(config.transport, world.files)
+        self.keys, self.keys_for_generators = learner_keys(config.transport, world.files)
         self.receiver = Receiver(
             run_id,
             config.transport,
             self._arrive,
-            keys=keys,
+            keys=self.keys,
             claims=lambda group, name: is_name_in(group, name, schedule.samples_per_group),
             largest=largest_trajectory(config, routing),
             validate=self._validate,
@@ -94,9 +98,9 @@ class Reception:
         self._arrived = asyncio.Event()
 
     async def start(self) -> str:
-        """Take back what the spool kept, and bind the socket. Returns the endpoint."""
+        """Take back what the spool kept, and bind the socket. Returns where generators reach it."""
         self._recovering = True
-        endpoint = await self.receiver.start()
+        endpoint = announced(self._config, self._world, await self.receiver.start())
         self._recovering = False
         if self.receiver.recovered:
             self._events.info("spool_recovered", trajectories=self.receiver.recovered)
@@ -188,6 +192,13 @@ class Reception:
             raise LearnerError(
                 f"trajectory {trajectory.trajectory_id} cannot be trained: {reason} ({self._unsound.describe('learner')})"
             )
+
+    def stand_in(self, trajectory: Trajectory) -> Trajectory:
+        """For one that cannot be trained: of its episode, and nothing of it is trained or compared. From any thread."""
+        t = trajectory
+        task = EpisodeTask(t.group_index, t.episode_index, t.task_seed)
+        made = failed_trajectory(task, self.routing, 0, generator_id=t.generator_id, at=t.finished_at)
+        return msgspec.structs.replace(made, lineage=t.lineage)
 
     def trained(self, indices: Sequence[int]) -> None:
         """These groups are over."""

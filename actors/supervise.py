@@ -8,9 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from r3async.actors.away import ModelAt, offer_model
 from r3async.actors.conductor import Conductor
+from r3async.actors.crew import WISH, Crew, as_wished
+from r3async.actors.delivery import check_reach
 from r3async.actors.generator import GeneratorActor, GeneratorParts
 from r3async.actors.learner import LearnerActor
+from r3async.actors.places import Places, take_places
 from r3async.actors.process import NotTrained, ProcessLost, Question, RunFailed
 from r3async.actors.run_dir import RunDir, restart_run
 from r3async.checkpoint import Checkpoints, Opened
@@ -20,7 +24,7 @@ from r3async.data.versions import Lineage
 from r3async.envs import EnvironmentFactory
 from r3async.record.events import open_events
 from r3async.schedule.health import Watchdog
-from r3async.world import ActorLost, ActorRef, Placement, World
+from r3async.world import ActorLost, ActorRef, Placement, Reservation, World
 from r3async.world.appending import Report
 
 STATUS_SECONDS = 2.0
@@ -34,6 +38,9 @@ AT_FIRST = f"{ANSWERING} at first"
 POLL_SECONDS = 1.0
 RESULT_SECONDS = 10.0
 """So long the conductor is waited for when the run has ended, and it is asked for the last time."""
+EXIT_SECONDS = 2.0
+"""What actors may take to end before they are killed."""
+EXIT_POLL_SECONDS = 0.02
 
 
 def connect(world: World, config: Config) -> None:
@@ -58,6 +65,7 @@ class Pipeline:
     def __init__(self, world: World, config: Config, model_path: Path, run_dir: Path, resume: Opened | None = None):
         """`resume`: the checkpoint that the run resumes from."""
         self.world, self.config, self.model_path, self.run_dir, self.resume = world, config, model_path, run_dir, resume
+        self._model: ModelAt | None = None
         self.run_id = f"{run_dir.name}-{world.unique()[:8]}"
         self.events = open_events(run_dir, "driver", world=world)
 
@@ -65,10 +73,9 @@ class Pipeline:
         """Take a lineage, connect to a cluster, or start one here, and create the actors. They do the rest by themselves.
         Blocking; of the running event loop."""
         actors, config, lineage = self.world.actors, self.config, self._take_lineage()
-        ranks, count = config.learner.parallel.world, config.generator.count
+        count = config.generator.count
         connect(self.world, config)
-        gpus = actors.gpus()
-        share = min(1.0, gpus / (count + ranks)) if gpus else 0.0
+        places = self._take_places()
         plain, resume = to_dict(config), self.resume
         with_secrets = to_dict(config, reveal=True)  # only who serves and plays needs them
         directory, model = str(self.run_dir.absolute()), str(self.model_path)
@@ -79,23 +86,39 @@ class Pipeline:
             plain,
             model,
             directory,
-            share,
+            places.ranks,
             str(resume.path.absolute()) if resume else "",
             lineage,
             name="learner",
-            placement=Placement(config.learner.threads, share if ranks == 1 else 0.0),
+            placement=places.learner,
         )
         parts = [GeneratorParts(environment=self.environments)] if self.environments else []
-        playing = Placement(config.generator.threads, share, restarts=config.generator.max_restarts)
-        generators = {}
-        for name in (f"generator-{index}" for index in range(count)):
-            plays = (name, self.run_id, with_secrets, model, directory, lineage.number, *parts)
-            generators[name] = actors.spawn(self.generator, *plays, name=name, placement=playing)
-        leads = (self.run_id, plain, directory, learner, generators, resume.state if resume else None, lineage)
-        conductor = actors.spawn(
-            self.conductor, *leads, name="conductor", placement=Placement(0, concurrency=max(1000, 4 * count))
-        )
-        return Running(self, conductor, learner, generators)
+
+        def spawn(name: str, place: Placement) -> ActorRef:
+            given = self._offered() if len(actors.nodes()) > 1 else model
+            plays = (name, self.run_id, with_secrets, given, directory, lineage.number, *parts)
+            return actors.spawn(self.generator, *plays, name=name, placement=place)
+
+        home = places.layout.training()
+        crew = Crew(self.world, config, self.run_dir, self.events, spawn, places.engines, home)
+        leads = (self.run_id, plain, directory, learner, crew.members, resume.state if resume else None, lineage)
+        # It writes the run's records, and so does the driver.
+        placement = Placement(0, concurrency=max(1000, 4 * count), beside=True)
+        conductor = actors.spawn(self.conductor, *leads, name="conductor", placement=placement)
+        return Running(self, conductor, learner, crew, places.reservation)
+
+    def _offered(self) -> ModelAt:
+        """The model, for hosts that may not have it."""
+        if self._model is None:
+            self._model = offer_model(self.world, self.model_path)
+        return self._model
+
+    def _take_places(self) -> Places:
+        places = take_places(self.world, self.config)
+        hosts = places.layout.training(), [places.layout.host(seat) for seat in places.layout.engines]
+        self.events.info("placed", ranks=hosts[0], engines=hosts[1], gpus=places.layout.gpus)
+        check_reach(self.config, hosts[0][0], hosts[1])
+        return places
 
     def _take_lineage(self) -> Lineage:
         """On the disk before any actor is there: whoever starts after a crash of this start has another one."""
@@ -111,10 +134,19 @@ class Running:
     """The actors of a start, whose conductor runs. The driver polls `status`, `check` and `finished`, asks for an
     orderly end with `stop`, and always calls `end`."""
 
-    def __init__(self, pipeline: Pipeline, conductor: ActorRef, learner: ActorRef, generators: Mapping[str, ActorRef]):
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        conductor: ActorRef,
+        learner: ActorRef,
+        crew: Crew,
+        reservation: Reservation,
+    ):
+        self._reservation, self._crew = reservation, crew
         self.config, self.run_dir = pipeline.config, pipeline.run_dir
         self._world, self._events, self._conductor = pipeline.world, pipeline.events, conductor
-        self._actors = [conductor, learner, *generators.values()]
+        self._actors = [conductor, learner]
+        self._scaling = asyncio.ensure_future(crew.run(conductor))
         self._result = asyncio.ensure_future(conductor.call("run"))
         self._question = Question(partial(conductor.call, "status"))
         self._calls: list[asyncio.Future[Any]] = [self._result]
@@ -190,13 +222,25 @@ class Running:
 
     async def end(self) -> None:
         """End the actors' processes."""
-        for actor in self._actors:
+        self._scaling.cancel()
+        for actor in (*self._actors, *self._crew.members.values()):
             self._world.actors.kill(actor)
+        await self._left()
         for pid, host in self._processes.values():
             self._world.processes.kill(pid, host)  # a process that was paused gets no request
+        self._crew.release()
+        self._world.actors.release(self._reservation)
         for call in self._calls:
             call.cancel()
-        await asyncio.gather(*self._calls, self._question.cancel(), return_exceptions=True)
+        await asyncio.gather(*self._calls, self._scaling, self._question.cancel(), return_exceptions=True)
+
+    async def _left(self) -> None:
+        """Wait, at most `EXIT_SECONDS`, until the processes here have ended. Of one that is killed before Ray has ended it, Ray
+        says on the console that it died."""
+        for _ in range(int(EXIT_SECONDS / EXIT_POLL_SECONDS)):
+            if not any(self._world.processes.alive(*process) for process in self._processes.values()):
+                return
+            await asyncio.sleep(EXIT_POLL_SECONDS)
 
 
 class Person(Protocol):
@@ -256,9 +300,11 @@ async def supervise(
     """
     allowed = config.supervise.max_run_restarts
     restarts = 0
+    world.files.remove(run.path / WISH)  # a command that is given again says itself how many
     while True:
+        wanted = as_wished(config, run.path, files=world.files)
         try:
-            return await _run(kind(world, config, model_path, run.path, run.resume), person)
+            return await _run(kind(world, wanted, model_path, run.path, run.resume), person)
         except ProcessLost as error:
             if person.stop_requested or restarts == allowed:
                 raise

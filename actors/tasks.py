@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ import msgspec
 
 from r3async.actors.fleet import Fleet, Generator
 from r3async.actors.process import RPC_SECONDS, RunFailed
-from r3async.checkpoint import Checkpoints
+from r3async.checkpoint import Checkpoints, RunState
 from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path, write_evaluation
 from r3async.config import Config, environments
 from r3async.record.reading import EVALUATION, QUARANTINE, QuarantinedTask, read_quarantine
 from r3async.rollout.outcomes import figures_of
 from r3async.schedule.admission import slots_of
+from r3async.schedule.difficulty import NO_SIZE, Score, TaskHistory
 from r3async.schedule.mix import MixedCursor
 from r3async.schedule.tasks import By, Cursor, EpisodeEnd, FailedTask, TaskFailures
 from r3async.world import World
@@ -53,9 +54,13 @@ class Tasks:
         self._posed = environments(config)
         self._sizes: Sequence[int | None] = [None] * len(self._posed)
         self._cursor = self._made()
+        self._history = TaskHistory(schedule.difficulty, config.seed)
 
     def open(self, sizes: Sequence[int | None]) -> None:
-        """How many tasks each environment has; None: that is not known."""
+        """How many tasks each environment has; None: that is not known. Raises `RunFailed` if it is of none, and past rewards are
+        to say which come next."""
+        if self._config.schedule.difficulty.active and not any(sizes):
+            raise RunFailed(NO_SIZE)
         self._sizes = sizes
         self._cursor = self._made()
 
@@ -66,11 +71,23 @@ class Tasks:
         return MixedCursor(seed, [each.weight for each in self._posed], self._sizes, quarantined)
 
     def task_seed(self, group: int) -> int:
-        return self._cursor.task_seed(group)
+        return self._history.pose(group, self._cursor.tasks(group))
+
+    def trained(self, groups: Sequence[int], scores: Sequence[Score]) -> None:
+        """See `TaskHistory.trained`."""
+        self._history.trained(groups, scores)
+
+    def snapshot(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return self._history.snapshot()
+
+    def restore(self, state: RunState | None, kept: Mapping[int, int]) -> None:
+        """Resume from `state`, or without one from the beginning. `kept`: by group, tasks of which the learner kept episodes."""
+        self._history.restore({} if state is None else state.tasks, kept)
 
     def figures(self, groups: int) -> dict[str, float]:
         """Metrics, after so many groups were leased."""
-        figures = {"data/quarantined_tasks": float(len(self._quarantined))}
+        figures = {"data/quarantined_tasks": float(len(self._quarantined)), **self._history.figures()}
         cursor = self._cursor
         if isinstance(cursor, Cursor):
             return figures | ({"data/epochs": cursor.epochs(groups)} if cursor.size else {})
@@ -193,7 +210,7 @@ class Evaluator:
 
     def _able(self) -> list[Generator]:
         """Healthy generators, those with the newest weights first."""
-        return sorted((g for g in self._fleet if g.state == "healthy"), key=lambda g: -g.version)
+        return sorted((g for g in self._fleet if g.state == "healthy" and not g.leaving), key=lambda g: -g.version)
 
     async def _played(self, step: int) -> dict[str, Any] | None:
         """An `Evaluation` in plain data; None, with an event, if it failed."""
@@ -212,6 +229,9 @@ class Evaluator:
                 self._events.warning("evaluation_moved", step=step, generator=name, hint="it does not answer")
                 continue
             except Exception as error:
+                if generator.leaving:
+                    self._events.warning("evaluation_moved", step=step, generator=name, hint="it has left")
+                    continue
                 self._events.warning("evaluation_failed", step=step, generator=name, error=str(error)[-500:])
                 return None
             self._events.info("evaluation_finished", step=step, generator=name, **figures_of(result))

@@ -28,6 +28,8 @@ DUMP_SECONDS = 5.0
 KILL_SECONDS = 5.0
 """A process that Ray has not ended by then is killed from here, if it is on this host."""
 
+STAGES = ("playing", "sending", "installing")
+"""Of a generator."""
 RUN = "run"
 ANSWERING = "answering/learner"
 STORING = "storing"
@@ -66,8 +68,10 @@ class Watch:
         weights, supervise = config.weights, config.supervise
         # What has a limit of its own fails by that, and its message is better. An installation is judged before its own.
         limits = {"training": supervise.step_seconds, "publishing": weights.write_timeout + RPC_SECONDS}
-        limits |= {f"installing/{g.generator_id}": weights.install_timeout + RPC_SECONDS / 2 for g in fleet}
+        limits["installing"] = weights.install_timeout + RPC_SECONDS / 2
         self.dog = Watchdog(self._clock, supervise.stall_seconds, limits)
+        self._looked: dict[str, None] = {}
+        """Generators that were looked at last."""
         self._period = min(LOOK_SECONDS, supervise.stall_seconds / 4, supervise.silence_seconds / 4)
 
     async def run(self) -> None:
@@ -112,6 +116,9 @@ class Watch:
         """Report to the watchdog what each stage has done, and what waits for it."""
         status = self._status
         storing = status.get("storing")
+        for left in self._looked.keys() - self._fleet.generators.keys():
+            self._forget(left)
+        self._looked = dict.fromkeys(self._fleet.generators)
         for generator in self._fleet:
             self._look_at(generator, may_send=storing is None and not self._question.waiting)
         # A spool that is full waits for a checkpoint, which training brings.
@@ -127,12 +134,15 @@ class Watch:
         stuck = not with_work and doing == "waiting" and not loading and not self._resting()
         self.dog.see(RUN, done, int(stuck))
 
+    def _forget(self, name: str) -> None:
+        for stage in STAGES:
+            self.dog.forget(f"{stage}/{name}")
+
     def _look_at(self, generator: Generator, *, may_send: bool) -> None:
         name = generator.generator_id
-        playing, sending, installing = (f"{stage}/{name}" for stage in ("playing", "sending", "installing"))
+        playing, sending, installing = (f"{stage}/{name}" for stage in STAGES)
         if generator.state in (HealthState.LOST, HealthState.STARTING) or generator.finished:
-            for stage in (playing, sending, installing):
-                self.dog.forget(stage)
+            self._forget(name)
             return
         self.dog.see(installing, generator.answered, generator.asked)
         load = self._loads.get(name)
@@ -141,7 +151,7 @@ class Watch:
             self.dog.forget(sending)
             return
         # One that is full, or is given new weights, may leave alone what it could lease.
-        free = self._admission.can_lease() and not load["playing"]
+        free = self._admission.can_lease() and not load["playing"] and not generator.leaving
         plays = int(load["playing"] - load.get("held", 0))  # the others wait for weights
         done = int(load["generated_tokens"] + load.get("ended", 0))
         self.dog.see(playing, done, plays or int(free and not self._resting()))

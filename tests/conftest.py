@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib.metadata
 import os
 import sys
 import threading
@@ -14,6 +15,9 @@ import pytest_asyncio
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A machine may have a GPU, of which a torch for CPUs knows nothing, but Ray does.
+if os.path.exists("/dev/nvidiactl") and "+cpu" in importlib.metadata.version("torch"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Matrices of tests are small, and their processes many: threads that wait for each other on busy cores take most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Images of containers often set it. Then each of some hundred processes compiles our sources again, and all tests' assertions.

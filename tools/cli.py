@@ -12,10 +12,11 @@ import typer
 
 from r3async.config import ConfigError, load_command
 from r3async.tools.inspect.command import app as inspect
-from r3async.tools.model_commands import export, sft
+from r3async.tools.model_commands import diagnose, export, replay, scale, sft
 from r3async.tools.report import command as report
 from r3async.tools.submit.commands import app as submit
 from r3async.tools.submit.commands import cluster
+from r3async.tools.sweep.command import sweep
 from r3async.tools.terminal import Terminal
 from r3async.tools.usage import UsageError, explained
 from r3async.world.processes import find_user_modules, printable
@@ -49,6 +50,10 @@ app.add_typer(inspect, name="inspect")
 app.command()(cluster)
 app.command()(export)
 app.command()(sft)
+app.command()(replay)
+app.command()(scale)
+app.command()(diagnose)
+app.command()(sweep)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)
@@ -159,6 +164,9 @@ def chaos(
     fault: Annotated[
         str, typer.Option(help="have the learner do one thing wrong, which the accounting has to show (exit 1)")
     ] = "",
+    replay: Annotated[
+        bool, typer.Option("--replay", help="record the run, and make its steps again: every digest has to be the same")
+    ] = False,
     runs: Annotated[Path, typer.Option(help="where run directories are made", envvar="R3ASYNC_RUNS")] = Path("runs"),
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
 ) -> None:
@@ -170,7 +178,15 @@ def chaos(
     from r3async.tools.chaos.run import describe
 
     rehearsed = rehearse(
-        preset, overrides or [], scenario=scenario, kills=kills, seed=seed, engine=engine, fault=fault, root=runs
+        preset,
+        overrides or [],
+        scenario=scenario,
+        kills=kills,
+        seed=seed,
+        engine=engine,
+        fault=fault,
+        root=runs,
+        replayed=replay,
     )
     typer.echo(describe(rehearsed), err=json)
     if json:
@@ -277,8 +293,18 @@ app.command(name="report")(report)
 
 
 @app.command()
-def doctor() -> None:
-    """Print versions, what works here, what does not, and the remedy."""
+def doctor(
+    gpu: Annotated[bool, typer.Option("--gpu", help="measure learner, engine and runs on this machine's GPU")] = False,
+    small: Annotated[bool, typer.Option("--small", help="with --gpu: small shapes, which a CPU does too")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="with --gpu: parts whose names begin so")] = None,
+    minutes: Annotated[float, typer.Option(help="with --gpu: the same command continues with what is left")] = 9.5,
+    out: Annotated[Path, typer.Option(help="with --gpu: directory of its results")] = Path("gpu-check"),
+) -> None:
+    """Print versions, what works here, what does not, and the remedy; with --gpu, what a GPU does."""
+    if gpu:
+        from r3async.tools.gpu_check.command import check_gpu
+
+        raise typer.Exit(check_gpu(out, small=small, only=only or [], minutes=minutes, console=Terminal()))
     from r3async.tools.doctor import run_doctor
 
     raise typer.Exit(run_doctor())

@@ -22,7 +22,7 @@ import msgspec
 from r3async.config import Config, DataConfig, EntryConfig, RewardConfig, Section
 from r3async.config.evaluation import EvaluationSet
 from r3async.config.section import plain_type
-from r3async.data.architectures import ARCHITECTURES, REFUSED
+from r3async.data.architectures import ARCHITECTURES, REFUSED, TORCH_ONLY
 from r3async.record.catalogue import METRICS
 from r3async.tools.dashboard import dashboard
 
@@ -155,11 +155,12 @@ def _between(page: str, begin: str, end: str, lines: list[str]) -> str:
 
 def with_models(page: str) -> str:
     """`page`, with the declared architectures and those that are refused between their marks."""
-    head = ["| model | published | `model_type` | routes | tp | engine |", "|---|---|---|---|---|---|"]
+    head = ["| model | published | `model_type` | backends | routes | tp | engine |", "|---|---|---|---|---|---|---|"]
     rows = [
-        f"| {a.title} | {a.models} | `{kind}` | {'replayed' if a.mixture else 'none'} "
-        f"| {'no' if a.query_norm == 'whole' else 'yes'} | {'compared' if a.engine else 'not confirmed'} |"
-        for kind, a in ARCHITECTURES.items()
+        f"| {a.title} | {a.models} | `{kind}` | {'both' if kind in ARCHITECTURES else 'torch'} "
+        f"| {'replayed' if a.mixture else 'none'} | {'no' if a.query_norm == 'whole' or kind in TORCH_ONLY else 'yes'} "
+        f"| {'no' if a.engine_lacks else 'compared'} |"
+        for kind, a in (ARCHITECTURES | TORCH_ONLY).items()
     ]
     refused = [f"* `{kind}`: {why}" for kind, why in REFUSED.items()]
     page = _between(page, MODELS_BEGIN, MODELS_END, head + rows)

@@ -18,7 +18,8 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 OF_RUN = 'role="driver",run=~"$run"'
 """The driver serves the metrics of the last step."""
 UNITS = {"s": "s", "fraction": "percentunit", "bytes": "bytes", "MB": "decmbytes"}
-WIDTH, HEIGHT = 12, 8
+WIDTH, HEIGHT, ABREAST = 12, 8, 8
+"""Of a chart, in 24 columns; and how many numbers stand beside each other."""
 ENGINES = (
     ("Engine requests", "running now", "r3async_engine_running", "short"),
     ("Engine tokens", "generated a second", "rate(r3async_engine_generated_tokens{of}[2m])", "short"),
@@ -33,8 +34,9 @@ PROCESSES = (
 def dashboard() -> str:
     """The file's text."""
     panels: list[dict[str, Any]] = []
-    panels += _headlines([known for known in METRICS.values() if known.gauge])
-    at = 4
+    shown = [known for known in METRICS.values() if known.gauge]
+    panels += _headlines(shown)
+    at = 4 * -(-len(shown) // ABREAST)
     for title, charts in (
         ("Training", [_curves(chart) for chart in CHARTS if chart.lines]),
         ("Engines", [_by_role(*each) for each in ENGINES]),
@@ -83,14 +85,15 @@ def _target(number: int, expression: str, legend: str) -> dict[str, Any]:
 
 def _headlines(shown: Sequence[Metric]) -> Iterator[dict[str, Any]]:
     """A number each, of what the live view has gauges for."""
-    width = 2 * WIDTH // len(shown)
+    width = 2 * WIDTH // ABREAST
     for number, known in enumerate(shown):
+        row, column = divmod(number, ABREAST)
         yield {
             "type": "stat",
             "title": known.label,
             "description": known.docs,
             "datasource": SOURCE,
-            "gridPos": _place(number * width, 0, width, 4),
+            "gridPos": _place(column * width, 4 * row, width, 4),
             "targets": [_target(0, f"{metric_name(known.name)}{{{OF_RUN}}}", "{{run}}")],
             "fieldConfig": {"defaults": {"unit": UNITS.get(known.unit, "short"), "decimals": 3}, "overrides": []},
             "options": {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "none", "graphMode": "area"},

@@ -262,22 +262,33 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
     return versions
 
 
+def cores_here() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_here() -> tuple[int, int]:
+    """Bytes that are available, and all; of this process's control group, if that has fewer."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    if (limit := _limit("/sys/fs/cgroup/memory.max")) is not None and limit < total:
+        used = (_limit("/sys/fs/cgroup/memory.current") or 0) - _file_cache("/sys/fs/cgroup/memory.stat")
+        total, available = limit, min(available, max(0, limit - used))
+    return available, total
+
+
 def machine_checks() -> list[Check]:
     import resource
-
-    import psutil
 
     flags: set[str] = set()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         line = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
         flags = set(line.split(":")[-1].split())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = psutil.virtual_memory()
-    total, available = memory.total, memory.available
-    if (limit := _limit("/sys/fs/cgroup/memory.max")) is not None and limit < total:
-        used = (_limit("/sys/fs/cgroup/memory.current") or 0) - _file_cache("/sys/fs/cgroup/memory.stat")
-        total, available = limit, min(available, max(0, limit - used))
+    cores = cores_here()
+    available, total = memory_here()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     checks = check_cpu(flags, platform.machine(), cores)
     checks += [check_memory(available, total), check_shared_memory(shm and shm.total, shm.free if shm else 0)]

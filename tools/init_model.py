@@ -34,8 +34,8 @@ from r3async.envs.factory import BUILT_IN, environment_factory
 from r3async.envs.objects import all_held, hold
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer, Conversation
+from r3async.rollout.demonstrations import Demonstration
 from r3async.rollout.engines.vllm_owner import exit_with
-from r3async.rollout.lessons import Lesson
 from r3async.world.files import replace_directory
 from r3async.world.processes import find_user_modules, program_apart
 
@@ -129,22 +129,22 @@ class OracleData:
         self._factory, self._renderer = factory, renderer
         self._rng = random.Random(f"warm-up {seed}")
 
-    async def _episode(self) -> tuple[Lesson, list[tuple[list[int], Environment, int]]]:
+    async def _episode(self) -> tuple[Demonstration, list[tuple[list[int], Environment, int]]]:
         env: Any = self._factory()
         conversation = Conversation(
             self._renderer, await env.reset(self._rng.getrandbits(63)), getattr(env, "tools", ())
         )
-        lesson, turns = Lesson(), []
+        demonstration, turns = Demonstration(), []
         while True:
             prompt = conversation.prompt().token_ids.tolist()
             answer = env.oracle()
             encoded = [*self._renderer.encode(answer), self._renderer.end_id]
-            lesson.turn(prompt, encoded)
-            turns.append((lesson.rows[-1][0][: -len(encoded)], copy.deepcopy(env), len(encoded)))
+            demonstration.turn(prompt, encoded)
+            turns.append((demonstration.rows[-1][0][: -len(encoded)], copy.deepcopy(env), len(encoded)))
             conversation.answered(encoded)
             result = await env.step(Action(answer))
             if result.done:
-                return lesson, turns
+                return demonstration, turns
             (conversation.rewrite if result.rewrites else conversation.observe)(result.messages)
 
     def batch(self, size: int) -> list[Sample]:
@@ -250,9 +250,12 @@ def init_model(directory: Path, config: Config, progress: Progress = lambda line
     factory = environment_factory(config.env)
     progress("loading torch and transformers")
     import torch
+    from transformers.utils import logging
 
     from r3async.learner.torch.backend import TorchLearner
 
+    # They have a lock of all processes, which one that is killed (`init_model_apart`) leaves behind. Progress is told here.
+    logging.disable_progress_bar()
     tokenizer = byte_tokenizer()
     renderer = ChatRenderer(tokenizer)
     data = OracleData(factory, renderer, init.seed)
@@ -352,7 +355,7 @@ def _cached(config: Config) -> Path | None:
     key = xxhash.xxh3_128(msgspec.json.encode((settings["model"]["init"], settings["env"]), order="sorted"))
     for name in ("torch", "transformers", "tokenizers"):
         key.update(f"{name} {importlib.metadata.version(name)}".encode())
-    for made_by in (init_model, ReverseText, ChatRenderer, Lesson):
+    for made_by in (init_model, ReverseText, ChatRenderer, Demonstration):
         key.update(Path(inspect.getfile(made_by)).read_bytes())
     for module in ("supervised.py", "optimizer.py", "torch/model.py"):  # to import them would import torch
         key.update((Path(r3async.learner.__file__).parent / module).read_bytes())

@@ -6,9 +6,11 @@ So that a plan can be made where the weights are not, the numbers of some publis
 the weight in the compute dtype, an fp32 master copy if that is not fp32 already, an fp32 gradient, and two fp32
 moments. So 2 + 4 + 4 + 8 = 18 bytes in bfloat16, 4 + 4 + 8 = 16 in float32: the count of ZeRO (arXiv 1910.02054,
 section 3.1: 16 with a 2-byte gradient), with the gradient accumulated in fp32. Megatron ranks hold `ModelShape.of_rank`
-parameters, and do not divide optimizer state of the same parameters among data-parallel ranks. With `backend =
+parameters; with `shard_optimizer` those that hold the same ones divide masters and moments among them. With `backend =
 "torch"` and dp > 1, FSDP2 divides 16 bytes a parameter by dp (its shards are the fp32 masters), and holds the
 vocabulary and two layers whole in the compute dtype, with one layer's fp32 gradient.
+
+The teacher of `algorithm.distillation` has weights only, divided in the same way.
 
 With `learner.lora` the weights stay, and all the rest is of the adapters, 16 bytes a parameter, and of one adapted weight: its
 gradient, and that in fp32. The start model's values of what is adapted are in host memory, in the compute dtype.
@@ -20,15 +22,20 @@ token and layer, in the compute dtype:
 * attention: 2 h (residual, norm) + (a + 2 g) d (as projected) + 2 (a + g) d (queries and keys before their norms, and
   rotated) + a d (result); latent attention: 2 h, its low ranks before and after their norms, queries, keys and values as
   projected and as attended, and the result;
-* feed-forward of width w: 2 h + 5 w (gate and up, silu, product); mixture of experts: 2 h + k (h + 6 w) (a token is
-  sent to k experts), and 2 · experts values in fp32 of the router. A test holds all of this to what a learner keeps;
+* feed-forward of width w: 2 h + 5 w (gate and up, silu, product); mixture of experts: 2 h + k (h + 3 w) (a token is
+  sent to k experts), of transformers' own k (h + 6 w), and 2 · experts values in fp32 of the router. While one mixture
+  goes backward, k (h + 4 w) more. Tests hold this to what a learner keeps;
 * `recompute = "selective"`: of an MoE layer 2 h, and one layer's mixture while it is made again; `"full"`: h a layer,
   and one whole layer.
 
 Tensor parallelism comes with sequence parallelism, and divides all of it. 1F1B keeps `pp - stage` micro-batches of
-`layers / pp` layers at stage `stage`. A micro-batch has at most `learner.max_tokens_per_micro_batch` tokens. Logits:
-three fp32 tensors of at most `learner.logprobs.CHUNK_ELEMENTS`. What is not in it: the allocator's fragments, NCCL's
-and cuBLAS's workspaces, ranks that get more than their share of routed tokens.
+`layers / pp` layers at stage `stage`. A micro-batch has at most `learner.max_tokens_per_micro_batch` tokens. Logits: two
+fp32 tensors and a mask of at most `learner.logprobs.CHUNK_ELEMENTS`; backward, one of them in fp32 and in the compute
+dtype, and the gradient of the output matrix, summed in fp32.
+
+**Temporary copies**: one bucket of gradients in fp32 while ranks sum it, and one of moments with `offload_moments`.
+**Context**: on a GPU `CONTEXT_BYTES` for CUDA, NCCL and cuBLAS, assumed: no GPU has measured it yet. What is not in it: the
+allocator's fragments, and ranks that get more than their share of routed tokens.
 
 **Engine**: weights divided by `tensor_parallel_size`, and 2 · layers · key-value heads ·
 head size values of KV cache a token; of latent attention layers · (rank of keys and values + rotated values).
@@ -39,20 +46,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from r3async.config import Config, ConfigError, LearnerConfig
-from r3async.config.training import names_matrix
-from r3async.data.architectures import ARCHITECTURES, REFUSED, supported
+from r3async.data.architectures import ARCHITECTURES, REFUSED, declared, supported
 from r3async.data.model_shape import ModelShape, ShapeError, read_shape
+from r3async.tools.adapted import adapted
 
 GIB = 2**30
 GPU_PARAMETERS = 10**9
 """A model of more parameters is planned for GPUs."""
 CHUNK_ELEMENTS = 2**25
 """`learner.logprobs.CHUNK_ELEMENTS`; to import that would import torch."""
+BUCKET_ELEMENTS = 2**26
+"""`learner.shares.BUCKET_ELEMENTS`, and that of `learner.offload`."""
+CONTEXT_BYTES = 1.5 * GIB
 WIDTH = {"float32": 4, "bfloat16": 2}
 
 
@@ -126,10 +136,15 @@ def check_trained(shape: ModelShape, learner: LearnerConfig) -> None:
         raise ConfigError(f"{shape.name}: {error}") from error
 
 
-def check_router_aux(shape: ModelShape, config: Config) -> None:
-    """Raise `ConfigError` for a load-balance term that would have no gradient."""
-    declared = ARCHITECTURES.get(shape.kind)
-    if config.algorithm.router_aux.coef and shape.moe_layers and declared is not None and declared.score == "sigmoid":
+def check_router_settings(shape: ModelShape, config: Config) -> None:
+    """Raise `ConfigError` for a load-balance term that would have no gradient, and for an update of biases that are not there."""
+    known = declared(shape.kind)
+    biased = shape.moe_layers and known is not None and known.score == "sigmoid"
+    if config.learner.expert_bias_rate and known is not None and not biased:
+        raise ConfigError(
+            f"`learner.expert_bias_rate`: no bias decides which experts {shape.name} ({shape.kind}) chooses: set it to 0"
+        )
+    if config.algorithm.router_aux.coef and biased:
         raise ConfigError(
             f"`algorithm.router_aux.coef`: a bias of each expert balances {shape.name} ({shape.kind}), and a term of the loss "
             "has no gradient where that bias decides: set it to 0"
@@ -164,13 +179,18 @@ def shape_of(config: Config) -> tuple[ModelShape, str]:
             "max_position_embeddings": i.max_positions,
         }
         return planned_shape(made, "model.init"), "model.init: made when the run starts"
+    return _shape_at(path, "model.path")
+
+
+def _shape_at(path: str, setting: str) -> tuple[ModelShape, str]:
+    """Of the model that `setting` names, and where its numbers are from. Raises `ConfigError` if they are nowhere."""
     file, name = Path(path) / "config.json", Path(path).name
     if file.is_file():
         return planned_shape(json.loads(file.read_text()), name), str(file)
     if name in PUBLISHED:
         return planned_shape(PUBLISHED[name], name), f"the published shape of {name}; {path} is not on this machine"
     raise ConfigError(
-        f"`model.path` = {path!r}: no config.json there, and no published shape is known for {name!r} "
+        f"`{setting}` = {path!r}: no config.json there, and no published shape is known for {name!r} "
         f"(known: {', '.join(PUBLISHED)}). A model of the hub is fetched when a run starts, or by: hf download {path}"
     )
 
@@ -188,10 +208,18 @@ class RankMemory(msgspec.Struct, frozen=True):
     """Master copies, gradients, moments."""
     activations: int
     logits: int
+    temporary: int
+    """Copies that are made, and freed, while an update is made."""
+    context: int
+    """Of the device, before any tensor; assumed."""
+    teacher: int = 0
+    """Weights of `algorithm.distillation.teacher`."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.optimizer + self.activations + self.logits
+        """While micro-batches are fed forward and back, or while the update is made, whichever is more."""
+        passing = max(self.activations + self.logits, self.temporary)
+        return self.context + self.weights + self.optimizer + passing + self.teacher
 
 
 class EngineMemory(msgspec.Struct, frozen=True):
@@ -205,94 +233,78 @@ class EngineMemory(msgspec.Struct, frozen=True):
     """If every episode that a generator plays at once were as long as it may be."""
 
 
-class Matrix(NamedTuple):
-    """`copies` matrices that are alike, of one layer. `divided`: what of each tensor-parallel ranks divide."""
-
-    name: str
-    rows: int
-    columns: int
-    divided: str = ""
-    copies: int = 1
-
-
-def matrices(shape: ModelShape, layer: int, *, joined: bool) -> list[Matrix]:
-    """What of a layer may be adapted. `joined`: gate and up of an expert are one matrix, as in `backend = "torch"`."""
-    h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    prefix = f"model.layers.{layer}."
-    out = [Matrix(f"{prefix}self_attn.{x}_proj", size, h, "rows") for x, size in (("q", q), ("k", kv), ("v", kv))]
-    out.append(Matrix(f"{prefix}self_attn.o_proj", h, q, "columns"))
-    if layer not in shape.moe_layers:
-        up, down = [f"{prefix}mlp.{x}_proj" for x in ("gate", "up")], f"{prefix}mlp.down_proj"
-        return [*out, *(Matrix(x, shape.width, h, "rows") for x in up), Matrix(down, h, shape.width, "columns")]
-    e, w, experts = shape.experts, shape.expert_width, f"{prefix}mlp.experts."
-    gates = [("gate_up_proj", 2 * w)] if joined else [("gate_proj", w), ("up_proj", w)]
-    out += [Matrix(f"{experts}{x}", rows, h, "experts", e) for x, rows in gates]
-    return [*out, Matrix(f"{experts}down_proj", h, w, "experts", e), Matrix(f"{prefix}mlp.gate", e, h)]
-
-
-class Adapted(NamedTuple):
-    """Of a rank. `parameters`: of its adapters; `weights`: that have one; `largest`: of these, the one with most values."""
-
-    parameters: int
-    weights: int
-    largest: int
-
-
-def adapted(shape: ModelShape, learner: LearnerConfig, stage: int = 0) -> Adapted:
-    """With `learner.lora`; an estimate where the model has matrices of other names, such as shared experts."""
-    p, sharded = learner.parallel, learner.backend == "torch"
-    parameters, weights, largest = 0, 0, 0
-    for layer in range(stage * shape.layers // p.pp, (stage + 1) * shape.layers // p.pp):
-        for m in matrices(shape, layer, joined=sharded):
-            router = m.name.endswith("mlp.gate")
-            named = any(names_matrix(target, m.name, router=router) for target in learner.lora.targets)
-            if not named or (router and learner.freeze_router):
-                continue
-            if m.divided == "experts":
-                share = rows = columns = p.dp if sharded else p.ep
-            else:  # FSDP divides the rows of all
-                rows = p.dp if sharded else p.tp if m.divided == "rows" else 1
-                columns = p.tp if m.divided == "columns" else 1
-                share = rows * columns
-            parameters += learner.lora.rank * m.copies * (m.rows // rows + m.columns // columns)
-            held = m.copies * m.rows * m.columns // share
-            weights += held
-            # One of Megatron's experts is a parameter of its own.
-            largest = max(largest, held if sharded else held // max(1, m.copies // share))
-    return Adapted(parameters, weights, largest)
-
-
 def rank_memory(shape: ModelShape, config: Config) -> RankMemory:
-    """Of the learner's rank that needs most."""
+    """Of the learner's rank that needs most. Raises `ConfigError` for a teacher whose numbers are nowhere."""
+    own = _without_teacher(shape, config)
+    if not (path := config.algorithm.distillation.teacher):
+        return own
+    teacher, _ = _shape_at(path, "algorithm.distillation.teacher")
+    check_trained(teacher, config.learner)
+    return msgspec.structs.replace(own, teacher=_without_teacher(teacher, config).weights)
+
+
+def _without_teacher(shape: ModelShape, config: Config) -> RankMemory:
     learner = config.learner
     p, width = learner.parallel, WIDTH[learner.dtype]
+    context = int(CONTEXT_BYTES) if shape.parameters > GPU_PARAMETERS else 0
     if learner.backend == "torch" and p.dp > 1:
         largest = max(map(shape.layer, range(shape.layers)))
         held = -(-shape.parameters // p.dp)
         whole = (2 * largest + shape.embedding * (1 if shape.tied else 2)) * width
-        activations = _activations(shape, config, 0)
-        optimizer = _adapters(shape, learner, 0, 4) if learner.lora.rank else 12 * held
-        return RankMemory(held, 4 * held + whole, optimizer + 4 * largest, activations, _logits(shape, config))
+        each = 4 if learner.offload_moments else 12  # a gradient, and moments
+        optimizer = _adapters(shape, learner, 0, 4) if learner.lora.rank else each * held
+        activations, logits = _activations(shape, config, 0), _logits(shape, config)
+        temporary = _temporary(learner, held)
+        return RankMemory(held, 4 * held + whole, optimizer + 4 * largest, activations, logits, temporary, context)
     by_stage = []
     for stage in range(p.pp):
         held = shape.of_rank(learner, stage) if learner.backend == "megatron" else shape.parameters
-        masters = 4 * held if learner.dtype != "float32" else 0
         logits = _logits(shape, config) if stage == p.pp - 1 else 0
         activations = _activations(shape, config, stage)
-        optimizer = _adapters(shape, learner, stage, width) if learner.lora.rank else masters + 12 * held
-        by_stage.append(RankMemory(held, width * held, optimizer, activations, logits))
+        if learner.lora.rank:
+            optimizer, trained = _adapters(shape, learner, stage, width), adapted(shape, learner, stage).parameters
+        else:
+            optimizer, trained = _optimizer(shape, learner, stage, held), held
+        temporary = _temporary(learner, trained)
+        by_stage.append(RankMemory(held, width * held, optimizer, activations, logits, temporary, context))
     return max(by_stage, key=lambda m: m.total)
+
+
+def copies(learner: LearnerConfig) -> tuple[int, int]:
+    """How many Megatron ranks hold the same part of what is no expert, and of an expert, and would divide their updates."""
+    p = learner.parallel
+    return p.dp * p.cp, p.dp * p.cp * p.tp // p.ep
+
+
+def _optimizer(shape: ModelShape, learner: LearnerConfig, stage: int, held: int) -> int:
+    """Gradients of all that the rank holds; masters and moments of that, or of its share."""
+    p = learner.parallel
+    state = (4 if learner.dtype != "float32" else 0) + (0 if learner.offload_moments else 8)
+    updated = held
+    if learner.shard_optimizer:
+        here = range(stage * shape.layers // p.pp, (stage + 1) * shape.layers // p.pp)
+        experts = sum(i in shape.moe_layers for i in here) * shape.experts_of_layer // p.ep
+        rest, of_experts = copies(learner)
+        updated = -(-(held - experts) // rest) + -(-experts // of_experts)
+    return 4 * held + state * updated
+
+
+def _temporary(learner: LearnerConfig, trained: int) -> int:
+    bucket = min(BUCKET_ELEMENTS, trained)
+    summed = 4 * bucket * (1 + 1 / min(copies(learner))) if learner.parallel.world > 1 else 0
+    return int(max(summed, 8 * bucket if learner.offload_moments else 0))
 
 
 def _adapters(shape: ModelShape, learner: LearnerConfig, stage: int, width: int) -> int:
     """Values, gradients and moments of the adapters, and what it takes to make their gradients of one weight's."""
     made = adapted(shape, learner, stage)
-    return 16 * made.parameters + (width + 4) * made.largest
+    moments = 0 if learner.offload_moments else 8 // (min(copies(learner)) if learner.shard_optimizer else 1)
+    return (8 + moments) * made.parameters + (width + 4) * made.largest
 
 
-def layer_values(shape: ModelShape, index: int) -> tuple[float, float]:
+def layer_values(shape: ModelShape, index: int, *, stacked: bool = True) -> tuple[float, float]:
     """Values kept of one layer by token, in units of the compute dtype of bfloat16: of attention and the norms, and of what
-    `recompute = "selective"` makes again."""
+    `recompute = "selective"` makes again. `stacked`: experts are ours (`learner.experts`), not those of transformers."""
     a, g, d, h = shape.heads, shape.kv_heads, shape.head_dim, shape.hidden
     attention = 2 * h + (a + 2 * g) * d + 2 * (a + g) * d + a * d
     if shape.kv_rank:
@@ -300,30 +312,40 @@ def layer_values(shape: ModelShape, index: int) -> tuple[float, float]:
         attention = 2 * h + 2 * (shape.query_rank + shape.kv_rank) + 2 * both + a * shape.value_dim
     if index not in shape.moe_layers:
         return attention + 2 * h + 5 * shape.width, 0.0
-    mixture = shape.top_k * (h + 6 * shape.expert_width) + 4 * shape.experts + 5 * shape.shared_width
+    mixture = (
+        shape.top_k * (h + (3 if stacked else 6) * shape.expert_width) + 4 * shape.experts + 5 * shape.shared_width
+    )
     return attention + 2 * h, mixture
 
 
 def _activations(shape: ModelShape, config: Config, stage: int) -> int:
     learner = config.learner
     p = learner.parallel
-    kept, once = 0.0, 0.0
+    kept, once, backward = 0.0, 0.0, 0.0
     for index in range(stage * shape.layers // p.pp, (stage + 1) * shape.layers // p.pp):
-        base, mixture = layer_values(shape, index)
+        base, mixture = layer_values(shape, index, stacked=learner.backend == "megatron")
+        if index in shape.moe_layers:
+            backward = float(shape.top_k * (shape.hidden + 4 * shape.expert_width))
         if learner.recompute == "full":
             kept, once = kept + shape.hidden, max(once, base + mixture)
         elif learner.recompute == "selective":
             kept, once = kept + base, max(once, mixture)
         else:
             kept += base + mixture
-    values = kept * (p.pp - stage) + once
-    return int(values * learner.max_tokens_per_micro_batch * WIDTH[learner.dtype] / p.tp)
+    # Logits are there before: of the two, what a layer needs more.
+    per_value = WIDTH[learner.dtype] * learner.max_tokens_per_micro_batch / (p.tp * p.cp)
+    last = max(0.0, backward - _logits(shape, config) / per_value) if stage == p.pp - 1 else backward
+    return int((kept * (p.pp - stage) + once + last) * per_value)
 
 
 def _logits(shape: ModelShape, config: Config) -> int:
     learner = config.learner
-    columns = -(-shape.vocab // learner.parallel.tp)
-    return 3 * 4 * min(CHUNK_ELEMENTS, learner.max_tokens_per_micro_batch * columns)
+    width, columns = WIDTH[learner.dtype], -(-shape.vocab // learner.parallel.tp)
+    wanted = learner.max_tokens_per_micro_batch // learner.parallel.cp * columns
+    chunk, matrix = min(CHUNK_ELEMENTS, wanted), columns * shape.hidden
+    # In float32 nothing is rounded into a copy.
+    of_matrix = (width if wanted <= CHUNK_ELEMENTS else 4 + width) * matrix
+    return max(9 * chunk, (4 if width == 4 else 6) * chunk + of_matrix)
 
 
 def engine_memory(shape: ModelShape, config: Config) -> EngineMemory:

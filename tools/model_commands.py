@@ -1,13 +1,14 @@
-"""Commands about models, without engines: `r3async export` and `r3async sft`."""
+"""Commands about models, and about the generators of a run: `export`, `sft`, `replay`, `diagnose` and `scale`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from r3async.config import load_command
+from r3async.config import ConfigError, load_command
 from r3async.tools.terminal import Terminal
 
 
@@ -60,6 +61,112 @@ def sft(
         _refuse(str(error))
 
 
+def replay(
+    run: Annotated[str, typer.Argument(help="a run's name or directory, made with observe.record=full")] = "latest",
+    changed: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with", help="key=value that is not the run's: a counterfactual on the same data", show_default=False
+        ),
+    ] = None,
+    start: Annotated[
+        int, typer.Option("--from", help="begin at the run's checkpoint of this step; 0: its start model")
+    ] = 0,
+    steps: Annotated[int | None, typer.Option(help="at most so many steps", show_default="all")] = None,
+    model: Annotated[Path | None, typer.Option(help="where the start model is now, if it was moved")] = None,
+    out: Annotated[Path | None, typer.Option(help="directory for the replay's metrics and model")] = None,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
+) -> None:
+    """Make a recorded run's steps again, without engines, and name the first step and stage that differ. Exit 1 if one does."""
+    import msgspec
+
+    from r3async.checkpoint import CheckpointError
+    from r3async.learner import LearnerError
+    from r3async.record.recording import RecordedStep, RecordingError
+    from r3async.tools import replay as replays
+    from r3async.tools.inspect.run import InspectError, find_run
+
+    screen = Terminal(stderr=True)
+
+    def progress(recorded: RecordedStep, metrics: Mapping[str, float | None]) -> None:
+        pairs = [(name, recorded.metrics.get(name), metrics.get(name)) for name in replays.SHOWN]
+        text = ", ".join(f"{n} {_number(theirs)}{f' -> {_number(ours)}' * bool(changed)}" for n, theirs, ours in pairs)
+        screen.print(f"step {recorded.step}: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    try:
+        done = replays.replay(
+            find_run(run), changed=changed or (), start=start, steps=steps, model=model, out=out, progress=progress
+        )
+    except (InspectError, RecordingError, CheckpointError, LearnerError) as error:
+        _refuse(str(error))
+    typer.echo(msgspec.json.encode(done).decode() if json else replays.describe(done))
+    if done.difference is not None:
+        raise typer.Exit(1)
+
+
+def diagnose(
+    target: Annotated[
+        str, typer.Argument(metavar="[RUN_OR_MODEL]", help="a run's name or directory, or a model directory")
+    ] = "latest",
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, for example learner.backend=torch", show_default=False)
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="whose settings to use", show_default="the run's own, or the defaults")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
+) -> None:
+    """Where do engine and learner part? Every stage of both on the same tokens, with the likely cause. Exit 1 if one parts."""
+    import tempfile
+
+    import msgspec
+
+    from r3async.checkpoint import CheckpointError
+    from r3async.learner import LearnerError
+    from r3async.rollout.engines import EngineError
+    from r3async.rollout.engines.stages import StageError
+    from r3async.tools.diagnose.command import diagnose as examine
+    from r3async.tools.diagnose.command import find_patient
+    from r3async.tools.diagnose.diagnosis import describe
+    from r3async.weights.manifest import WeightError
+
+    screen = Terminal(stderr=True)
+
+    def say(line: str) -> None:
+        screen.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    with tempfile.TemporaryDirectory(prefix="r3async-diagnose-") as scratch:
+        try:
+            patient = find_patient(target, preset, overrides or [], Path(scratch), say)
+            done = examine(patient, Path(scratch), say)
+        except (CheckpointError, LearnerError, EngineError, StageError, WeightError) as error:
+            _refuse(str(error))
+    typer.echo(msgspec.json.encode(done).decode() if json else describe(done))
+    if not done.sound:
+        raise typer.Exit(1)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
 def _refuse(message: str) -> NoReturn:
     Terminal(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(2)
+
+
+def scale(
+    run: Annotated[str, typer.Argument(help="the name or directory of a run whose command runs")],
+    wanted: Annotated[list[str], typer.Argument(metavar="generators=N", help="how many it is to have")],
+    wait: Annotated[float, typer.Option(help="seconds to wait until it has them; 0: do not wait")] = 900.0,
+) -> None:
+    """Give a running run more generators, or fewer. Exit 1 if it refuses, 3 if it lacks them yet."""
+    from r3async.tools.inspect.run import InspectError, find_run
+    from r3async.tools.scale import scale_run, wanted_generators
+
+    count = wanted_generators(wanted)
+    try:
+        directory = find_run(run)
+    except InspectError as error:
+        raise ConfigError(str(error)) from error
+    raise typer.Exit(scale_run(directory, count, wait, typer.echo))

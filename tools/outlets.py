@@ -17,6 +17,10 @@ EXAMPLES = 16
 """That a table has at least, but for the last one of a run."""
 
 
+def _is_evaluation(row: Mapping[str, Any]) -> bool:
+    return any(name.startswith("evaluation/") for name in row)
+
+
 class Outlets:
     """Takes the conductor's status whenever it was asked for: steps are in it. Evaluations and examples of episodes come from the
     files of the run, since an evaluation may end any time after its step. Never waits but at the end."""
@@ -48,7 +52,8 @@ class Outlets:
 
     def _write(self, row: Mapping[str, Any]) -> None:
         self._sinks.write(row)
-        self._figures |= row
+        # An evaluation may be of an earlier step, which is not the one that the run is at.
+        self._figures |= {n: v for n, v in row.items() if n not in ("step", "time") or not _is_evaluation(row)}
         if self._endpoint is not None:
             self._endpoint.update(self._figures)
 

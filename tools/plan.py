@@ -1,38 +1,39 @@
-"""`r3async train … --dry-run`: everything that can be known of a run before it starts, and whether that fits together; and
-`r3async cluster`: what a run needs beside what a Ray cluster has."""
+"""`r3async train … --dry-run`: everything that can be known of a run before it starts, and whether that fits together."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from r3async.actors.layout import Demand, hosts_needed
 from r3async.config import Config, ConfigError
 from r3async.data.model_shape import ModelShape, RoutingShape
 from r3async.data.records import SCHEMA
 from r3async.schedule.admission import age_bound, slots_of
 from r3async.schedule.groups import HEADER_BYTES, largest_buffer
+from r3async.tools.adapted import adapted
+from r3async.tools.layouts import recommended
 from r3async.tools.memory import (
     GIB,
     GPU_PARAMETERS,
     WIDTH,
     EngineMemory,
     RankMemory,
-    adapted,
     check_trained,
     engine_memory,
     rank_memory,
     shape_of,
 )
+from r3async.tools.traffic import host_memory, size, step_traffic
 
 CPU_HEAD_DIM = 32
 """Values of a head, at least, that vLLM's attention on CPU takes."""
-ADDED_BY_LEARNER = ("episode", "place", "advantages", "loss_weights", "old_logprobs", "reference_logprobs")
 PUBLISHED_VERSIONS = 2
+ADDED_BY_LEARNER = ("episode", "place", "advantages", "loss_weights", "probed", "old_logprobs", "reference_logprobs")
 ENGINE_SHARE = 0.9
 """Of a GPU's memory that vLLM takes, unless `generator.engine_args.gpu_memory_utilization` says otherwise."""
 
@@ -66,11 +67,16 @@ class Plan(msgspec.Struct, frozen=True):
     version_bytes: int
     rank: RankMemory
     engine: EngineMemory
+    gpus: int
+    shared: bool
+    """Engines are on the GPUs of the learner's ranks."""
+    host: list[str]
+    """What is in the memory of the learner's hosts."""
+    traffic: list[str]
+    """What ranks move among them in a step."""
+    hosts: list[str]
+    """Where the processes go, a line for each host, if they are on GPUs: on hosts of `cluster.gpus_per_node`."""
     notes: list[str]
-
-    @property
-    def gpus(self) -> int:
-        return sum(p.count * p.gpus for p in self.processes)
 
     @property
     def cpus(self) -> int:
@@ -101,12 +107,13 @@ def make_plan(config: Config) -> Plan:
     on_gpus = shape.parameters > GPU_PARAMETERS
     rank, engine = rank_memory(shape, config), engine_memory(shape, config)
     routing = shape.routing if config.routing.replay == "rollout" else None
-    schedule, world = config.schedule, config.learner.parallel.world
+    schedule = config.schedule
     slots = slots_of(schedule)
     episodes = schedule.groups_per_step * schedule.samples_per_group
     rows = config.episode.max_turns if config.episode.rows == "stepwise" else 1
     tokens = rows * config.episode.max_total_tokens
     per_token = wire_bytes(routing)
+    gpus, shared, hosts, across = _places(config) if on_gpus else (0, False, [], [])
     plan = Plan(
         model=shape.name,
         source=source,
@@ -124,10 +131,29 @@ def make_plan(config: Config) -> Plan:
         version_bytes=shape.parameters * WIDTH[config.generator.dtype],
         rank=rank,
         engine=engine,
-        notes=[*describe_rows(config), *_notes(config, shape, engine, world, on_gpus)],
+        gpus=gpus,
+        shared=shared,
+        host=host_memory(shape, config),
+        traffic=step_traffic(shape, config, episodes * tokens),
+        hosts=hosts,
+        notes=[*describe_rows(config), *_notes(config, shape, engine, on_gpus), *across],
     )
     _check(config, shape, plan, on_gpus)
     return plan
+
+
+def _places(config: Config) -> tuple[int, bool, list[str], list[str]]:
+    """GPUs, whether engines share them, hosts, and what is worth knowing of them: as few as will do. Raises `Unplaceable`."""
+    layout, nodes = hosts_needed(Demand.of(config), config.cluster.gpus_per_node)
+    p, at, notes = config.learner.parallel, layout.training(), []
+    stage = p.dp * p.tp
+    apart = any(len(set(at[i : i + p.ep])) > 1 for i in range(0, len(at), stage)) and p.ep > 1
+    if apart:
+        notes.append(
+            f"the ranks that exchange a layer's experts (learner.parallel.ep = {p.ep}) are on several hosts: every MoE layer "
+            "sends tokens between them"
+        )
+    return layout.gpus, layout.shared, layout.describe(nodes), notes
 
 
 def _processes(config: Config, engine: EngineMemory, on_gpus: bool) -> list[Process]:
@@ -140,7 +166,7 @@ def _processes(config: Config, engine: EngineMemory, on_gpus: bool) -> list[Proc
         out.append(Process("learner", 1, 1, int(on_gpus), f"{learner.backend}: receives, packs, trains"))
     else:
         out.append(Process("learner", 1, 1, 0, "receives and packs"))
-        layout = f"dp {p.dp} x tp {p.tp} x pp {p.pp}, experts over {p.ep}"
+        layout = f"dp {p.dp} x cp {p.cp} x tp {p.tp} x pp {p.pp}, experts over {p.ep}"
         out.append(Process("learner rank", p.world, 1, int(on_gpus), f"{learner.backend}: {layout}"))
     what = f"{generator.engine}, {generator.concurrency} episodes at once"
     out.append(Process("generator", generator.count, 1, engine.devices * on_gpus, what))
@@ -171,12 +197,15 @@ def _check(config: Config, shape: ModelShape, plan: Plan, on_gpus: bool) -> None
             )
         return
     capacity = config.cluster.gpu_gib * GIB
+    if plan.shared:
+        _check_shared(config, plan, capacity)
     if plan.rank.total > capacity:
         raise ConfigError(
             f"a rank of the learner needs {plan.rank.total / GIB:.0f} GiB (weights and optimizer "
-            f"{(plan.rank.weights + plan.rank.optimizer) / GIB:.0f}, activations {plan.rank.activations / GIB:.0f}) of "
+            f"{(plan.rank.weights + plan.rank.optimizer) / GIB:.0f}, activations {plan.rank.activations / GIB:.0f}"
+            f"{f', teacher {plan.rank.teacher / GIB:.0f}' * bool(plan.rank.teacher)}) of "
             f"`cluster.gpu_gib` = {config.cluster.gpu_gib:g}: raise `learner.parallel`, set `learner.recompute`, or lower "
-            "`learner.max_tokens_per_micro_batch`"
+            f"`learner.max_tokens_per_micro_batch`. {recommended(shape, config)}"
         )
     free = _kv_bytes(config, plan.engine)
     if free <= plan.engine.kv_per_token * episode.max_total_tokens:
@@ -187,12 +216,30 @@ def _check(config: Config, shape: ModelShape, plan: Plan, on_gpus: bool) -> None
         )
 
 
+def _check_shared(config: Config, plan: Plan, capacity: float) -> None:
+    """A rank and the engines on its GPU fit it together."""
+    ranks = config.learner.parallel.world
+    engines = -(-config.generator.count // ranks)
+    share = _engine_share(config)
+    if plan.rank.total + engines * share * capacity > capacity:
+        most = max(0.0, (1 - plan.rank.total / capacity) / engines)
+        raise ConfigError(
+            f"a rank of the learner needs {plan.rank.total / GIB:.0f} GiB of a GPU of `cluster.gpu_gib` = "
+            f"{config.cluster.gpu_gib:g}, and {engines} engine(s) beside it take {share:.0%} each: set "
+            f"`generator.engine_args.gpu_memory_utilization` to at most {math.floor(100 * most) / 100:g}, or give engines "
+            'GPUs of their own (`generator.colocate` = "off")'
+        )
+
+
+def _engine_share(config: Config) -> float:
+    return float(config.generator.engine_args.get("gpu_memory_utilization", ENGINE_SHARE))
+
+
 def _kv_bytes(config: Config, engine: EngineMemory) -> float:
-    share = float(config.generator.engine_args.get("gpu_memory_utilization", ENGINE_SHARE))
-    return share * config.cluster.gpu_gib * GIB - engine.weights
+    return _engine_share(config) * config.cluster.gpu_gib * GIB - engine.weights
 
 
-def _notes(config: Config, shape: ModelShape, engine: EngineMemory, world: int, on_gpus: bool) -> list[str]:
+def _notes(config: Config, shape: ModelShape, engine: EngineMemory, on_gpus: bool) -> list[str]:
     """What is worth knowing, and what the actors cannot do yet."""
     notes = []
     schedule, generator = config.schedule, config.generator
@@ -215,22 +262,15 @@ def _notes(config: Config, shape: ModelShape, engine: EngineMemory, world: int, 
             f"learner.lora: {number(made.parameters)} parameters are trained on a rank; of the weights that they are added to, "
             f"{size(made.weights * WIDTH[config.learner.dtype])} as in the start model are in host memory, for each rank"
         )
-    if on_gpus and world > 1:
-        notes.append(f"the learner's {world} ranks meet on 127.0.0.1: they need one host with {world} GPUs")
-    if on_gpus and engine.devices > 1:
+    p = config.learner.parallel
+    if config.supervise.copy_steps and 1 < p.world <= (config.cluster.gpus_per_node if on_gpus else p.world):
+        lora = config.learner.lora.rank
+        kept = 12 * (p.world * adapted(shape, config.learner).parameters if lora else shape.parameters)
         notes.append(
-            f"an engine over {engine.devices} GPUs: generator actors are given one GPU each as yet, so this starts only where "
-            "vLLM is given its devices by other means"
+            f"supervise.copy_steps: two copies of the learner's state, {size(kept)} each, are in Ray's object store of its host "
+            "(--object-store-memory), if they fit: its ranks start again from them if one is lost"
         )
     return notes
-
-
-def size(count: float) -> str:
-    """Bytes for a person."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count:.0f} B"
 
 
 def number(count: float) -> str:
@@ -253,6 +293,8 @@ def describe(plan: Plan, config: Config) -> str:
             f"  {p.count:>4} x {p.role:<14}{p.cpus} CPU{f', {p.gpus} GPU' if p.gpus else '':<8}  {p.what}"
             for p in plan.processes
         ),
+        *(f"places on {len(plan.hosts)} host(s) of {config.cluster.gpus_per_node} GPUs" for _ in plan.hosts[:1]),
+        *(f"  {line}" for line in plan.hosts),
         f"schedule    {schedule.groups_per_step} groups x {schedule.samples_per_group} episodes a step, {config.steps} steps",
         f"slots       {plan.slots} groups in flight at most",
         f"staleness   a trained token is at most {plan.staleness_bound} versions old",
@@ -264,7 +306,13 @@ def describe(plan: Plan, config: Config) -> str:
         f"{size(PUBLISHED_VERSIONS * plan.version_bytes)}",
         f"memory, a rank of the learner ({number(rank.parameters)} parameters), estimated",
         f"  weights {size(rank.weights)} + optimizer {size(rank.optimizer)} + activations {size(rank.activations)} "
-        f"(recompute {config.learner.recompute}) + logits {size(rank.logits)} = {size(rank.total)}",
+        f"(recompute {config.learner.recompute}) + logits {size(rank.logits)}"
+        + f", or {size(rank.temporary)} of copies while it updates" * (rank.temporary > 0)
+        + f" + context {size(rank.context)} (assumed)" * (rank.context > 0)
+        + f" + teacher {size(rank.teacher)}" * bool(rank.teacher)
+        + f" = {size(rank.total)}",
+        "host memory of the learner" + (": " + ", ".join(plan.host)),
+        *(f"between ranks, a step: {line}" for line in plan.traffic),
         f"memory, an engine{f', each of {engine.devices} GPUs' if engine.devices > 1 else ''}",
         f"  weights {size(engine.weights)}, KV cache {size(engine.kv_per_token)} a token",
         *(f"note: {note}" for note in plan.notes),
@@ -275,11 +323,11 @@ def describe(plan: Plan, config: Config) -> str:
 def as_json(plan: Plan) -> dict[str, Any]:
     """Plain data, with the totals."""
     out = msgspec.to_builtins(plan)
-    return out | {"gpus": plan.gpus, "cpus": plan.cpus, "rank_bytes": plan.rank.total}
+    return out | {"cpus": plan.cpus, "rank_bytes": plan.rank.total}
 
 
-def print_plan(config: Config, as_object: bool = False) -> None:
-    """Validate, and print the plan to stdout. Raises as `make_plan` does, and for a structure that cannot start."""
+def checked_plan(config: Config) -> Plan:
+    """The plan of a run that could start. Raises as `make_plan` does, and for a structure that cannot start."""
     from r3async.tools.hub import with_model
     from r3async.tools.structure import check_directory, check_structure
 
@@ -287,113 +335,10 @@ def print_plan(config: Config, as_object: bool = False) -> None:
     check_directory(config)
     plan = make_plan(config)
     check_structure(config)
+    return plan
+
+
+def print_plan(config: Config, as_object: bool = False) -> None:
+    """Validate, and print the plan to stdout. Raises as `checked_plan` does."""
+    plan = checked_plan(config)
     print(json.dumps(as_json(plan)) if as_object else describe(plan, config))
-
-
-# -- a cluster ---------------------------------------------------------------------------------------------------------
-
-QUERY_SECONDS = 15
-
-GPU_GIB = {
-    **{"T4": 16, "L4": 24, "A10G": 24, "L40S": 48, "A100-40G": 40, "A100-80G": 80},
-    **{"H20": 96, "H100": 80, "H200": 141, "B200": 180, "GB200": 186, "B300": 288, "GB300": 288},
-}
-"""By Ray's `accelerator_type`: GiB of one device, from NVIDIA's data sheets. A plain A100 may be either."""
-
-
-class Node(msgspec.Struct, frozen=True):
-    """One alive machine of the cluster and its resources, free or not."""
-
-    name: str
-    cpus: float
-    gpus: float
-    memory: float
-    accelerator: str = ""
-
-
-class Fit(msgspec.Struct, frozen=True):
-    """`problems`: why the run cannot start there; none, and it can."""
-
-    nodes: list[Node]
-    problems: list[str]
-
-
-def read_nodes(states: Sequence[Any]) -> list[Node]:
-    """Nodes from Ray's state API (`ray.util.state.list_nodes`)."""
-    out = []
-    for state in states:
-        if state.state != "ALIVE":
-            continue
-        total = state.resources_total or {}
-        kinds = [key.removeprefix("accelerator_type:") for key in total if key.startswith("accelerator_type:")]
-        out.append(
-            Node(
-                state.node_name or state.node_ip,
-                float(total.get("CPU", 0)),
-                float(total.get("GPU", 0)),
-                float(total.get("memory", 0)),
-                kinds[0] if kinds else "",
-            )
-        )
-    return out
-
-
-def ask_cluster(address: str) -> list[Node]:
-    """The nodes of the cluster whose dashboard is at `address` (http). Raises what Ray raises."""
-    from ray.util.state import list_nodes
-
-    return read_nodes(list_nodes(address=address, detail=True, timeout=QUERY_SECONDS))
-
-
-def check_fit(plan: Plan, config: Config, nodes: Sequence[Node]) -> Fit:
-    """Whether every process finds a place. Counts what the cluster has, not what is free: other jobs come and go."""
-    problems = []
-    cpus, gpus = sum(n.cpus for n in nodes), sum(n.gpus for n in nodes)
-    if plan.cpus > cpus:
-        problems.append(
-            f"the run needs {plan.cpus} CPUs, and the cluster has {cpus:g}: lower `generator.count`, or add nodes"
-        )
-    if plan.gpus > gpus:
-        problems.append(
-            f"the run needs {plan.gpus} GPUs, and the cluster has {gpus:g}: lower `generator.count` or `learner.parallel`, or "
-            "add nodes"
-        )
-    widest = max((n.gpus for n in nodes), default=0.0)
-    for process in plan.processes:
-        if process.gpus > max(widest, 1):
-            problems.append(
-                f"one {process.role} needs {process.gpus} GPUs on one node, and the largest has {widest:g}: lower "
-                "`generator.engine_args.tensor_parallel_size`"
-            )
-    ranks = config.learner.parallel.world
-    if plan.gpus and ranks > widest:
-        problems.append(
-            f"the learner's {ranks} ranks meet on one host, and the largest has {widest:g} GPUs: lower `learner.parallel`"
-        )
-    problems += [p for n in nodes if plan.gpus and (p := _too_small(n, plan, config))]
-    if not plan.gpus:
-        wanted = plan.rank.total * config.learner.parallel.world + config.generator.count * plan.engine.weights
-        memory = sum(n.memory for n in nodes)
-        if nodes and wanted > memory:
-            problems.append(f"the run needs {wanted / GIB:.1f} GiB of memory, and the cluster has {memory / GIB:.1f}")
-    return Fit(list(nodes), problems)
-
-
-def _too_small(node: Node, plan: Plan, config: Config) -> str:
-    has = GPU_GIB.get(node.accelerator)
-    if not node.gpus or has is None or has >= config.cluster.gpu_gib or has * GIB >= plan.rank.total:
-        return ""
-    return (
-        f"{node.name} has GPUs of {has} GiB ({node.accelerator}), and the plan is for `cluster.gpu_gib` = "
-        f"{config.cluster.gpu_gib:g}: set that to {has}, and the plan will say what to change"
-    )
-
-
-def describe_fit(fit: Fit, plan: Plan) -> str:
-    """Needs and possessions as text."""
-    lines = [f"needs   {plan.cpus} CPUs, {plan.gpus} GPUs"]
-    for node in fit.nodes:
-        kind = f" ({node.accelerator})" if node.accelerator else ""
-        lines.append(f"has     {node.name}: {node.cpus:g} CPUs, {node.gpus:g} GPUs{kind}, {node.memory / GIB:.1f} GiB")
-    lines += [f"does not fit: {problem}" for problem in fit.problems] or ["it fits"]
-    return "\n".join(lines)

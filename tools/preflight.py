@@ -13,13 +13,22 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from r3async.actors.layout import Demand, hosts_needed
 from r3async.config import Config, ConfigError, EnvConfig, bare_host, did_you_mean, environments
-from r3async.data.model_shape import ModelShape, ShapeError, read_shape
+from r3async.data.architectures import declared
+from r3async.data.model_shape import ShapeError, read_shape
 from r3async.envs import Action, WrongEnvironment, checked_messages, checked_result
 from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import is_agent
 from r3async.rollout.episode import close_environment
-from r3async.tools.memory import GPU_PARAMETERS, check_router_aux, check_trained, engine_memory, rank_memory, shape_of
+from r3async.tools.memory import (
+    GPU_PARAMETERS,
+    check_router_settings,
+    check_trained,
+    engine_memory,
+    rank_memory,
+    shape_of,
+)
 
 TRY_SECONDS = 10.0
 """So long an environment is tried. One that takes longer is not judged."""
@@ -36,6 +45,7 @@ def check_start(config: Config) -> None:
     if config.model.path:
         check_model(config.model.path)
         check_supported(config)
+    check_teacher(config)
     check_engine_names(config)
     if address := config.cluster.address or os.environ.get("RAY_ADDRESS"):
         check_cluster(address)
@@ -48,9 +58,35 @@ def check_start(config: Config) -> None:
 # -- the model -----------------------------------------------------------------------------------------------------
 
 
+def check_teacher(config: Config) -> None:
+    """`algorithm.distillation.teacher`, if there is one, is a model that reads the same tokens."""
+    if not (name := config.algorithm.distillation.teacher):
+        return
+    check_files(name, "algorithm.distillation.teacher")
+    if Path(config.model.path or "-").is_dir():
+        from r3async.learner import LearnerError
+        from r3async.learner.distillation import check_vocabularies
+
+        try:
+            check_vocabularies(Path(config.model.path), Path(name))
+        except LearnerError as error:
+            raise ConfigError(str(error)) from error
+
+
 def check_model(name: str) -> None:
     """`model.path` is a model with weights, a tokenizer and a chat template. Reads small files only."""
-    path, said = Path(name), f"`model.path` = {name!r}"
+    path, said = Path(name), check_files(name, "model.path")
+    settings = _json(path / "tokenizer_config.json", said) if (path / "tokenizer_config.json").is_file() else {}
+    if not settings.get("chat_template") and not any((path / file).exists() for file in TEMPLATES):
+        raise ConfigError(
+            f"{said} has no chat template, so messages cannot be shown to it: add chat_template.jinja, or take the model's "
+            "instruction-tuned version"
+        )
+
+
+def check_files(name: str, setting: str) -> str:
+    """`setting` is a model with weights and a tokenizer; what it is called in a message."""
+    path, said = Path(name), f"`{setting}` = {name!r}"
     if not path.exists():
         raise ConfigError(f"{said} is not a model directory (no config.json in it)")
     if not path.is_dir():
@@ -65,12 +101,7 @@ def check_model(name: str) -> None:
         raise ConfigError(
             f"{said} has no tokenizer: copy tokenizer.json and tokenizer_config.json of the model into it"
         )
-    settings = _json(path / "tokenizer_config.json", said) if (path / "tokenizer_config.json").is_file() else {}
-    if not settings.get("chat_template") and not any((path / file).exists() for file in TEMPLATES):
-        raise ConfigError(
-            f"{said} has no chat template, so messages cannot be shown to it: add chat_template.jinja, or take the model's "
-            "instruction-tuned version"
-        )
+    return said
 
 
 def _json(path: Path, said: str) -> dict[str, Any]:
@@ -86,18 +117,29 @@ def check_supported(config: Config) -> None:
     with contextlib.suppress(ShapeError):
         shape = read_shape(_json(Path(config.model.path) / "config.json", "`model.path`"), Path(config.model.path).name)
         check_trained(shape, config.learner)
-        check_router_aux(shape, config)
-        check_hosts(shape, config)
+        check_router_settings(shape, config)
+        if shape.parameters > GPU_PARAMETERS:
+            hosts_needed(Demand.of(config), config.cluster.gpus_per_node)
+        check_engine_keys(config)
 
 
-def check_hosts(shape: ModelShape, config: Config) -> None:
-    """The learner's ranks are on one host."""
-    world, gpus = config.learner.parallel.world, config.cluster.gpus_per_node
-    if shape.parameters > GPU_PARAMETERS and world > gpus:
+def check_engine_keys(config: Config) -> None:
+    """What vLLM reads of `config.json`, and transformers does not, is there: without it vLLM computes another model."""
+    found = _json(Path(config.model.path) / "config.json", "`model.path`")
+    known = declared(found.get("model_type", ""))
+    if known is None or config.generator.engine != "vllm":
+        return
+    if known.engine_lacks:
         raise ConfigError(
-            f"the learner's {world} ranks meet on 127.0.0.1: they need one host with {world} GPUs, and `cluster.gpus_per_node` = "
-            f"{gpus}: lower `learner.parallel`, or set that to what the learner's host has"
+            f"`model.path` = {config.model.path!r}: a run cannot update {known.title} in the engine: {known.engine_lacks}. "
+            "`r3async sft` trains it"
         )
+    for key, needed in known.engine_keys.items():
+        if found.get(key) != needed:
+            raise ConfigError(
+                f"`model.path` = {config.model.path!r}: its config.json has `{key}` = {json.dumps(found.get(key))}, and vLLM "
+                f"computes {known.title} with {json.dumps(needed)} only: add it to that file"
+            )
 
 
 # -- engines and devices -------------------------------------------------------------------------------------------
@@ -159,7 +201,8 @@ def check_devices(config: Config) -> None:
 
     shape, _ = shape_of(config)
     ranks, count = config.learner.parallel.world, config.generator.count
-    needed = ranks * rank_memory(shape, config).weights + count * engine_memory(shape, config).weights
+    rank = rank_memory(shape, config)
+    needed = ranks * (rank.weights + rank.teacher) + count * engine_memory(shape, config).weights
     here = psutil.virtual_memory().total
     if needed > here:
         gib = 2**30

@@ -41,11 +41,14 @@ def command(
 
 
 def report(runs: Sequence[str], output: Path | None = None) -> Path:
-    """The page's path: `output`, or `report.html` of the one run, or `compare.html` of the first of several. Raises
+    """The page's path: `output`, or `report.html` of the one run or sweep, or `compare.html` of the first of several. Raises
     `InspectError` for a run that is not there."""
-    from r3async.tools.inspect.run import find_run
+    from r3async.tools.inspect.run import ROOT, find_run
+    from r3async.tools.sweep.record import find_sweep, report_sweep
     from r3async.views.report import write_report
 
+    if len(runs) == 1 and output is None and (sweep := find_sweep(runs[0], ROOT)) is not None:
+        return report_sweep(sweep)
     first, *others = [find_run(run) for run in runs]
     return write_report(first, *others, path=output or (first / "compare.html" if others else None))
 

@@ -22,9 +22,9 @@ from r3async.config import Config, ConfigError
 from r3async.data.records import Sample
 from r3async.record.events import open_events
 from r3async.record.steps import MetricsWriter
-from r3async.tools.lessons import Lessons
 from r3async.tools.preflight import check_model
 from r3async.tools.run_dir import check_capacity, full_disk_is_named, open_run
+from r3async.tools.sft_data import SupervisedRows
 from r3async.tools.tail.live import LiveView, describe_step
 from r3async.tools.terminal import Terminal
 from r3async.tools.train import Outlets, StoppedWhileLoading, StopRequest, report_run, reporter, stop_signals
@@ -57,8 +57,8 @@ def _sft(config: Config, preset: str, view: LiveView, root: Path, request: StopR
         raise ConfigError('`learner.backend` = "scripted" has no model that could learn')
     check_capacity(root)
     view.phase("reading the rows")
-    lessons = Lessons.of(config, view.say)
-    config = lessons.noted(config)
+    rows = SupervisedRows.of(config, view.say)
+    config = rows.noted(config)
     view.expect(config.steps)
     with full_disk_is_named(root):
         run = open_run(config, preset, view.say, root, reporter(view))
@@ -67,7 +67,7 @@ def _sft(config: Config, preset: str, view: LiveView, root: Path, request: StopR
         model_path = run.model_path(config)
         assert model_path is not None
         with Outlets(config, run.path, view.say) as outlets:
-            asyncio.run(Supervised(config, run, model_path, lessons, view, outlets, request).run())
+            asyncio.run(Supervised(config, run, model_path, rows, view, outlets, request).run())
     finally:
         REAL.actors.disconnect()
         run.lock.close()
@@ -83,12 +83,12 @@ class Supervised:
         config: Config,
         run: RunDir,
         model_path: Path,
-        lessons: Lessons,
+        rows: SupervisedRows,
         view: LiveView,
         outlets: Outlets,
         request: StopRequest,
     ):
-        self._config, self._run, self._model_path, self._lessons = config, run, model_path, lessons
+        self._config, self._run, self._model_path, self._data = config, run, model_path, rows
         self._view, self._outlets, self._request = view, outlets, request
         self._step = run.resume.state.steps if run.resume else 0
         self._elapsed = run.resume.state.elapsed if run.resume else 0.0
@@ -101,7 +101,9 @@ class Supervised:
         lineage = self._begin(self._run.resume)
         self._view.rewind(self._step)
         self._view.phase("loading the model")
-        learner = self._load()
+        from r3async.actors.loading import load_learner_alone
+
+        learner = load_learner_alone(config, self._model_path, directory.absolute(), REAL)
         events = open_events(directory, "learner")
         events.info("learner_started", lineage=lineage.number, step=self._step)
         writer = CheckpointWriter(config, f"{directory.name}-sft", self._model_path, directory, events)
@@ -137,23 +139,10 @@ class Supervised:
     def _begin(self, resume: Opened | None) -> Lineage:
         if resume is not None and resume.state.admission:
             raise CheckpointError(
-                f"{resume.path} is of `r3async train`, and has leases of episodes: to teach its model, `r3async export` it and "
+                f"{resume.path} is of `r3async train`, and has leases of episodes: to train its model, `r3async export` it and "
                 "set `model.path`"
             )
         return take_lineage(self._run.path, resume, fingerprint_model(self._model_path))
-
-    def _load(self) -> Any:
-        """One rank here, or several as actors. See `LocalLearner` and `RankedLearner`."""
-        from r3async.actors.ranks import LocalLearner, RankedLearner
-
-        ranks = self._config.learner.parallel.world
-        if ranks == 1:
-            return LocalLearner.load(self._config, self._model_path)
-        from r3async.actors.supervise import connect
-
-        connect(REAL, self._config)
-        share = min(1.0, REAL.actors.gpus() / ranks)
-        return RankedLearner.load(self._config, self._model_path, self._run.path.absolute(), share)
 
     def _started(self) -> None:
         self._request.install()  # Ray installs its own handlers
@@ -164,14 +153,14 @@ class Supervised:
     def _one(self, learner: Any, lineage: Lineage) -> dict[str, Any]:
         """One step, and its row."""
         began = time.monotonic()
-        metrics = learner.teach(self._shares(self._lessons.of_step(self._step)))
+        metrics = learner.train_supervised(self._shares(self._data.of_step(self._step)))
         seconds = time.monotonic() - began
         self._step += 1
         self._made += int(metrics["optimizer/updates"])
         self._elapsed += seconds
         every, last = self._config.evaluation.every, self._step == self._config.steps
-        if self._lessons.held_out and (last or (every and self._step % every == 0)):
-            total, tokens = learner.examine(self._shares(self._lessons.held_out))
+        if self._data.held_out and (last or (every and self._step % every == 0)):
+            total, tokens = learner.supervised_loss_of(self._shares(self._data.held_out))
             metrics["loss/answers_held_out"] = total / max(tokens, 1.0)
         return {
             "step": self._step,
@@ -179,7 +168,7 @@ class Supervised:
             "lineage": lineage.number,
             "time": time.time(),
             **metrics,
-            "data/epochs": self._step * self._config.sft.rows_per_step / len(self._lessons.rows),
+            "data/epochs": self._step * self._config.sft.rows_per_step / len(self._data.rows),
             "learner/step_seconds": seconds,
             "throughput/trained_tokens_per_second": metrics["batch/trained_tokens"] / max(seconds, 1e-9),
         }
@@ -192,7 +181,7 @@ class Supervised:
             samples,
             learner.max_tokens_per_micro_batch,
             ranks=learner.parallel.dp,
-            cost=self._lessons.cost,
+            cost=self._data.cost,
             share_prefixes=learner.share_prefixes,
         )
 

@@ -6,22 +6,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from r3async.config import Config, ConfigError
-from r3async.tools.memory import check_router_aux, shape_of
-from r3async.tools.preflight import check_hosts, check_model
+from r3async.tools.memory import check_router_settings, shape_of
+from r3async.tools.preflight import check_engine_keys, check_model, check_teacher
 
 
 def check_directory(config: Config) -> None:
-    """The model's directory, if it is on this machine: see `preflight.check_model`."""
+    """The directories of the model and its teacher, if they are on this machine: see `preflight`."""
     if config.model.path and Path(config.model.path).exists():
         check_model(config.model.path)
+    if (teacher := config.algorithm.distillation.teacher) and Path(teacher).exists():
+        check_teacher(config)
 
 
 def check_structure(config: Config) -> None:
     """Raise `ConfigError` for what the start would refuse, or be stuck with."""
     shape, _ = shape_of(config)
-    check_router_aux(shape, config)
-    check_hosts(shape, config)
+    check_router_settings(shape, config)
     if config.model.path and Path(config.model.path).exists():
+        check_engine_keys(config)
         check_built(config, Path(config.model.path))
 
 

@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, TypedDict
+from typing import Any, NotRequired, Self, TypedDict
 
 import msgspec
 
@@ -34,6 +34,8 @@ class ConductorState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     admission: dict[str, Any] = {}
     """`Admission.snapshot()`: slots and leases. Nobody who held a lease outlives the run; see `Admission.adopt`."""
+    tasks: dict[str, Any] = {}
+    """`TaskHistory.snapshot()`: what tasks scored, if that changes which are posed."""
     record_bytes: dict[str, int] = {}
     """By file name, for example `metrics.jsonl`: how long that record was. `rewind` cuts off what came later."""
     record_kept: dict[str, list[str]] = {}
@@ -87,10 +89,12 @@ class TrainingState(ConductorState, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class TrustRegionState(TypedDict):
-    """`coef`: of the KL term. `error`: of the last step; None before the first."""
+    """`coef`: of the KL term. `error`: of the last step; None before the first. `above`: see `TrustRegion.estimate`; None before
+    it is known, and missing where an older release wrote the state."""
 
     coef: float
     error: float | None
+    above: NotRequired[float | None]
 
 
 class RunState(TrainingState, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -181,24 +181,61 @@ class Part:
         return data.reshape(*self.places[name].size, self.dtype(name).itemsize)
 
 
-class LearnerParts:
-    """The learner's files of a checkpoint, whatever ranks wrote them. Reads what is asked for, and nothing twice.
+@dataclass(frozen=True)
+class HeldPart:
+    """The same of a rank's copy that never was in a file. It passes between processes: the NumPy arrays of `bytes_of`, uint8
+    `[*size, bytes of a value]` by name, are mapped by whoever gets them, not copied."""
 
-    `paths`: those that the manifest lists; their checksums have been compared. Every method raises `CheckpointError`.
+    name: str
+    facts: LearnerFacts
+    places: dict[str, Place]
+    dtypes: dict[str, torch.dtype]
+    bytes_of: dict[str, np.ndarray]
+
+    @staticmethod
+    def of(state: LearnerState) -> HeldPart:
+        """Of what that rank copied, whose memory it shares."""
+        kept = {p.place.name: p for p in state.pieces if p.tensor.numel()}
+        return HeldPart(
+            part_name(state.rank, state.facts.world),
+            state.facts,
+            {name: piece.place for name, piece in kept.items()},
+            {name: piece.tensor.dtype for name, piece in kept.items()},
+            {name: piece.tensor.unsqueeze(-1).view(torch.uint8).numpy() for name, piece in kept.items()},
+        )
+
+    def check(self) -> None:
+        """A rank of this very start made it."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.dtypes[name]
+
+    def values(self, name: str) -> np.ndarray:
+        """See `Part.values`."""
+        return self.bytes_of[name]
+
+
+class LearnerParts:
+    """The learner's files of a checkpoint, or copies that never were in one, whatever ranks made them. Reads what is asked for,
+    and nothing twice.
+
+    `parts`: files that the manifest lists, whose checksums have been compared; or what ranks copied after the same step. Every
+    method raises `CheckpointError`.
     """
 
-    def __init__(self, paths: Sequence[Path], *, files: Files = REAL.files):
-        parts = [Part(path, files=files) for path in sorted(paths)]
-        if not parts:
+    def __init__(self, parts: Sequence[Path] | Sequence[HeldPart], *, files: Files = REAL.files):
+        opened = [each if isinstance(each, HeldPart) else Part(each, files=files) for each in parts]
+        opened.sort(key=lambda part: part.name)
+        if not opened:
             raise CheckpointError("it has no file of the learner (learner-*.safetensors)")
-        self.facts = parts[0].facts
-        world, names = self.facts.world, [part.name for part in parts]
+        self.facts = opened[0].facts
+        world, names = self.facts.world, [part.name for part in opened]
         if len(names) != world or names != [part_name(rank, world) for rank in range(world)]:
             raise CheckpointError(f"{world} ranks wrote it, but there are {', '.join(names)}")
-        self._pieces: dict[str, list[tuple[Part, Place]]] = {}
-        for part in parts:
+        self._pieces: dict[str, list[tuple[Part | HeldPart, Place]]] = {}
+        for part in opened:
             if part.facts != self.facts:
-                raise CheckpointError(f"{part.name}: it is of another step, model or run than {parts[0].name}")
+                raise CheckpointError(f"{part.name}: it is of another step, model or run than {opened[0].name}")
             part.check()
             for name, place in part.places.items():
                 self._pieces.setdefault(name, []).append((part, place))
@@ -218,7 +255,7 @@ class LearnerParts:
         """Of the whole tensor."""
         return self._found(name)[0][1].shape
 
-    def _found(self, name: str) -> list[tuple[Part, Place]]:
+    def _found(self, name: str) -> list[tuple[Part | HeldPart, Place]]:
         if name not in self._pieces:
             raise CheckpointError(f"it has no {name}: it is of another model, or of another backend")
         return self._pieces[name]

@@ -4,6 +4,14 @@ Each section is a struct with its documentation next to the value. Unknown or il
 key's path and the nearest valid name (`ConfigError`).
 """
 
+from r3async.config.algorithm import POLICY_LOSSES as POLICY_LOSSES
+from r3async.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from r3async.config.algorithm import ClipConfig as ClipConfig
+from r3async.config.algorithm import CorrectionConfig as CorrectionConfig
+from r3async.config.algorithm import DistillationConfig as DistillationConfig
+from r3async.config.algorithm import OverlongPenaltyConfig as OverlongPenaltyConfig
+from r3async.config.algorithm import RolloutKLConfig as RolloutKLConfig
+from r3async.config.algorithm import import_policy_loss as import_policy_loss
 from r3async.config.data import DataConfig as DataConfig
 from r3async.config.data import RewardConfig as RewardConfig
 from r3async.config.data import rewards_of as rewards_of
@@ -49,13 +57,6 @@ from r3async.config.section import flat as flat
 from r3async.config.section import revealed as revealed
 from r3async.config.section import secret_settings as secret_settings
 from r3async.config.short import DATASET as DATASET
-from r3async.config.training import POLICY_LOSSES as POLICY_LOSSES
-from r3async.config.training import AlgorithmConfig as AlgorithmConfig
-from r3async.config.training import ClipConfig as ClipConfig
-from r3async.config.training import CorrectionConfig as CorrectionConfig
 from r3async.config.training import LearnerConfig as LearnerConfig
 from r3async.config.training import LoraConfig as LoraConfig
-from r3async.config.training import OverlongPenaltyConfig as OverlongPenaltyConfig
 from r3async.config.training import ParallelConfig as ParallelConfig
-from r3async.config.training import RolloutKLConfig as RolloutKLConfig
-from r3async.config.training import import_policy_loss as import_policy_loss

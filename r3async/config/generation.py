@@ -183,6 +183,9 @@ class GeneratorConfig(Section):
     """Requests that run when new weights come. `keep`: they continue with the keys and values that the old weights made.
     `recompute`: the new weights compute keys and values again; tokens, log-probs and routes that they have stay.
     `drain`: the weights wait for them, and new requests wait for the weights."""
+    colocate: Literal["off", "share"] = "off"
+    """Whose GPUs engines use. `off`: their own. `share`: where there are too few for both, those of the learner's ranks; what
+    an engine takes of one says `engine_args.gpu_memory_utilization`. Has no effect without GPUs."""
     max_restarts: int = 8
     """Times one generator process is restarted before the run stops."""
     start_timeout: Positive = 600.0
@@ -299,7 +302,7 @@ OWNED = {
 """Refused in `generator.engine_args`, with the setting to use instead or the reason. The engine takes what it sets itself from
 `ours`, so it cannot set a key that is neither refused here nor named in `DEFAULTS`."""
 
-DEFAULTS = frozenset({"enforce_eager", "use_tqdm_on_load", "kv_cache_memory_bytes"})
+DEFAULTS = frozenset({"enforce_eager", "use_tqdm_on_load", "kv_cache_memory_bytes", "block_size", "load_format"})
 """What r3async sets and `generator.engine_args` may replace."""
 
 

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from r3async.config.difficulty import DifficultyConfig
 from r3async.config.section import Bytes, Port, Positive, PositiveInt, Section, Share
 
 
@@ -35,12 +36,21 @@ class ScheduleConfig(Section):
     replaced_groups: int = 0
     """Dynamic sampling: a step takes up to so many further groups in place of those in which all episodes scored the same, as far
     as they may be in flight. What it takes is consumed; `algorithm.filter_zero_variance` keeps those groups from training."""
+    difficulty: DifficultyConfig = msgspec.field(default_factory=DifficultyConfig)
     samples_per_group: PositiveInt = 8
     minibatches_per_step: PositiveInt = 1
     """Parts into which a step's groups are divided, each trained with an optimizer update of its own. At most
     `groups_per_step`: a group is never divided."""
+    epochs_per_step: PositiveInt = 1
+    """How often a step goes through its minibatches, with an update for each every time. All are made before the next version, so
+    the age of a token is the same in each of them; drift is measured again before each update."""
     steps_per_publication: PositiveInt = 1
     """Steps between two versions of the weights that engines are given. Staleness counts versions."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of a step in which none is skipped."""
+        return self.minibatches_per_step * self.epochs_per_step
 
     @property
     def takes_more(self) -> bool:
@@ -64,10 +74,14 @@ class ScheduleConfig(Section):
 
 
 class WeightsConfig(Section):
-    backend: Literal["auto", "shared_memory", "object_store", "nccl"] = "auto"
-    """How weights get to the engines. `shared_memory`: a file that engines of the learner's host map. `object_store`: through
-    Ray's object store to any host, and there into such a file. `auto`: the first if all are on one host, else the second.
-    `nccl`: from the learner's GPU to the engines'; refused without CUDA on both sides, and not yet run on GPUs."""
+    backend: Literal["auto", "shared_memory", "tcp", "nccl"] = "auto"
+    """How weights get to the engines. `shared_memory`: a file that engines of the learner's host map. `tcp`: from there to one
+    such file on each other host, as what changed since the version before, or whole. `auto`: the first if all are on one
+    host, else the second. `nccl`: from the learner's GPU to the engines'; refused without CUDA on both sides, and not yet run on
+    GPUs."""
+    relay: bool = True
+    """With `tcp`: hosts of generators pass weights on to others, so that the learner sends a version twice, however many hosts
+    there are. They listen on a free port, with the run's keys. One that others cannot reach is left out after two attempts."""
     bucket_bytes: Bytes = 64 * 2**20
     """Weights are converted and sent in pieces of this size, so that no second copy of the model is held on the way."""
     install_timeout: Positive = 120.0
@@ -145,8 +159,19 @@ class SuperviseConfig(Section):
     for ten minutes."""
     max_run_restarts: int = 3
     """How often the run restarts from its newest checkpoint when the learner's or the conductor's process is lost. A lost
-    generator is restarted by itself (`generator.max_restarts`)."""
+    generator is restarted by itself (`generator.max_restarts`), and so are the ranks of a learner of several."""
+    max_rank_restarts: int = 3
+    """How often in a row, without a step in between, the learner's ranks are started again when one is lost. Then the run
+    restarts from its newest checkpoint."""
+    copy_steps: int = 1
+    """Of a learner of several ranks on one host: steps between two copies of its state in host memory, in Ray's object store,
+    with which its ranks start again if one is lost. Steps since the last copy are made again. A copy is 12 bytes a parameter over
+    all ranks (with LoRA, of the adapters). There are two, and a third one beside them while a copy is made. 0: none; the run then
+    restarts from its newest checkpoint."""
     stop_grace_seconds: Positive = 30.0
+    leave_seconds: Positive = 120.0
+    """Seconds that a generator which leaves the run (`r3async scale`) may take to finish the episodes that it plays. Those that
+    it has not finished then are played by others."""
     max_failed_fraction: Share = 0.1
     """Share of the run's last 100 tasks (or of as many as can be in flight) that may fail for good (after `episode.retries`)
     before it stops with what the last one failed with; a task of which some episodes fail counts for their share. Failures of
@@ -187,6 +212,10 @@ SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 class ObserveConfig(Section):
     timeline: bool = True
     """Write who did what when into `timeline.jsonl`: a few lines a step and one a group. The report draws them."""
+    record: Literal["off", "full"] = "off"
+    """`full`: keep what the learner trains on, and digests of every stage of every step, in `recording/` of the run's directory;
+    `r3async replay RUN` makes the same steps again and compares. It takes the trajectories' size on disk, and the learner a pass
+    over gradients, weights and moments a step (12 bytes and more a parameter)."""
     sinks: list[SinkName] = msgspec.field(default_factory=list)
     """Where each step's row goes too, with evaluations and a table of sample episodes. A run that resumes continues its run
     there. Each needs its package: `pip install "r3async[sinks]"`. None can slow or stop a run."""
@@ -219,4 +248,9 @@ class ClusterConfig(Section):
     gpu_gib: Positive = 80.0
     """Memory of one GPU, which `--dry-run` and `r3async cluster` reckon with."""
     gpus_per_node: PositiveInt = 8
-    """GPUs of one host, which all ranks of the learner are on."""
+    """GPUs of one host, which `--dry-run` reckons with. Tensor-parallel ranks are on one host, and so is each engine."""
+    wait_seconds: Positive = 10.0
+    """Seconds that a run waits for hosts, GPUs and CPUs that others use, before it ends with what is free where."""
+    interface: str = ""
+    """Network interface of the learner's ranks (`eth0`): over it they meet, and NCCL and gloo move tensors between hosts
+    (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME). Empty: that by which Ray knows a host."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from r3async.config.algorithm import GROUP_RELATIVE, AlgorithmConfig
 from r3async.config.data import DataConfig
 from r3async.config.evaluation import EvaluationConfig
 from r3async.config.generation import (
@@ -46,7 +47,7 @@ from r3async.config.section import (
 )
 from r3async.config.short import DATASET, SHORT, merge, spelled_out
 from r3async.config.supervised import SftConfig
-from r3async.config.training import GROUP_RELATIVE, AlgorithmConfig, LearnerConfig, RoutingConfig
+from r3async.config.training import LearnerConfig, RoutingConfig
 
 
 def name_problem(name: str) -> str:
@@ -108,6 +109,10 @@ class Config(Section):
             )
         if self.algorithm.router_aux.coef and self.routing.replay == "off":
             raise ValueError("`algorithm.router_aux.coef` needs the routes of a step beforehand: set `routing.replay`")
+        if self.algorithm.distillation.teacher and self.learner.backend == "scripted":
+            raise ValueError(
+                '`algorithm.distillation.teacher` judges tokens of a model: `learner.backend` = "scripted" has none'
+            )
         if not self.episode.temperature:
             raise ValueError(
                 "`episode.temperature` must be greater than 0, got 0: greedy answers are all the same, and have no log-probs to "

@@ -1,206 +1,12 @@
-"""Sections about what trains: advantages, losses, corrections, the trust region, routes, and the learner's ranks."""
+"""Sections about what trains, besides the algorithm: routes, the learner's ranks, its optimizer and adapters."""
 
 from __future__ import annotations
 
-import inspect
-import pkgutil
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from r3async.config.section import Positive, PositiveInt, Range, Section, Share, Signed, did_you_mean
-
-
-class RolloutKLConfig(Section):
-    """The trust region: a term `coef * KL(rollout || learner)` on every trained token."""
-
-    estimator: Literal["k1", "abs", "k2", "k3"] = "k2"
-    """Of the term in the loss. What is measured, for `target` and `max`, is always k3's mean over trained tokens."""
-    coef: float = 0.01
-    """Weight of the term; with `target`, where it starts."""
-    target: Positive | None = None
-    """Drift, in nats per token, to which the coefficient is adapted after every step. Unset: the coefficient stays."""
-    max: Positive | None = None
-    """A step whose measured drift is above this, or not finite, makes no optimizer update. Unset: none is refused."""
-    coef_min: Positive = 1e-4
-    coef_max: float = 100.0
-    """Bounds of the adapted coefficient."""
-    gain: Positive = 0.1
-    """Of the adaptation: e-folds that the coefficient moves in a step when drift is twice its target."""
-
-    def check(self) -> None:
-        if self.coef_max < self.coef_min:
-            raise ValueError("`coef_max` must be at least `coef_min`")
-        if self.target is not None and not self.coef_min <= self.coef <= self.coef_max:
-            raise ValueError("with `target`, `coef` must be between `coef_min` and `coef_max`")
-        if self.target is not None and self.max is not None and self.max <= self.target:
-            raise ValueError("`max` must be more than `target`, or every other step makes no update")
-
-
-class ReferenceKLConfig(Section):
-    coef: float = 0.0
-    """Weight of KL(learner || frozen reference model); 0 does without that model."""
-
-
-class ClipConfig(Section):
-    """Ratios are clipped to `1 - clip_low .. 1 + clip_high`."""
-
-    clip_low: Positive = 0.2
-    clip_high: Positive = 0.2
-    """DAPO (arXiv 2503.14476) takes 0.28."""
-
-
-class PPOConfig(ClipConfig):
-    dual_clip: float | None = None
-    """If set, bounds the loss of tokens with negative advantage to this many times the advantage (3 in arXiv 1912.09729)."""
-
-    def check(self) -> None:
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError("`dual_clip` must be more than 1")
-
-
-class DecoupledPPOConfig(PPOConfig):
-    behaviour_cap: Positive = 5.0
-    """Truncation of the behaviour weights, recomputed / rollout."""
-
-
-class GSPOConfig(ClipConfig):
-    clip_low: Positive = 3e-4
-    clip_high: Positive = 4e-4
-
-
-class CISPOConfig(ClipConfig):
-    clip_low: Positive = 1.0
-    """1: no lower bound."""
-    clip_high: Positive = 4.0
-
-
-class SAPOConfig(Section):
-    tau_positive: Positive = 1.0
-    tau_negative: Positive = 1.05
-    """Temperatures of the gate, for tokens of positive and of negative advantage."""
-
-
-class DPPOConfig(Section):
-    threshold_low: Positive = 0.2
-    threshold_high: Positive = 0.2
-    """|difference of probability| above which a token is pushed no further down, and no further up."""
-
-
-class CorrectionConfig(Section):
-    """Trained tokens that the policy loss leaves out because learner and rollout policy differ on them too much. The KL
-    terms keep them, and denominators stay. Each is off unless set; a ratio is learner / rollout, and bounds are inclusive."""
-
-    icepop_low: float | None = None
-    icepop_high: float | None = None
-    """A token is kept if its ratio is within these. IcePop: 0.5 and 5."""
-    kpop: float | None = None
-    """A token is kept if the binary KL, in both directions, is at most this. KPop: 0.1."""
-    geometric_low: float | None = None
-    geometric_high: float | None = None
-    """An episode is kept if the geometric mean of its tokens' ratios is within these, 0.99 and 1.001, say."""
-    product_low: float | None = None
-    product_high: float | None = None
-    """An episode is kept if the product of its tokens' ratios is within these."""
-    max_token_kl: float | None = None
-    """An episode is kept if none of its tokens' k3 is above this."""
-
-    def check(self) -> None:
-        for name in ("icepop", "geometric", "product"):
-            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
-            if low is not None and not 0 < low <= 1:
-                raise ValueError(f"`{name}_low` must be in 0..1: a ratio of 1 means that the policies agree")
-            if high is not None and high < 1:
-                raise ValueError(f"`{name}_high` must be at least 1: a ratio of 1 means that the policies agree")
-
-
-class OverlongPenaltyConfig(Section):
-    """DAPO's soft punishment of long answers (arXiv 2503.14476, eq. 13)."""
-
-    buffer: int = 0
-    """Tokens before `episode.max_new_tokens` over which the penalty grows from 0 to `factor`; 0: no penalty."""
-    factor: Positive = 1.0
-
-
-GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
-"""Values of `algorithm.advantage` that compare an episode with the others of its group, of which there have to be some."""
-
-POLICY_LOSSES = ("tis", "ppo", "gspo", "cispo", "sapo", "dppo", "decoupled_ppo")
-"""The built-in values of `algorithm.policy_loss`."""
-
-
-class RouterAuxConfig(Section):
-    """Load balance of the routers, with the experts that were replayed as the load."""
-
-    coef: float = 0.0
-    """Weight of `experts * sum_i f_i P_i` of every MoE layer: `f_i` the share of the step's choices that fell on expert i,
-    `P_i` the router's mean probability of it (Switch Transformer, arXiv 2101.03961, eq. 4). 1 is even. Needs
-    `routing.replay`, whose routes are known before the step's first forward pass."""
-
-
-class AlgorithmConfig(Section):
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"] = "grpo"
-    """How scores become advantages; formulas and sources in `learner.losses.advantages`."""
-    credit: Literal["trajectory", "turn", "token"] = "trajectory"
-    """`trajectory`: all turns share the episode's advantage. `turn`: a turn's is relative to the same turn of its group; only
-    for environments that reward every turn for its own answer.
-    `token`: a token's score is the reward from it to the episode's end, relative to the same turn of its group."""
-    normalize_std: bool = True
-    """With `advantage = "grpo"`, divide by the group's standard deviation; off gives Dr.GRPO's."""
-    filter_zero_variance: bool = False
-    """Do not train groups whose episodes all scored the same. `schedule.replaced_groups` takes others in their place."""
-    overlong_filter: bool = False
-    """Do not train episodes that ended because an answer, or the context, became too long. They still count as scores."""
-    overlong_penalty: OverlongPenaltyConfig = msgspec.field(default_factory=OverlongPenaltyConfig)
-    reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"] = "token_mean"
-    """What the loss is a mean over; formulas in `learner.losses.objective`."""
-    policy_loss: str = "tis"
-    """`tis`, `ppo`, `gspo`, `cispo`, `sapo`, `dppo`, `decoupled_ppo` (formulas and sources in `learner.losses.policy_loss`), or
-    your own as `module:function`, of the type `learner.losses.policy_loss.PolicyLossFunction`."""
-    anchor: Literal["rollout", "recomputed"] = "rollout"
-    """Denominator of the policy loss's ratio: the log-probs that the engine sampled with, or those that the learner
-    recomputes before the step's first update (one more forward pass)."""
-    ratio_cap: Positive = 2.0
-    """Of `tis`: truncation of its importance weights."""
-    ppo: PPOConfig = msgspec.field(default_factory=PPOConfig)
-    gspo: GSPOConfig = msgspec.field(default_factory=GSPOConfig)
-    cispo: CISPOConfig = msgspec.field(default_factory=CISPOConfig)
-    sapo: SAPOConfig = msgspec.field(default_factory=SAPOConfig)
-    dppo: DPPOConfig = msgspec.field(default_factory=DPPOConfig)
-    decoupled_ppo: DecoupledPPOConfig = msgspec.field(default_factory=DecoupledPPOConfig)
-    loss_args: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Passed to your own policy loss, as `inputs.config.loss_args`."""
-    correction: CorrectionConfig = msgspec.field(default_factory=CorrectionConfig)
-    entropy_coef: Signed = 0.0
-    """Weight of the entropy bonus."""
-    rollout_kl: RolloutKLConfig = msgspec.field(default_factory=RolloutKLConfig)
-    reference_kl: ReferenceKLConfig = msgspec.field(default_factory=ReferenceKLConfig)
-    router_aux: RouterAuxConfig = msgspec.field(default_factory=RouterAuxConfig)
-
-    def check(self) -> None:
-        if self.advantage == "maxrl" and self.overlong_penalty.buffer:
-            raise ValueError("`overlong_penalty` makes rewards negative, and `advantage` = 'maxrl' is for rewards >= 0")
-        if self.policy_loss not in POLICY_LOSSES:
-            import_policy_loss(self.policy_loss)
-
-
-def import_policy_loss(path: str) -> Callable[..., Any]:
-    """The function at `module:function`. Raises `ValueError` if there is none that takes one argument."""
-    if ":" not in path:
-        hint = did_you_mean(path, POLICY_LOSSES, f"built in: {', '.join(POLICY_LOSSES)}.")
-        raise ValueError(f"`policy_loss` = {path!r}: no such loss; {hint} Your own is `module:function`.")
-    try:
-        function = pkgutil.resolve_name(path)
-    except Exception as error:  # importing somebody's module may raise anything
-        raise ValueError(f"`policy_loss` = {path!r} cannot be loaded: {error}") from error
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError as error:
-        raise ValueError(
-            f"`policy_loss` = {path!r} must be a function of one argument, the loss inputs: {error}"
-        ) from error
-    return function
+from r3async.config.section import Positive, PositiveInt, Range, Section, Share
 
 
 class RoutingConfig(Section):
@@ -217,7 +23,7 @@ class RoutingConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the learner's ranks divide the model and the batch; there are `dp * tp * pp` of them."""
+    """How the learner's ranks divide the model and the batch; there are `dp * cp * tp * pp` of them."""
 
     dp: PositiveInt = 1
     """Data parallel: ranks (or groups of ranks) that train different micro-batches. With `backend = "torch"` the weights
@@ -227,26 +33,21 @@ class ParallelConfig(Section):
     pp: PositiveInt = 1
     """Pipeline stages (1F1B)."""
     ep: PositiveInt = 1
-    """Expert parallel: among how many of the `dp * tp` ranks of a stage the experts are divided."""
+    """Expert parallel: among how many of the `dp * cp * tp` ranks of a stage the experts are divided."""
     cp: PositiveInt = 1
-    """Context parallel: not supported."""
+    """Context parallel: ranks among which the tokens of each micro-batch are divided, and their heads while they attend
+    (Ulysses). For long samples: each rank has `1 / cp` of the activations."""
     vpp: PositiveInt = 1
     """Virtual pipeline stages: not supported."""
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
 
     def check(self) -> None:
-        if self.dp * self.tp % self.ep:
-            raise ValueError(
-                f"`ep` = {self.ep} must divide dp * tp = {self.dp * self.tp}: experts are divided among these"
-            )
-        if self.cp > 1:
-            raise ValueError(
-                "`cp` (context parallelism) is not supported: samples are packed whole, and attention sees them on one rank; "
-                "use `tp` for long samples, whose activations it splits along the sequence"
-            )
+        stage = self.dp * self.cp * self.tp
+        if stage % self.ep:
+            raise ValueError(f"`ep` = {self.ep} must divide dp * cp * tp = {stage}: experts are divided among these")
         if self.vpp > 1:
             raise ValueError(
                 "`vpp` (virtual pipeline stages) is not supported: a rank would hold several separate pieces of the model, and "
@@ -296,7 +97,8 @@ class LearnerConfig(Section):
     """The highest learning rate: of every step with `lr_schedule = "constant"` and no warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after the warm-up: not at all, or in a line or half a cosine down to `min_lr_ratio * lr` at the
-    run's last update (`steps * schedule.minibatches_per_step`). It counts updates that were made, so skipped ones delay it."""
+    run's last update (`steps * schedule.minibatches_per_step * schedule.epochs_per_step`). It counts updates that were made, so
+    skipped ones delay it."""
     warmup_steps: int = 0
     """Updates in which it rises in a line, the last of them with `lr` itself."""
     min_lr_ratio: Share = 0.0
@@ -313,6 +115,20 @@ class LearnerConfig(Section):
     lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
     freeze_router: bool = False
     """Leave the routers' weights as they are in the start model."""
+    expert_bias_rate: Share = 0.0
+    """Of models in which a bias of each expert decides who is chosen (DeepSeek-V3, GLM-4.5): after each update the bias of an
+    expert that got fewer tokens than the mean of its layer rises by this, and that of the others falls (arXiv 2408.15664). 0:
+    they stay as they are."""
+    offload_moments: bool = False
+    """Keep Adam's moments (8 bytes a parameter) in host memory between updates. The updates are the same bit by bit, and take as
+    long again as moving 16 bytes a parameter."""
+    shard_optimizer: bool = False
+    """Divide master weights and moments (12 bytes a parameter in bfloat16, 8 in float32) among the ranks that hold copies of a
+    parameter (ZeRO stage 1). With `backend = "torch"` FSDP2 always does. The updates are those of copies that are all kept, as
+    far as sums of gradients are."""
+    deterministic: bool = False
+    """Let torch use only kernels that give the same bits at every call: a step that a resumed run makes again on GPUs is then the
+    one that was lost. Slower. docs/scaling.md says where it ends; on CPU bits are the same without it."""
     threads: PositiveInt = 1
     """Torch threads of the learner on CPU."""
     start_timeout: Positive = 600.0
@@ -321,11 +137,20 @@ class LearnerConfig(Section):
 
     def check(self) -> None:
         p = self.parallel
-        if self.backend == "torch" and max(p.tp, p.pp, p.ep) > 1:
+        if self.backend == "torch" and max(p.tp, p.cp, p.pp, p.ep) > 1:
             raise ValueError(
-                '`backend` = "torch" shards everything over `parallel.dp` (FSDP2); tp, pp and ep need backend = "megatron"'
+                '`backend` = "torch" shards everything over `parallel.dp` (FSDP2); tp, cp, pp and ep need backend = "megatron"'
+            )
+        if self.backend == "torch" and self.shard_optimizer:
+            raise ValueError(
+                '`shard_optimizer` is for backend = "megatron": "torch" always does that (FSDP2); set it to false'
             )
         if self.backend == "scripted" and p.world > 1:
             raise ValueError('`backend` = "scripted" is one process: it needs `parallel` of one rank')
         if self.backend == "scripted" and self.lora.rank:
             raise ValueError('`backend` = "scripted" has no matrices: `lora.rank` needs another backend')
+        if self.expert_bias_rate and (self.lora.rank or self.freeze_router or self.backend == "scripted"):
+            other = "lora.rank" if self.lora.rank else "freeze_router" if self.freeze_router else "backend"
+            raise ValueError(
+                f"`expert_bias_rate` changes what routers choose, and `{other}` leaves them as they are: set it to 0"
+            )

@@ -11,6 +11,10 @@ import msgspec
 QueryNorm = Literal["", "head", "whole"]
 """Of queries and keys: none, each head by itself, or all heads of a token together."""
 
+CHOICE_BIAS = "e_score_correction_bias"
+"""How names of tensors end that decide, with the scores, which experts are chosen. They are float32 in models of any dtype, in
+engines too: a rounded one chooses other experts."""
+
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """One `model_type` of transformers. A value that begins with `$` is the key of `config.json` that has it."""
@@ -22,8 +26,11 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     query_norm: QueryNorm = ""
     query_norm_key: str = ""
     """Of `config.json`: whether there is `query_norm`."""
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    """What a router makes of its logits. With `sigmoid` a bias of each expert decides who is chosen, and not the gates."""
+    score: Literal["softmax", "sigmoid", "logits"] = "softmax"
+    """What a router makes of its logits. With `sigmoid` a bias of each expert decides who is chosen, and not the gates. With
+    `logits` the chosen ones get a softmax among themselves."""
+    biased: bool = False
+    """Attention has sinks, and its output, routers and experts have biases."""
     normalized: bool | str = "$norm_topk_prob"
     """Whether gates of the chosen experts add up to 1."""
     mixture: str = "mlp"
@@ -34,8 +41,11 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """Of a mixture: its shared experts, one block."""
     shared_gate: str = ""
     """Of a mixture: the gate of the shared experts."""
-    engine: bool = True
-    """Whether vLLM's log-probs and routes are transformers', before and after an update of its weights."""
+    engine_lacks: str = ""
+    """Why vLLM cannot generate with it in a run. Empty: its log-probs and routes are transformers', before and after an update of
+    its weights."""
+    engine_keys: Mapping[str, Any] = {}
+    """Keys of `config.json` without which vLLM takes it for another model, and says nothing. transformers does not need them."""
     only: Mapping[str, Any] = {}
     """Keys of `config.json` that other backends than transformers itself take with this value alone."""
 
@@ -82,8 +92,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek_v3": Architecture(
         title="DeepSeek-V3",
         models="DeepSeek-V3, DeepSeek-R1, Moonlight-16B-A3B",
-        engine=False,
         **_BIASED_CHOICE,
+        engine_keys={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         only=_PLAIN | _NO_BIAS | {"norm_topk_prob": True},
     ),
     "glm4_moe": Architecture(
@@ -118,14 +128,32 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 """By `model_type`: what both backends train, each held to transformers' own model by a test."""
 
+TORCH_ONLY: dict[str, Architecture] = {
+    "gpt_oss": Architecture(
+        title="gpt-oss",
+        models="gpt-oss-20b, gpt-oss-120b, with weights in bfloat16",
+        qkv_bias=True,
+        score="logits",
+        normalized=True,
+        biased=True,
+        engine_lacks="vLLM copies sinks and experts past its own loader, so that they would keep their old weights",
+    ),
+}
+"""What the backend `torch` alone trains, held to transformers' own model by a test like the rest. A checkpoint of it has all
+experts of a layer in one tensor, with biases, which the links between checkpoints and Megatron do not divide."""
+
 REFUSED: dict[str, str] = {
-    "gpt_oss": "its attention has sinks, which packed attention does not have",
     "deepseek_v2": "its routers take gates from scores in which groups of experts are masked, so routes cannot be replayed",
     "qwen3_next": "its recurrent layers would mix the samples of a micro-batch",
 }
 """By `model_type`: what no backend trains, and why."""
 
 
+def declared(kind: str) -> Architecture | None:
+    """What is declared of a `model_type`."""
+    return ARCHITECTURES.get(kind) or TORCH_ONLY.get(kind)
+
+
 def supported() -> str:
-    """The `model_type`s, for a message."""
+    """The `model_type`s of both backends, for a message."""
     return ", ".join(ARCHITECTURES)

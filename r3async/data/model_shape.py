@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from r3async.data.architectures import ARCHITECTURES, Architecture, QueryNorm
+from r3async.data.architectures import Architecture, QueryNorm, declared
 
 if TYPE_CHECKING:
     from r3async.config import LearnerConfig, ParallelConfig
@@ -84,6 +84,8 @@ class ModelShape(msgspec.Struct, frozen=True):
     query_norm: QueryNorm = ""
     shared_gate: bool = False
     """Whether a gate weighs a layer's shared experts."""
+    biased: bool = False
+    """Whether attention has sinks, and its output, routers and experts have biases."""
 
     @property
     def routing(self) -> RoutingShape | None:
@@ -97,7 +99,7 @@ class ModelShape(msgspec.Struct, frozen=True):
             query = self.heads * self.qk_dim * (self.query_rank or self.hidden)
             return out + query + self.kv_rank * self.heads * (self.qk_dim - self.rope_dim + self.value_dim)
         qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
-        return out + self.hidden * qkv + qkv * self.qkv_bias
+        return out + self.hidden * qkv + qkv * self.qkv_bias + (self.hidden + self.heads) * self.biased
 
     @property
     def norms(self) -> int:
@@ -111,7 +113,8 @@ class ModelShape(msgspec.Struct, frozen=True):
     @property
     def experts_of_layer(self) -> int:
         """Parameters of all routed experts of one MoE layer."""
-        return self.experts * 3 * self.hidden * self.expert_width
+        biases = (2 * self.expert_width + self.hidden) * self.biased
+        return self.experts * (3 * self.hidden * self.expert_width + biases)
 
     @property
     def shared_experts(self) -> int:
@@ -121,7 +124,7 @@ class ModelShape(msgspec.Struct, frozen=True):
     @property
     def router(self) -> int:
         """Of one MoE layer, with shared experts and their gate."""
-        return self.hidden * (self.experts + self.shared_gate) + self.shared_experts
+        return self.hidden * (self.experts + self.shared_gate) + self.experts * self.biased + self.shared_experts
 
     @property
     def dense(self) -> int:
@@ -180,6 +183,12 @@ class ModelShape(msgspec.Struct, frozen=True):
         for key, ranks, size, what in sizes:
             if size % ranks:
                 raise ShapeError(f"learner.parallel.{key} = {ranks} does not divide the model's {size} {what}")
+        heads, groups = self.heads // p.tp, self.kv_heads // p.tp
+        if heads % p.cp or (groups % p.cp and p.cp % groups):
+            raise ShapeError(
+                f"learner.parallel.cp = {p.cp} does not divide the {heads} heads of a rank, or neither divides its {groups} "
+                "key/value heads nor is a multiple of them"
+            )
         if p.tp > 1 and self.query_norm == "whole":
             raise ShapeError(
                 f"learner.parallel.tp = {p.tp}, but the model normalises all heads of a query together: set it to 1"
@@ -202,7 +211,7 @@ def read_shape(config: Mapping[str, Any], name: str = "the model") -> ModelShape
     head_dim = c.get("head_dim") or c["hidden_size"] // heads
     rope_dim = c.get("qk_rope_head_dim") or 0
     kinds = c.get("layer_types") or ["full_attention"] * layers
-    declared = ARCHITECTURES.get(c.get("model_type", ""), Architecture(title="", models=""))
+    known = declared(c.get("model_type", "")) or Architecture(title="", models="")
     return ModelShape(
         name=name,
         kind=str(config.get("model_type", "")),
@@ -227,7 +236,8 @@ def read_shape(config: Mapping[str, Any], name: str = "the model") -> ModelShape
         rope_dim=rope_dim,
         full_layers=kinds.count("full_attention"),
         windows=kinds.count("sliding_attention") * (c.get("sliding_window") or 0),
-        qkv_bias=declared.value(declared.qkv_bias, {"qkv_bias": True, **c}),
-        query_norm=declared.norm_of_queries(c),
-        shared_gate=bool(declared.shared_gate),
+        qkv_bias=known.value(known.qkv_bias, {"qkv_bias": True, **c}),
+        query_norm=known.norm_of_queries(c),
+        shared_gate=bool(known.shared_gate),
+        biased=known.biased,
     )

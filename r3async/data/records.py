@@ -99,13 +99,15 @@ SCHEMA = Schema(
         # Turn that sampled the token; -1 where not sampled.
         Column("turn", ("int32",), -1, compressible=True),
         Column("rewards", ("float32",), 0.0, compressible=True),
-        # The next six are added by the learner. Which episode of the minibatch the sample is of, `0..E - 1`; -1: of none other's.
+        # The next seven are added by the learner. Which episode of the minibatch it is of, `0..E - 1`; -1: of none other's.
         Column("episode", ("int32",), -1, optional=True, compressible=True),
         # A trained token's number in the minibatch, episode by episode, wherever it is packed; -1 for the others.
         Column("place", ("int32",), -1, optional=True),
         Column("advantages", ("float32",), 0.0, optional=True, compressible=True),
         # What the token's terms of the loss are multiplied by: 1 / the denominator of `algorithm.reduction`.
         Column("loss_weights", ("float32",), 0.0, optional=True, compressible=True),
+        # Whether served drift is measured on the token's episode.
+        Column("probed", ("bool",), False, optional=True, compressible=True),
         # Log-probs of the learner before the step's first update, and of the frozen reference model.
         Column("old_logprobs", ("float32",), 0.0, optional=True),
         Column("reference_logprobs", ("float32",), 0.0, optional=True),

@@ -206,10 +206,10 @@ class Dataset:
         told = await judge(quick, asked) if quick else {}
         if len(quick) < len(self._rewards):
             told |= await self._judged_elsewhere(asked)
-        if not told:
+        worth = [reward.weight * told[reward.metric] for reward in self._rewards if reward.metric in told]
+        if not worth:
             raise EnvironmentFailed(f"{self._task.where}: no reward applies: all returned None")
-        total = sum(reward.weight * told[reward.name] for reward in self._rewards if reward.name in told)
-        return StepResult(total, done=True, metrics={f"reward/{name}": value for name, value in told.items()})
+        return StepResult(sum(worth), done=True, metrics=told)
 
     async def _judged_elsewhere(self, asked: Asked) -> dict[str, float]:
         judging = self._blocking()
@@ -224,7 +224,7 @@ def _asked(task: Task, action: Action) -> Asked:
 
 
 class Judge:
-    """In a process of the pool: what blocking rewards say of one answer, `Asked` in JSON, as metrics by name. `objects`: those of
+    """In a process of the pool: what blocking rewards say of one answer, `Asked` in JSON, as metrics. `objects`: those of
     them that have no module, pickled."""
 
     def __init__(self, rewards: list[dict[str, Any]], objects: dict[str, bytes]):

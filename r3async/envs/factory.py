@@ -47,7 +47,7 @@ def environment_factory(config: EnvConfig) -> EnvironmentFactory:
         return class_factory(loaded(config.name, "env.name"), config.name, config)
     path = BUILT_IN.get(config.name, config.name)
     if ":" not in path:
-        hint = did_you_mean(config.name, [*BUILT_IN, *ADAPTERS], f"built in: {', '.join(BUILT_IN)}")
+        hint = did_you_mean(config.name, [*BUILT_IN, *ADAPTERS], f"built in: {', '.join(BUILT_IN)}.")
         raise ConfigError(
             f"`env.name` = {config.name!r}: no such environment; {hint} Your own is `module:Class`, "
             f"adapters are {', '.join(f'`{name}:...`' for name in ADAPTERS)}."

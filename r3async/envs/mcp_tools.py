@@ -1,6 +1,7 @@
 """`mcp:TASK`: the tools of MCP servers, offered to the policy while it works on the tasks of environment TASK.
 
-Each episode has servers of its own, which speak over stdio, so what one episode does to them no other sees.
+Servers with a `command` are started for each episode and speak over stdio, so what one episode does to them no other sees. Those
+with a `url` run already: each episode has a session of its own with them, by streamable HTTP.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Mapping
+from string import Template
 from typing import Any
 
 import msgspec
@@ -24,15 +26,29 @@ ENDING_SECONDS = 10.0
 
 
 class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`command`: words. `tools`: those that are offered; empty for all."""
+    """`command`: words, with their `directory`; or the `url` of a server that runs, with `headers`, in which `$NAME` stands for a
+    variable of `environment`. `tools`: those that are offered; empty for all."""
 
-    command: list[str]
-    tools: list[str] = []
+    command: list[str] = []
     directory: str = ""
+    url: str = ""
+    headers: dict[str, str] = {}
+    tools: list[str] = []
 
     def __post_init__(self) -> None:
-        if not self.command or shutil.which(self.command[0]) is None:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("a server has a `command` or a `url`")
+        if self.command and shutil.which(self.command[0]) is None:
             raise ValueError(f"`command` = {self.command} names no program")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"`url` = {self.url!r} must begin with http:// or https://")
+
+    def filled(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """The `headers`. Raises `ValueError` for a variable that there is not."""
+        try:
+            return {name: Template(value).substitute(variables) for name, value in self.headers.items()}
+        except KeyError as error:
+            raise ValueError(f"`headers` name {error.args[0]}, which is no variable of `environment`") from None
 
 
 class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,6 +67,8 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.servers:
             raise ValueError("`servers` names no server")
+        for server in self.servers.values():
+            server.filled(self.environment)
         for name in ("calls", "calls_at_once", "call_timeout", "start_timeout", "output_characters"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` = {getattr(self, name)!r} must be above 0")
@@ -98,23 +116,32 @@ class McpServers:
         raise EnvironmentFailed(f"the MCP servers {', '.join(self._settings.servers)} could not start: that {why}")
 
     async def _hold(self, started: asyncio.Future[None]) -> None:
-        from mcp import Client, StdioServerParameters
-        from mcp.client.stdio import stdio_client
+        from mcp import Client
 
         async with contextlib.AsyncExitStack() as stack:
-            errors = stack.enter_context(await asyncio.to_thread(open, os.devnull, "w"))
             for name, server in self._settings.servers.items():
-                parameters = StdioServerParameters(
-                    command=server.command[0],
-                    args=server.command[1:],
-                    env=self._variables,
-                    cwd=server.directory or None,
-                )
-                transport = stdio_client(parameters, errlog=errors)
+                transport = await (self._running(server, stack) if server.url else self._begun(server, stack))
                 await self._add(name, server, await stack.enter_async_context(Client(transport)))
             self._started = True
             started.set_result(None)
             await self._ending.wait()
+
+    async def _begun(self, server: Server, stack: contextlib.AsyncExitStack) -> Any:
+        from mcp import StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        errors = stack.enter_context(await asyncio.to_thread(open, os.devnull, "w"))
+        parameters = StdioServerParameters(
+            command=server.command[0], args=server.command[1:], env=self._variables, cwd=server.directory or None
+        )
+        return stdio_client(parameters, errlog=errors)
+
+    async def _running(self, server: Server, stack: contextlib.AsyncExitStack) -> Any:
+        from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+        headers = server.filled(self._settings.environment)
+        client = await stack.enter_async_context(create_mcp_http_client(headers))
+        return streamable_http_client(server.url, http_client=client)
 
     async def _add(self, name: str, server: Server, client: Any) -> None:
         found, cursor = [], None
@@ -172,7 +199,7 @@ class McpEnvironment:
         self._task, self._settings, self._variables = task, settings, variables
         self._servers = McpServers(settings, variables)
         self._calls = 0
-        for name in ("size", "oracle", "random_answer"):
+        for name in ("size", "oracle", "random_answer", "takes_tokens"):
             if hasattr(task, name):
                 setattr(self, name, getattr(task, name))
 

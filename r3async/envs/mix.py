@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,12 +33,15 @@ class Mixed:
 
     def __init__(self, factories: Sequence[EnvironmentFactory]):
         self._factories = factories
-        self._env = factories[0]()
+        self._entry, self._env = 0, factories[0]()
 
     async def reset(self, task_seed: int) -> list[Message]:
         entry, seed = parted(task_seed, len(self._factories))
-        if entry:
-            self._env = self._factories[entry]()
+        if entry != self._entry:
+            before, self._entry, self._env = self._env, entry, self._factories[entry]()
+            close = getattr(before, "close", None)
+            if close is not None and inspect.isawaitable(waiting := close()):
+                await waiting
         return await self._env.reset(seed)
 
     async def step(self, action: Action) -> StepResult:

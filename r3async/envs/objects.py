@@ -127,7 +127,7 @@ def _unpicklable(value: Any, dumps: Callable[[Any], bytes]) -> list[str]:
     bad = []
     for name, inner in used.items():
         try:
-            if not name.startswith("__") and inner not in functions:
+            if not name.startswith("__") and not any(inner is function for function in functions):
                 dumps(inner)
         except Exception:
             bad.append(name)

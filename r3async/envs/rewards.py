@@ -80,7 +80,11 @@ BLOCKING = ("math",)
 
 Form = Literal["trl", "verl", "plain"]
 Second = Literal["", "answer", "row"]
-GIVEN_TRL = ("prompts", "completions", "completion_ids")
+IDS_TRL = ("completion_ids", "completions_ids")
+"""Token ids of completions; the second is how TRL's page on GRPO spelt it before version 1."""
+GIVEN_TRL = ("prompts", "completions", *IDS_TRL, "log_metric")
+NOT_GIVEN_TRL = ("trainer_state", "environments", "log_extra")
+"""What TRL's trainer hands to rewards, and nobody has here."""
 GIVEN_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns that TRL does not hand to rewards."""
@@ -112,16 +116,24 @@ class Reward(NamedTuple):
     answered: bool = False
     tokens: bool = False
 
-    async def __call__(self, asked: Asked) -> float | None:
-        """What it returned for the answer; None: it does not apply. Raises `EnvironmentFailed` for what is no reward, and
-        whatever the function raises."""
-        made = CALLS[self.form](self, asked)
-        return self._checked(await made if inspect.isawaitable(made) else made)
+    @property
+    def metric(self) -> str:
+        """What its value is called among the metrics of an episode."""
+        return f"reward/{self.name}"
 
-    def _checked(self, made: Any) -> float | None:
+    async def __call__(self, asked: Asked, logged: dict[str, float]) -> float | None:
+        """What it returned for the answer; None: it does not apply. `logged` gets what it logs besides, by name. Raises
+        `EnvironmentFailed` for what is no reward, and whatever the function raises."""
+        made = CALLS[self.form](self, asked, logged)
+        return self._checked(await made if inspect.isawaitable(made) else made, logged)
+
+    def _checked(self, made: Any, logged: dict[str, float]) -> float | None:
         if self.form == "trl":
             made = self._only_one(made)
         if self.form == "verl" and isinstance(made, Mapping):
+            logged |= {
+                name: value for name, value in made.items() if name != "score" and isinstance(value, int | float)
+            }
             made = made.get("score", "a table without `score`")
         if made is None:
             return None
@@ -146,21 +158,21 @@ def _number_of(made: Any) -> float:
         return math.nan
 
 
-def _call_trl(reward: Reward, asked: Asked) -> Any:
+def _call_trl(reward: Reward, asked: Asked, logged: dict[str, float]) -> Any:
     chat = not isinstance(asked.prompt, str)
     completion: Any = [{"role": "assistant", "content": asked.completion}] if chat else asked.completion
     columns = {name: [value] for name, value in asked.row.items() if name not in NOT_COLUMNS}
-    given = {"prompts": [asked.prompt], "completions": [completion], "completion_ids": [list(asked.token_ids)]}
-    return _by_name(reward.function, columns | given)
+    given = {"prompts": [asked.prompt], "completions": [completion], "log_metric": logged.__setitem__}
+    return _by_name(reward.function, columns | given | {name: [list(asked.token_ids)] for name in IDS_TRL})
 
 
-def _call_verl(reward: Reward, asked: Asked) -> Any:
+def _call_verl(reward: Reward, asked: Asked, logged: dict[str, float]) -> Any:
     row = asked.row
     given = {
         "data_source": row.get("data_source", ""),
         "solution_str": asked.completion,
         "ground_truth": asked.answer,
-        "extra_info": row.get("extra_info"),
+        "extra_info": row.get("extra_info") or {},
     }
     return _by_name(reward.function, given)
 
@@ -173,13 +185,17 @@ def _by_name(function: Callable[..., Any], given: dict[str, Any]) -> Any:
     return function(**given)
 
 
-def _call_plain(reward: Reward, asked: Asked) -> Any:
+def _call_plain(reward: Reward, asked: Asked, logged: dict[str, float]) -> Any:
     answer = str(asked.answer) if reward.built_in else asked.answer
     second: dict[str, list[Any]] = {"": [], "answer": [answer], "row": [asked.row]}
     return reward.function(asked.completion, *second[reward.second])
 
 
-CALLS: dict[Form, Callable[[Reward, Asked], Any]] = {"trl": _call_trl, "verl": _call_verl, "plain": _call_plain}
+CALLS: dict[Form, Callable[[Reward, Asked, dict[str, float]], Any]] = {
+    "trl": _call_trl,
+    "verl": _call_verl,
+    "plain": _call_plain,
+}
 
 
 def reward_of(config: RewardConfig) -> Reward:
@@ -214,9 +230,14 @@ def _own(config: RewardConfig) -> Reward:
                 f"`reward` = {config.fn!r} asks for {unknown[0]!r}; a reward in verl's form gets {', '.join(GIVEN_VERL)}"
             )
         return made("verl", quick, answered="ground_truth" in must)
-    if "completions" in names or (parameters and not names):
+    if {"prompts", "completions", *IDS_TRL}.intersection(names) or (parameters and not names):
+        if lacking := [name for name in must if name in NOT_GIVEN_TRL]:
+            raise ConfigError(
+                f"`reward` = {config.fn!r} asks for `{lacking[0]}`, which only TRL's trainer has: give it a default"
+            )
         columns = [name for name in must if name not in GIVEN_TRL]
-        return made("trl", quick, columns=columns, tokens="completion_ids" in names)
+        any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)  # which may be one of these
+        return made("trl", quick, columns=columns, tokens=any_name or not {*IDS_TRL}.isdisjoint(names))
     positional = [p.name for p in named if p.kind is not p.KEYWORD_ONLY]
     if not positional or not set(must) <= {*positional[:2]}:
         raise ConfigError(
@@ -295,6 +316,8 @@ def check_row(reward: Reward, task: Task) -> None:
 
 
 async def judge(rewards: Sequence[Reward], asked: Asked) -> dict[str, float]:
-    """Of each reward that applies, what the answer is worth, unweighted. Those that wait are awaited together."""
-    made = await asyncio.gather(*(reward(asked) for reward in rewards))
-    return {reward.name: value for reward, value in zip(rewards, made, strict=True) if value is not None}
+    """Metrics of an answer: what it is worth, unweighted, for each reward that applies (`Reward.metric`), and what rewards log.
+    Those that wait are awaited together."""
+    logged: dict[str, float] = {}
+    made = await asyncio.gather(*(reward(asked, logged) for reward in rewards))
+    return logged | {reward.metric: value for reward, value in zip(rewards, made, strict=True) if value is not None}

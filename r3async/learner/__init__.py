@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,30 +56,54 @@ class MinibatchResult(msgspec.Struct, frozen=True):
 
     `metrics`: see `figures.result_of`. By MoE layer of the whole model: `layer_agreement` float32 `[L]`, the share of
     recorded tokens whose own top-k set is the recorded one (0 if none is recorded); `expert_load` int64 `[L, experts]`,
-    tokens sent to each expert, padding not counted. `traces`: of this rank, if they were asked for. `drift` float64 `[n, 2]`: see
-    `figures.drift_sums`; of no row where nothing measured it.
+    tokens sent to each expert, padding not counted. `traces`: of this rank, if they were asked for. `drift` float64 `[3, n, 2]`:
+    `figures.drift_sums` of all trained tokens, of the probed ones, and of these with the routers' own choice; of no row where
+    nothing measured it. `digests`: of its stages, with `observe.record`.
     """
 
     metrics: dict[str, float]
     layer_agreement: np.ndarray
     expert_load: np.ndarray
     traces: list[RouteTrace] = []
-    drift: np.ndarray = msgspec.field(default_factory=lambda: np.zeros((0, 2)))
+    drift: np.ndarray = msgspec.field(default_factory=lambda: np.zeros((3, 0, 2)))
+    digests: dict[str, int] = {}
 
 
-def build_learner(config: Config, model_path: Path, files: Files = REAL.files) -> LearnerBackend:
+def summed_stages(digests: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Of all ranks (`MinibatchResult.digests`), modulo 2^64."""
+    return {stage: sum(each[stage] for each in digests) % 2**64 for stage in digests[0]}
+
+
+def build_learner(
+    config: Config, model_path: Path, files: Files = REAL.files, *, frozen: bool = False
+) -> LearnerBackend:
     """Load the model with `learner.backend`; nothing of the other backend is imported. Collective; raises `LearnerError`.
 
-    `files`: where the scripted one finds it.
+    `files`: where the scripted one finds it. A `frozen` one is only asked for log-probs: it has no optimizer's memory.
     """
+    if config.learner.deterministic:
+        only_deterministic()
     if config.learner.backend == "torch":
         from r3async.learner.torch.backend import TorchLearner
 
-        return TorchLearner.load(config, model_path)
+        return TorchLearner.load(config, model_path, frozen=frozen)
     if config.learner.backend == "scripted":
         from r3async.learner.scripted import ScriptedLearner
 
         return ScriptedLearner.load(config, model_path, files)
     from r3async.learner.megatron.backend import MegatronLearner
 
-    return MegatronLearner.load(config, model_path)
+    return MegatronLearner.load(config, model_path, frozen=frozen)
+
+
+def only_deterministic() -> None:
+    """From now on torch uses kernels that give the same bits at every call, in the whole process, and raises for an operator that
+    has none. Before the first product on a GPU: cuBLAS reads its variable then (docs.nvidia.com/cuda/cublas, "Results
+    reproducibility"). One that is set already stays."""
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # No kernel reads what it has not written; to fill it costs a pass over the memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False

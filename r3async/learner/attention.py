@@ -91,30 +91,83 @@ def plan_attention(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.nd
     )
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
-    """`query [N, heads, D]`, `key` and `value` `[N, groups, D]` -> `[N, heads, D]`; `scale` None is `1 / sqrt(D)`."""
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    scale: float | None,
+    *,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """`query [N, heads, D]`, `key` and `value` `[N, groups, D]` -> `[N, heads, D]`; `scale` None is `1 / sqrt(D)`.
+
+    `sinks` `[heads]`: of each head a score that is in every softmax and has no value. `window`: a token sees so many, itself
+    the last of them.
+    """
     if plan.keys is not None and plan.queries is not None:
         query, key, value = plan.queries(query), plan.keys(key), plan.keys(value)
     sizes = [(count * (width - skipped), count * width) for count, width, skipped in plan.buckets]
     asked, held = zip(*sizes, strict=True)
     parts = zip(query.split(asked), key.split(held), value.split(held), plan.buckets, strict=True)
-    attended = [_attend(q, k, v, n, width, skipped, scale) for q, k, v, (n, width, skipped) in parts]
+    attended = [_attend(q, k, v, n, width, skipped, scale, sinks, window) for q, k, v, (n, width, skipped) in parts]
     out = attended[0] if len(attended) == 1 else torch.cat(attended)
     return out if plan.slots is None else _Restore.apply(out, plan.slots)
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, count: int, width: int, skipped: int, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    count: int,
+    width: int,
+    skipped: int,
+    scale: float | None,
+    sinks: Tensor | None,
+    window: int | None,
 ) -> Tensor:
     q = query.unflatten(0, (count, width - skipped)).transpose(1, 2)
     k, v = (x.unflatten(0, (count, width)).transpose(1, 2) for x in (key, value))
     grouped = query.shape[1] != key.shape[1]
-    # Where queries lack the first tokens, the last of them still sees all keys.
-    mask = causal_lower_right(width - skipped, width) if skipped else None
+    size, before = v.shape[-1], int(sinks is not None)
+    if sinks is not None:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        q, k, v = _with_sinks(q, k, v, sinks, scale)
+    mask: Any = None
+    if window is not None and window < width:
+        mask = F.pad(_in_window(width, skipped, window, q.device), (before, 0), value=True)
+    elif skipped or before:
+        # Where queries lack the first tokens, the last of them still sees all keys.
+        mask = causal_lower_right(width - skipped, width + before)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
-    return out.transpose(1, 2).flatten(0, 1)
+    return out[..., :size].transpose(1, 2).flatten(0, 1)
+
+
+_WIDER = 8
+"""Values that a head has more with sinks: kernels take sizes in eights."""
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """One key more, before all others, whose product with a query of head `h` is `sinks[h] / scale`; its value is zero.
+
+    All three `[n, heads or groups, W, D]` -> `[.., D + 8]`: queries have that product in the first of the new values, and of the
+    keys the new one has 1 there.
+    """
+    score = (sinks.to(q.dtype) / scale).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
+    q = torch.cat([q, F.pad(score, (0, _WIDER - 1))], dim=-1)
+    sink = F.one_hot(torch.tensor(k.shape[-1], device=k.device), k.shape[-1] + _WIDER).to(k.dtype)
+    k = torch.cat([sink.expand(*k.shape[:2], 1, -1), F.pad(k, (0, _WIDER))], dim=2)
+    return q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1], 1, 0))
+
+
+def _in_window(width: int, skipped: int, window: int, device: torch.device) -> Tensor:
+    """bool `[width - skipped, width]`: which keys each query sees."""
+    at = torch.arange(width, device=device)
+    ago = at[skipped:, None] - at
+    return (ago >= 0) & (ago < window)
 
 
 class _Restore(torch.autograd.Function):

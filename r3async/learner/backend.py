@@ -20,6 +20,8 @@ from r3async.data.records import Sample, TokenTable
 from r3async.data.routes import route_dtype
 from r3async.learner import LearnerError
 from r3async.learner.batch.packing import MicroBatch, aligned, collate
+from r3async.learner.digests import Digests
+from r3async.learner.expert_biases import ExpertBias, check_biases, follow_load
 from r3async.learner.lora import Adapters
 from r3async.learner.losses.drift import TrustRegion
 from r3async.learner.optimizer import MasterAdamW
@@ -84,7 +86,8 @@ class LearnerBackend:
 
     `source`: the Hugging Face directory that the run began with. `vocab_size`: token ids are `0..vocab_size - 1`.
     `parameters`: the model's, for the copy that `algorithm.reference_kl` takes of them. `adapters`: what is trained in their
-    place, with `learner.lora`.
+    place, with `learner.lora`. `biases`: of this rank's routers. Raises `LearnerError` if `learner.expert_bias_rate` is to
+    change some, and the model has none.
     """
 
     name: str
@@ -101,14 +104,19 @@ class LearnerBackend:
         optimizer: MasterAdamW,
         parameters: Iterable[Parameter],
         adapters: Adapters | None = None,
+        biases: Sequence[ExpertBias] = (),
     ):
+        check_biases(biases, config.learner, replay)
         self.config, self.source, self.ranks, self.vocab_size = config, source, ranks, vocab_size
         self.replay, self.optimizer = replay, optimizer
         self.trust_region = TrustRegion(config.algorithm.rollout_kl)
-        self._adapters = adapters
+        self._adapters, self.biases = adapters, biases
+        self.digests = Digests() if config.observe.record == "full" else None
+        if self.digests is not None:
+            optimizer.look = self.digests.gradients
         self._reference: Reference | Adapters | None = None
         if config.algorithm.reference_kl.coef:
-            self._reference = adapters or Reference(parameters)
+            self._reference = adapters or Reference([*parameters, *(bias.tensor for bias in biases)])
 
     @property
     def version(self) -> int:
@@ -122,8 +130,9 @@ class LearnerBackend:
         return self.config.learner.parallel.world == 1
 
     def aligned(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """With padding that keeps sequence-parallel parts equal."""
-        return [aligned(m, self.config.learner.parallel.tp) for m in micro_batches]
+        """With padding that keeps sequence-parallel and context-parallel parts equal."""
+        p = self.config.learner.parallel
+        return [aligned(m, p.cp * p.tp) for m in micro_batches]
 
     # -- what differs ----------------------------------------------------------------------------------------------
 
@@ -142,6 +151,12 @@ class LearnerBackend:
         copies them himself, at once."""
         raise NotImplementedError
 
+    def share(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that this rank hands in, as `export(copy=False)` would: over all ranks each is there once, whole, and no
+        rank has much more of them than it holds of the model. What is put together for one is free again when the next is asked
+        for. Collective: all ranks have to ask to the end."""
+        raise NotImplementedError
+
     def weight_places(self) -> list[Held]:
         """Where this rank's part of each parameter that is not frozen lies in the whole, in the optimizer's order."""
         raise NotImplementedError
@@ -149,6 +164,11 @@ class LearnerBackend:
     def places(self) -> list[Held]:
         """The same of what is trained: these, or their adapters."""
         return self.weight_places() if self._adapters is None else [one.held for one in self._adapters.trained()]
+
+    def own_places(self) -> list[Held]:
+        """The same of what this rank updates: all, or its share (`learner.shard_optimizer`)."""
+        shared = zip(self.places(), self.optimizer.parameters, self.optimizer.shares, strict=True)
+        return [held.of_share(parameter.shape, share) for held, parameter, share in shared]
 
     def schedule(
         self,
@@ -164,6 +184,10 @@ class LearnerBackend:
                 loss = finish(index, forward(index, bind))
                 if backward and loss is not None:
                     loss.backward()
+
+    def balance_experts(self, load: np.ndarray) -> None:
+        """After an update: biases of experts follow the tokens that they got, `load` `[layers, experts]`, over all ranks."""
+        follow_load(self.biases, load, self.config.learner.expert_bias_rate)
 
     def settle(self) -> None:
         """Leave nothing in the model of a pass without a backward, or of one that failed."""

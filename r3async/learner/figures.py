@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from r3async.learner import MinibatchResult
-from r3async.learner.losses.drift import k2, k3
+from r3async.learner.losses.drift import k2, k3, measured_k3
 from r3async.learner.losses.policy_loss import bounded_exp, episode_sums
 from r3async.learner.optimizer import Update
 
@@ -56,7 +57,7 @@ class ObjectiveSums:
     episode_ratio_squared: Tensor
     open: Tensor
     """float64 `[P, 5]`: of parts of episodes that have tokens elsewhere too, which `finish` makes figures of when all parts
-    are there: the episode's number, its tokens here, those that are kept, sum(log pi), sum(log mu)."""
+    are there: the episode's number (-1: all of it is here), its tokens here, those that are kept, sum(log pi), sum(log mu)."""
 
     def __add__(self, other: ObjectiveSums) -> ObjectiveSums:
         added = {name: getattr(self, name) + getattr(other, name) for name in self.names()}
@@ -93,10 +94,11 @@ class ObjectiveSums:
         sequence: Tensor,
         sequences: int,
         open: Tensor | None = None,
+        token_limit: float = math.inf,
     ) -> ObjectiveSums:
         """Of one micro-batch; the terms of the loss are left 0. Columns `[M]` without gradient, of which those count where
         `own` is True; `kept`, `clipped`, `clipped_high` bool `[M]`: which of `own` the policy loss trains, clips, and clips
-        from above. `open`: see `TokenBatch`.
+        from above. `open`: see `TokenBatch`. `token_limit`: see `measured_k3`.
         """
         sums = ObjectiveSums.zero(logprobs.device)
         logprobs, rollout_logprobs, entropies = (
@@ -105,7 +107,7 @@ class ObjectiveSums:
         delta = logprobs - rollout_logprobs
         ratio = torch.where(own, bounded_exp(delta), 0.0)
         sums.tokens = own.sum(dtype=torch.float64)
-        sums.k1, sums.k2, sums.k3 = (-delta).sum(), k2(delta).sum(), k3(delta).sum()
+        sums.k1, sums.k2, sums.k3 = (-delta).sum(), k2(delta).sum(), measured_k3(delta, token_limit).sum()
         if reference_logprobs is not None:
             away = torch.where(own, reference_logprobs.double(), 0.0) - logprobs
             sums.reference_k3 = k3(away).sum()
@@ -118,8 +120,8 @@ class ObjectiveSums:
         columns = (own, kept, logprobs, rollout_logprobs)
         parts = torch.stack([episode_sums(x, sequence, sequences) for x in columns], dim=1)
         if open is not None:
-            sums.open = torch.cat([open.double()[:, None], parts], dim=1)[open >= 0]
-            parts = parts[open < 0]
+            sums.open = torch.cat([open.double()[:, None], parts], dim=1)
+            parts = torch.where(open[:, None] < 0, parts, 0.0)  # taking rows out would wait for the device
         sums.finish(parts)
         return sums
 
@@ -201,34 +203,74 @@ class ObjectiveSums:
         }
 
 
-AGES, TURNS = 8, 16
-"""For so many ages and turns drift is told apart; the last of each stands for those above, too."""
-BY_AGE_OR_TURN = (f"{MEASURED_DRIFT}_age_", f"{MEASURED_DRIFT}_turn_")
+SERVED_DRIFT = "served_kl/k3"
+"""The same with the routers' own choice: what engines will serve. See `served`."""
+AGES, TURNS, PLACES = 8, 16, 8
+"""For so many ages, turns and ranges of positions drift is told apart; the last of each stands for those above, too."""
+FIRST_PLACES = 64
+"""Positions in a sample of the first range; each further one is as long as all before it."""
+DRIFT_ROWS = AGES + TURNS + PLACES
+_PARTS = [
+    *(f"age_{age}" for age in range(AGES)),
+    *(f"turn_{turn}" for turn in range(TURNS)),
+    *(f"position_{place}" for place in range(PLACES)),
+]
+IN_PARTS = (*(f"{MEASURED_DRIFT}_{kind}_" for kind in ("age", "turn", "position")), "served_kl/")
+"""Metrics that follow from `MinibatchResult.drift`."""
 
 
-def drift_sums(logprobs: Tensor, rollout_logprobs: Tensor, ages: Tensor, turns: Tensor) -> Tensor:
-    """float64 `[AGES + TURNS, 2]`, without gradient: sums of k3 over trained tokens, and their number, by age and then by turn.
-    Log-probs float32 `[M]`, `ages` and `turns` int64 `[M]`, on one device."""
-    drift = k3(logprobs.detach().double() - rollout_logprobs.double())
+def drift_sums(
+    logprobs: Tensor, rollout_logprobs: Tensor, ages: Tensor, turns: Tensor, positions: Tensor, limit: float = math.inf
+) -> Tensor:
+    """float64 `[DRIFT_ROWS, 2]`, without gradient: sums of k3 over trained tokens, and their number, by age, then by turn,
+    then by position in the sample: 0..63, 64..127, 128..255, ... `logprobs` float32 `[M]`, others int64 `[M]`, on one device.
+    `limit`: of a token, see `measured_k3`."""
+    drift = measured_k3(logprobs.detach().double() - rollout_logprobs.double(), limit)
     counted = torch.stack([drift, torch.ones_like(drift)], dim=1)
-    sums = torch.zeros(AGES + TURNS, 2, dtype=torch.float64, device=logprobs.device)
+    sums = torch.zeros(DRIFT_ROWS, 2, dtype=torch.float64, device=logprobs.device)
     sums.index_add_(0, ages.clamp(0, AGES - 1), counted)
-    return sums.index_add_(0, AGES + turns.clamp(0, TURNS - 1), counted)
+    sums.index_add_(0, AGES + turns.clamp(0, TURNS - 1), counted)
+    edges = FIRST_PLACES * 2 ** torch.arange(PLACES - 1, device=logprobs.device)
+    return sums.index_add_(0, AGES + TURNS + torch.bucketize(positions, edges, right=True), counted)
 
 
-def drift_metrics(sums: np.ndarray) -> dict[str, float]:
-    """Means, from what `drift_sums` makes, of the ages and turns of which there are tokens."""
-    by_age, by_turn = BY_AGE_OR_TURN
-    names = [*(f"{by_age}{age}" for age in range(AGES)), *(f"{by_turn}{turn}" for turn in range(TURNS))]
-    return {name: float(total / tokens) for name, (total, tokens) in zip(names, sums.tolist(), strict=False) if tokens}
+def estimated(drift: np.ndarray) -> float:
+    """Served drift over all trained tokens, from sums float64 `[3, n, 2]` as `MinibatchResult.drift`, whose rows hold every token
+    as often: `all replayed + (probed served - probed replayed)`, of means. An unbiased estimate; 0 if it is negative."""
+    everything, replayed, served = (sums.sum(axis=0) for sums in drift)
+    means = [total / max(tokens, 1.0) for total, tokens in (everything, replayed, served)]
+    return float(np.maximum(means[0] + means[2] - means[1], 0.0))
 
 
-def result_of(minibatch: Minibatch, total: np.ndarray, update: Update, replay: RoutingReplay) -> MinibatchResult:
-    """The figures of a minibatch, over all ranks: collective. `total`: see `Minibatch.total`. The counts of `replay` are taken.
+def drift_metrics(drift: np.ndarray) -> dict[str, float]:
+    """Means, from `MinibatchResult.drift`, of the ages, turns and positions of which there are tokens; of what is served, those
+    of which there are probed ones."""
+    if not drift.size:
+        return {}
+    found = {
+        f"{MEASURED_DRIFT}_{part}": float(total / tokens)
+        for part, (total, tokens) in zip(_PARTS, drift[0].tolist(), strict=True)
+        if tokens
+    }
+    if not drift[2, :, 1].any():
+        return found
+    by_part = [(part, drift[:, row : row + 1]) for row, part in enumerate(_PARTS) if drift[2, row, 1]]
+    found |= {f"{SERVED_DRIFT}_{part}": estimated(sums) for part, sums in by_part}
+    return found | {SERVED_DRIFT: estimated(drift), "served_kl/tokens": float(drift[2, :AGES, 1].sum())}
+
+
+def result_of(
+    minibatch: Minibatch, total: np.ndarray, drift: np.ndarray, update: Update, replay: RoutingReplay
+) -> MinibatchResult:
+    """The figures of a minibatch, over all ranks: collective. `total`, `drift`: see `Minibatch.total`, `Minibatch.drifts`. The
+    counts of `replay` are taken.
 
     Metrics (means are over trained tokens, log-probs in nats), besides those of `ObjectiveSums.metrics_of`:
 
-    * `rollout_kl/k3_age_N`, `rollout_kl/k3_turn_N`: means over the tokens of an age or turn, of those that there are.
+    * `rollout_kl/k3_age_N`, `_turn_N`, `_position_N`: means over the tokens of an age, turn or range of positions.
+    * `served_kl/k3`, and by age, turn and position: the same with the routers' own choice, from `served_kl/tokens` probed tokens;
+      else `TrustRegion.estimate` alone. `served_kl/predicted`: of the probed tokens after the update, with a limit.
+    * `optimizer/step_share`: of the step that was made, less than 1 where `rollout_kl.limit` shortened it; 0 where none was.
     * `loss/router_aux`: with the other `loss/*` it adds up to the loss. `rollout_kl/coef`: of the trust region.
     * `routing/recorded_fraction`: share of trained tokens whose input position has recorded routes;
       `routing/recorded_fraction_fed`: share of all tokens fed forward that have.
@@ -251,8 +293,7 @@ def result_of(minibatch: Minibatch, total: np.ndarray, update: Update, replay: R
         figures = torch.cat([torch.stack([routing.agreed, routing.compared], dim=1), routing.load], dim=1)
         mine[replay.columns] = figures.cpu().numpy()
     by_layer = minibatch.ranks.reduce(mine.reshape(-1), "sum").reshape(mine.shape)
-    others = minibatch.ranks.reduce(np.append(minibatch.drift, float(routing.auxiliary)), "sum")
-    auxiliary, drift = float(others[-1]), others[:-1].reshape(-1, 2)
+    auxiliary = float(minibatch.ranks.reduce(np.asarray([float(routing.auxiliary)]), "sum")[0])
     agreed, compared, load = by_layer[:, 0], by_layer[:, 1], by_layer[:, 2:]
     agreement = np.divide(agreed, compared, out=np.zeros(layers), where=compared > 0)
     budget = max(counts.micro_batches, 1.0) * minibatch.config.learner.max_tokens_per_micro_batch
@@ -271,6 +312,7 @@ def result_of(minibatch: Minibatch, total: np.ndarray, update: Update, replay: R
             "optimizer/skipped": float(bool(cause)),
             "optimizer/no_contrast": float(cause == "no_contrast"),
             "optimizer/broken": float(cause == "trust_region"),
+            "optimizer/step_share": 0.0 if cause else update.share,
             "tokens/dropped_non_finite": counts.dropped,
             "batch/tokens": counts.fed,
             "batch/trained_tokens": counts.trained,
@@ -280,6 +322,10 @@ def result_of(minibatch: Minibatch, total: np.ndarray, update: Update, replay: R
             "batch/fill": (counts.fed - counts.shared) / budget,
         }
     )
+    if update.predicted is not None:
+        metrics["served_kl/predicted"] = update.predicted
+    if update.served is not None:
+        metrics[SERVED_DRIFT] = update.served
     if layers:
         worst = load.max(axis=1) / np.maximum(load.mean(axis=1), 1e-9)
         metrics |= {
@@ -289,39 +335,57 @@ def result_of(minibatch: Minibatch, total: np.ndarray, update: Update, replay: R
     return MinibatchResult(metrics, agreement.astype(np.float32), load.astype(np.int64), minibatch.traces(), drift)
 
 
-def combined(results: Sequence[MinibatchResult]) -> MinibatchResult:
-    """The figures of several minibatches as one: counts add up, extremes stay, the rest is averaged over trained tokens."""
+LAST_EPOCH = f"{MEASURED_DRIFT}_last_epoch"
+"""Mean drift in the last of several epochs: how far the updates of a step have left what sampled its tokens."""
+
+
+def combined(results: Sequence[MinibatchResult], epochs: int = 1) -> MinibatchResult:
+    """The figures of several minibatches as one: counts add up, extremes stay, the rest is averaged over trained tokens.
+    `results`: of the minibatches in each of so many `epochs`, one epoch behind the other, whose tokens and load count once.
+    """
     if len(results) == 1:
         return results[0]
     weights = np.asarray([r.metrics["batch/trained_tokens"] for r in results])
     weights = weights if weights.any() else np.ones(len(results))
     metrics, drift = {}, np.sum([r.drift for r in results], axis=0)
+    if epochs > 1:
+        last = len(results) - len(results) // epochs
+        metrics[LAST_EPOCH] = float(
+            np.average([r.metrics[MEASURED_DRIFT] for r in results[last:]], weights=weights[last:])
+        )
     for name in results[0].metrics:
-        if name.startswith(BY_AGE_OR_TURN):
+        if name.startswith(IN_PARTS):
             continue
         values = [r.metrics[name] for r in results]
         if name in COMBINED:
-            metrics[name] = float(COMBINED[name](values))
+            metrics[name] = float(COMBINED[name](values)) / (epochs if name in COUNTED_ONCE else 1)
         elif name == "routing/recorded_fraction_fed":
             metrics[name] = float(np.average(values, weights=[max(r.metrics["batch/tokens"], 1) for r in results]))
         else:
             metrics[name] = float(np.average(values, weights=weights))
+    if predicted := [r.metrics["served_kl/predicted"] for r in results if "served_kl/predicted" in r.metrics]:
+        metrics["served_kl/predicted"] = max(predicted)
+    if all(SERVED_DRIFT in r.metrics for r in results):  # what was measured is in `drift`
+        metrics[SERVED_DRIFT] = float(np.average([r.metrics[SERVED_DRIFT] for r in results], weights=weights))
     return MinibatchResult(
         metrics | drift_metrics(drift),
         np.average([r.layer_agreement for r in results], axis=0, weights=weights).astype(np.float32),
-        np.sum([r.expert_load for r in results], axis=0),
+        np.sum([r.expert_load for r in results], axis=0) // epochs,
         [t for r in results for t in r.traces],
         drift,
     )
 
 
+COUNTED_ONCE = (
+    "batch/tokens",
+    "batch/trained_tokens",
+    "batch/micro_batches",
+    "batch/shared_tokens",
+    "batch/split_episodes",
+    "tokens/dropped_non_finite",
+)
 COMBINED: dict[str, Callable[[list[float]], float]] = {
-    "batch/tokens": sum,
-    "batch/trained_tokens": sum,
-    "batch/micro_batches": sum,
-    "batch/shared_tokens": sum,
-    "batch/split_episodes": sum,
-    "tokens/dropped_non_finite": sum,
+    **dict.fromkeys(COUNTED_ONCE, sum),
     "ratio/max": max,
     "rollout_logprob/abs_diff_max": max,
     "routing/agreement_min": min,
@@ -330,7 +394,7 @@ COMBINED: dict[str, Callable[[list[float]], float]] = {
     "optimizer/skipped": max,
     "optimizer/no_contrast": min,
     "optimizer/broken": max,
-    "lr": lambda values: values[-1],
-    "rollout_kl/coef": lambda values: values[-1],
+    "optimizer/step_share": min,
+    **dict.fromkeys(("lr", "rollout_kl/coef"), lambda values: values[-1]),
 }
 """How a metric of several minibatches becomes one, if not by its mean."""

@@ -1,88 +1,28 @@
 """Log-probs of given tokens from hidden states, without holding all logits at once; where tokens were left out of sampling, over
 those that were not.
+
+Logits exist in chunks of tokens, in float32, and are made again in the backward pass: what is kept between is one number a token.
+With `z` the logits of a token over its temperature and `p = softmax(z)`,
+
+    log p(t) = z_t - max - log sum exp(z - max)        by z:  onehot(t) - p
+    H = -sum p log p                                   by z:  -p (log p + H)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from r3async.data.supports import Supports
 
 CHUNK_ELEMENTS = 2**25
 """Logits (tokens x vocabulary of this rank) that exist at once in float32: 128 MiB."""
-
-LogProbs = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-"""`(logits float32 [M, V], targets int64 [M], entropy_gradient) -> (log-probs [M], entropies [M])`. Entropies have a
-gradient only if it is asked for: it costs as much memory as the log-probs' own."""
-
-
-def whole_vocabulary(logits: Tensor, targets: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy, float32 `[M]`, from the logits of every token id."""
-    everything = torch.log_softmax(logits, dim=-1)
-    with nullcontext() if entropy_gradient else torch.no_grad():
-        # A log-prob of minus infinity has probability 0, and adds nothing to the entropy or to its gradient.
-        possible = everything > -torch.inf
-        known = torch.where(possible, everything, 0.0)
-        entropies = -torch.where(possible, known.exp() * known, 0.0).sum(dim=-1)
-    return everything.gather(1, targets[:, None])[:, 0], entropies
-
-
-def split_vocabulary(first: int, group: dist.ProcessGroup) -> LogProbs:
-    """The same where each rank of `group` has the logits of a part of the ids, this one of `first ..`; every rank gets the
-    result. Two collectives a call, in the forward pass only."""
-
-    def logprobs(logits: Tensor, targets: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        return _SplitVocabulary.apply(logits, targets, first, group, entropy_gradient)
-
-    return logprobs
-
-
-class _SplitVocabulary(torch.autograd.Function):
-    """`log p(t) = z_t - max - log sum exp(z - max)`; its gradient by `z` is `onehot(t) - p`. That of the entropy
-    `H = -sum p log p` is `-p (log p + H)`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
-        top = logits.max(dim=-1).values
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-        shifted = logits - top[:, None]
-        weights = shifted.exp()
-        column = targets - first
-        mine = (column >= 0) & (column < logits.shape[1])
-        column = torch.where(mine, column, 0)
-        picked = torch.where(mine, shifted.gather(1, column[:, None])[:, 0], 0.0)
-        # Where a weight is 0 the logit may be minus infinity, and their product nothing.
-        spread = torch.where(weights > 0, weights * shifted, 0.0).sum(dim=-1)
-        total = torch.stack([weights.sum(dim=-1), picked, spread])
-        dist.all_reduce(total, group=group)
-        norm, picked, spread = total
-        entropies = norm.log() - spread / norm
-        ctx.save_for_backward(weights.div_(norm[:, None]), column, mine, entropies)
-        ctx.entropy_gradient = entropy_gradient
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropies)
-        return picked - norm.log(), entropies
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, column, mine, entropies = ctx.saved_tensors
-        grad = grads[0][:, None]
-        out = -probabilities * grad
-        out.scatter_add_(1, column[:, None], torch.where(mine[:, None], grad, 0.0))
-        if ctx.entropy_gradient:
-            information = torch.where(probabilities > 0, probabilities.log(), 0.0)
-            out -= grads[1][:, None] * probabilities * (information + entropies[:, None])
-        return out, None, None, None, None
 
 
 class Mask:
@@ -117,43 +57,149 @@ class Mask:
 
 
 def token_logprobs(
-    logits: Callable[[Tensor], Tensor],
+    matrix: Tensor,
     hidden: Tensor,
     targets: Tensor,
     temperatures: Tensor,
-    vocab_size: int,
     *,
-    logprobs: LogProbs = whole_vocabulary,
+    bias: Tensor | None = None,
+    first: int = 0,
+    group: dist.ProcessGroup | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
     entropy_gradient: bool = False,
     supports: Supports | None = None,
-    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """float32 `[M]` log-prob of each target under `softmax(logits / temperature)`, and its entropy, in nats.
+    """float32 `[M]` log-prob of each target under `softmax(logits / temperature)`, and its entropy, in nats. The logits are
+    `hidden @ matrix.T + bias`.
+
+    `matrix [V, H]`, `hidden [M, H]`, `targets` int64 `[M]`, `temperatures` float32 `[M]`. At most `chunk_elements` logits exist
+    at once, but those of a token. The gradient of `matrix` is summed over chunks in float32. Entropies have a gradient only if
+    it is asked for.
+
+    `group`: ranks that each have the logits of a part of the ids, this one of `first .. first + V`; every rank gets the
+    result. Two collectives a chunk, in the forward pass only.
 
     `supports`: of M tokens; both are then of the distribution over the tokens in it, and nothing else has a gradient. It takes a
-    byte for each logit of a chunk. `first`: the token id of the first column of the logits.
-
-    `hidden [M, H]`, `targets` int64 `[M]`, `temperatures` float32 `[M]`. `vocab_size`: columns of `logits(hidden)`. If all
-    logits are more than `chunk_elements`, they are made chunk by chunk, and made again in the backward pass.
+    byte for each logit of a chunk.
     """
+    columns = len(matrix)
+    rows = max(1, chunk_elements // max(1, columns))
+    masks = _masks(supports, rows, len(hidden), hidden.device, first, columns)
+    head = _Head(first, group, rows, masks, entropy_gradient)
+    logprobs, entropies = _LogProbs.apply(hidden, matrix, bias, targets, temperatures, head)
+    return logprobs, entropies
 
-    def piece(hidden: Tensor, targets: Tensor, temperatures: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
-        scaled = logits(hidden).float() / temperatures[:, None]
-        if mask is not None:
-            scaled = scaled.masked_fill_(mask.left_out(), -torch.inf)
-        return logprobs(scaled, targets, entropy_gradient)
 
-    rows = max(1, chunk_elements // max(1, vocab_size))
-    masks = _masks(supports, rows, len(hidden), hidden.device, first, vocab_size)
-    if len(hidden) <= rows:
-        return piece(hidden, targets, temperatures, masks[0])
-    parts = [
-        checkpoint(piece, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in zip(hidden.split(rows), targets.split(rows), temperatures.split(rows), masks, strict=True)
-    ]
-    chosen, entropies = zip(*parts, strict=True)
-    return torch.cat(chosen), torch.cat(entropies)
+class _Head(NamedTuple):
+    """`rows`: tokens of a chunk. `masks`: of each chunk."""
+
+    first: int
+    group: dist.ProcessGroup | None
+    rows: int
+    masks: Sequence[Mask | None]
+    entropy_gradient: bool
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperatures: Tensor,
+        head: _Head,
+    ) -> tuple[Tensor, Tensor]:
+        found = [
+            _forward(_scaled(h, matrix, bias, t, mask), targets_of, head)
+            for h, targets_of, t, mask in _chunks(head, hidden, targets, temperatures)
+        ]
+        logprobs, entropies, norms = (torch.cat(parts) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(hidden, matrix, bias, targets, temperatures, entropies, norms)
+        ctx.head = head
+        if not head.entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, matrix, bias, targets, temperatures, entropies, norms = ctx.saved_tensors
+        head: _Head = ctx.head
+        of_matrix: Tensor | None = None
+        of_hidden, of_bias = [], None if bias is None else bias.new_zeros(len(matrix), dtype=torch.float32)
+        given = (hidden, targets, temperatures, norms, entropies, *grads)
+        for h, targets_of, t, norm, entropy, grad, spread, mask in _chunks(head, *given):
+            by_logit = _backward(_scaled(h, matrix, bias, t, mask), norm, targets_of, entropy, grad, spread, head)
+            by_logit.div_(t[:, None])
+            rounded = by_logit.to(h.dtype)
+            of_hidden.append(rounded @ matrix)
+            if ctx.needs_input_grad[1]:
+                part = rounded.T @ h
+                if of_matrix is None:
+                    of_matrix = part if len(hidden) <= head.rows else part.float()
+                else:
+                    of_matrix += part
+                del part
+            if of_bias is not None:
+                of_bias += by_logit.sum(0)
+            del by_logit, rounded  # before those of the next chunk are made
+        of_matrix = None if of_matrix is None else of_matrix.to(matrix.dtype)
+        of_bias = None if bias is None or of_bias is None else of_bias.to(bias.dtype)
+        return torch.cat(of_hidden), of_matrix, of_bias, None, None, None
+
+
+def _chunks(head: _Head, *tensors: Tensor) -> Any:
+    """Of each chunk the rows of every tensor, and its mask."""
+    return zip(*(t.split(head.rows) for t in tensors), head.masks, strict=True)
+
+
+def _scaled(hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperatures: Tensor, mask: Mask | None) -> Tensor:
+    """float32 `[m, V]`, minus infinity where `mask` leaves tokens out."""
+    z = F.linear(hidden, matrix, bias).float().div_(temperatures[:, None])
+    return z if mask is None else z.masked_fill_(mask.left_out(), -torch.inf)
+
+
+def _own(targets: Tensor, head: _Head, columns: int) -> tuple[Tensor, Tensor]:
+    """The column of each target, and whether it is one of this rank's."""
+    column = targets - head.first
+    mine = (column >= 0) & (column < columns)
+    return torch.where(mine, column, 0)[:, None], mine
+
+
+def _forward(z: Tensor, targets: Tensor, head: _Head) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies, and the logarithm of what `exp(z)` sums to. `z` is lost."""
+    top = z.max(dim=-1).values
+    if head.group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=head.group)
+    z.sub_(top[:, None])
+    column, mine = _own(targets, head, z.shape[1])
+    picked = torch.where(mine, z.gather(1, column)[:, 0], 0.0)
+    weights = z.exp()
+    # Where a weight is 0 the logit may be minus infinity, and their product nothing.
+    spread = z.mul_(weights).masked_fill_(weights == 0, 0.0).sum(dim=-1)
+    total = torch.stack([weights.sum(dim=-1), picked, spread])
+    if head.group is not None:
+        dist.all_reduce(total, group=head.group)
+    norm, picked, spread = total
+    return picked - norm.log(), norm.log() - spread / norm, top + norm.log()
+
+
+def _backward(
+    z: Tensor, norm: Tensor, targets: Tensor, entropies: Tensor, grad: Tensor, spread: Tensor, head: _Head
+) -> Tensor:
+    """`[m, V]`: the gradient by `z`, which is lost. `norm` `[m]`: the logarithm of what `exp(z)` sums to. `grad`, `spread` `[m]`:
+    by log-prob and entropy."""
+    column, mine = _own(targets, head, z.shape[1])
+    logs = z.sub_(norm[:, None])
+    if head.entropy_gradient:
+        out = logs.exp()
+        # What has no probability has no gradient, and an infinite logarithm.
+        information = logs.masked_fill_(out == 0, 0.0).add_(entropies[:, None])
+        out.mul_(information.mul_(-spread[:, None]).sub_(grad[:, None]))
+    else:
+        out = logs.exp_().mul_(-grad[:, None])
+    return out.scatter_add_(1, column, torch.where(mine, grad, 0.0)[:, None])
 
 
 def _masks(

@@ -15,13 +15,11 @@ from r3async.config import Config
 from r3async.learner import LearnerError, RouteTrace
 from r3async.learner.backend import ALONE, Ranks
 from r3async.learner.batch.packing import MicroBatch
-from r3async.learner.figures import AGES, TURNS, ObjectiveSums, drift_sums
+from r3async.learner.figures import DRIFT_ROWS, ObjectiveSums, drift_sums
 from r3async.learner.losses.objective import TokenBatch, objective, takes_episodes
 from r3async.learner.optimizer import Cause
 from r3async.learner.replay import MicroBatchRoutes
-
-Columns = dict[str, np.ndarray]
-"""Of trained tokens, each `[M]`."""
+from r3async.learner.scattered import Columns, gathered, joined, of_episodes, spread
 
 
 class TokenCounts(NamedTuple):
@@ -125,7 +123,7 @@ class Minibatch:
     """Of the trained tokens of all ranks, if `complete` was called."""
     _sums: ObjectiveSums | None = field(init=False, default=None)
     _drift: list[Tensor] = field(init=False, default_factory=list)
-    """Of each micro-batch that was trained: see `drift_sums`."""
+    """float64 `[2, DRIFT_ROWS, 2]` of each micro-batch that was trained: `drift_sums` of its tokens, and of the probed ones."""
     _traces: list[RouteTrace] = field(init=False, default_factory=list)
     _scored: dict[int, Tensor] = field(init=False, default_factory=dict)
     """With `trace`: the log-probs of each micro-batch's trained tokens."""
@@ -173,9 +171,7 @@ class Minibatch:
         if self.trace and self.micro_batches[index].sample_ids:
             self._scored[index] = logprobs.detach()
         columns, device, own = self._columns(index), logprobs.device, None
-        turns = self.micro_batches[index].table["turn"][self.chosen[index].rows]
-        told = (columns["rollout_logprobs"], columns["ages"].astype(np.int64), turns.astype(np.int64))
-        self._drift.append(drift_sums(logprobs, *(torch.from_numpy(x).to(device) for x in told)))
+        self._keep_drift(self.micro_batches[index], self.chosen[index].rows, logprobs)
         if self._everywhere and self._is_spread(columns["episode"]).any():
             columns, at = of_episodes(self._everywhere, columns["episode"], self.chosen[index].places)
             here = torch.from_numpy(at).to(device)
@@ -212,18 +208,35 @@ class Minibatch:
         finished = ObjectiveSums.zero()
         if self.spread.any():
             parts = sums.open.cpu().numpy()
+            parts = parts[parts[:, 0] >= 0]
             whole = np.zeros((len(self.spread), 4))
             np.add.at(whole, parts[:, 0].astype(np.int64), parts[:, 1:])
             finished.finish(torch.from_numpy(self.ranks.reduce(whole.reshape(-1), "sum").reshape(whole.shape)))
         total += finished.values()
         return total
 
-    @property
-    def drift(self) -> np.ndarray:
-        """float64 `[AGES + TURNS, 2]`: `drift_sums` of this rank's micro-batches, 0 where another rank has them."""
-        if not self._drift or not self.ranks.holds_loss:
-            return np.zeros((AGES + TURNS, 2))
-        return torch.stack(self._drift).sum(dim=0).cpu().numpy()
+    def drift_of(self, micro_batch: MicroBatch, rows: np.ndarray, logprobs: Tensor) -> Tensor:
+        """`drift_sums` of the tokens at `rows` int64 `[M]` of any micro-batch, with the learner's log-probs float32 `[M]`."""
+        table = micro_batch.table
+        told = (self.version - table["policy_version"][rows], table["turn"][rows], micro_batch.positions[rows])
+        rollout = torch.from_numpy(table["rollout_logprobs"][rows]).to(logprobs.device)
+        ages, turns, positions = (torch.from_numpy(x.astype(np.int64)).to(logprobs.device) for x in told)
+        return drift_sums(logprobs, rollout, ages, turns, positions, self.config.algorithm.rollout_kl.token_limit)
+
+    def _keep_drift(self, micro_batch: MicroBatch, rows: np.ndarray, logprobs: Tensor) -> None:
+        table, found = micro_batch.table, self.drift_of(micro_batch, rows, logprobs)
+        probed = np.flatnonzero(table["probed"][rows]) if "probed" in table else np.zeros(0, np.int64)
+        some = logprobs[torch.from_numpy(probed).to(logprobs.device)]
+        self._drift.append(torch.stack([found, self.drift_of(micro_batch, rows[probed], some)]))
+
+    def drifts(self, served: np.ndarray) -> np.ndarray:
+        """float64 `[3, DRIFT_ROWS, 2]`, over all ranks: `drift_sums` of trained tokens, of the probed ones, and these when they
+        are `served`, of which this rank has `[DRIFT_ROWS, 2]`. Collective; after the last `loss`."""
+        mine = np.zeros((3, DRIFT_ROWS, 2))
+        if self._drift and self.ranks.holds_loss:
+            mine[:2] = torch.stack(self._drift).sum(dim=0).cpu().numpy()
+        mine[2] = served
+        return self.ranks.reduce(mine.reshape(-1), "sum").reshape(mine.shape)
 
     # -- traces ----------------------------------------------------------------------------------------------------
 
@@ -339,58 +352,3 @@ def recorded_load(micro_batches: Sequence[MicroBatch], layers: int, experts: int
             for layer in range(layers):
                 load[layer] += np.bincount(rows[:, layer].reshape(-1), times, minlength=experts)
     return load
-
-
-# -- episodes whose samples are in several micro-batches, of this rank or of others --------------------------------------
-#
-# A loss that takes whole episodes (`objective.takes_episodes`) is given every trained token of an episode in each micro-batch
-# that has one of them. The learner's log-probs of tokens elsewhere come from a forward pass before the first backward pass,
-# with the same weights; the other columns are known. Each token has a number of its own in the minibatch, the column `place`,
-# so that a sum over ranks puts all of them together.
-
-
-def spread(episodes: Sequence[np.ndarray], count: int, ranks: Ranks) -> np.ndarray:
-    """bool `[count]`: which episodes have trained tokens in more than one micro-batch of all ranks. Collective.
-
-    `episodes`: of each micro-batch, see `minibatch.TrainedTokens`.
-    """
-    held = np.zeros(count)
-    for found in episodes:
-        held[np.unique(found[found >= 0])] += ranks.is_first_copy
-    return ranks.reduce(held, "sum") > 1 if count else held > 1
-
-
-def gathered(places: Sequence[np.ndarray], columns: Sequence[Columns], count: int, ranks: Ranks) -> Columns:
-    """The columns of all trained tokens of the minibatch, of all ranks, in the order of their places. Collective.
-
-    `places` int `[M]`, each below `count`, and `columns`: of each micro-batch of this rank; the same columns on every rank.
-    """
-    names = list(columns[0])
-    table = np.zeros((len(names) + 1, count))
-    for place, mine in zip(places, columns, strict=True):
-        if ranks.is_first_copy:
-            table[0, place] = 1
-            for row, name in enumerate(names, 1):
-                table[row, place] = mine[name]
-    table = ranks.reduce(table.reshape(-1), "sum").reshape(table.shape)
-    there = table[0] > 0
-    return {
-        name: values[there].astype(columns[0][name].dtype) for name, values in zip(names, table[1:], strict=True)
-    } | {"place": np.flatnonzero(there)}
-
-
-def of_episodes(everywhere: Columns, episodes: np.ndarray, places: np.ndarray) -> tuple[Columns, np.ndarray]:
-    """The columns of all tokens of those episodes, in the order of their places, and where `places` int `[M]` are among them,
-    int64 `[M]`. `everywhere`: from `gathered`."""
-    take = np.flatnonzero(np.isin(everywhere["episode"], episodes))
-    columns = {name: values[take] for name, values in everywhere.items()}
-    return columns, np.searchsorted(columns.pop("place"), places)
-
-
-def joined(everywhere: np.ndarray, own: Tensor, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of all tokens of some episodes, `[A]`: `everywhere` the log-probs as they were found before, at
-    `own` int64 `[M]` with the gradient of `logprobs` `[M]`. So every micro-batch sees the same values, to the last bit, and
-    decides alike. Entropies are 0 but for `own`."""
-    before = torch.from_numpy(everywhere).to(logprobs.device, logprobs.dtype)
-    mine = before[own] + (logprobs - logprobs.detach())
-    return before.index_copy(0, own, mine), torch.zeros_like(before).index_copy(0, own, entropies)

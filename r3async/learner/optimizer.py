@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from r3async.config import Config, LearnerConfig
+from r3async.learner.offload import HostMoments
+from r3async.learner.shares import WHOLE, Share
 
 Cause = Literal["", "no_contrast", "not_finite", "trust_region"]
 """Why a step made no update: no trained token has an advantage, a number was not finite, or the drift was beyond
@@ -23,11 +26,16 @@ Cause = Literal["", "no_contrast", "not_finite", "trust_region"]
 @dataclass(frozen=True)
 class Update:
     """`grad_norm`: global L2 norm before clipping, 0 where none was taken. `lr`: of this step. With a `cause` nothing changed:
-    no weight, no moment, no step count."""
+    no weight, no moment, no step count. `share`: of the step that was made; less than 1 where `rollout_kl.limit` shortened it.
+    `predicted`: the served drift that it leads to, where that was measured. `served`: the estimate of that before it, in a step
+    that did not measure it."""
 
     grad_norm: float
     lr: float
     cause: Cause = ""
+    share: float = 1.0
+    predicted: float | None = None
+    served: float | None = None
 
 
 Gradients = Sequence[Tensor]
@@ -63,7 +71,7 @@ def learning_rate(config: LearnerConfig, made: int, total: int) -> float:
 
 def total_updates(config: Config) -> int:
     """Optimizer updates of a run in which none is skipped."""
-    return config.steps * config.schedule.minibatches_per_step
+    return config.steps * config.schedule.updates_per_step
 
 
 class MasterAdamW:
@@ -78,6 +86,10 @@ class MasterAdamW:
     hold a copy of the parameter, in place, and `squared_norm` gives the sum of squares over the whole model. With
     `reduce_gradients`, a parameter without a gradient has zeros, since the other ranks expect it to take part. `changed` is
     called whenever the parameters have new values.
+
+    `shares`, of each parameter: the rows that this rank updates, and has masters and moments of. Then `reduce_gradients` may sum
+    these rows alone, and `gather` fills, in place, the other rows in from the ranks that updated them. Both get everything that
+    is trained.
     """
 
     def __init__(
@@ -88,18 +100,34 @@ class MasterAdamW:
         total: int = 0,
         reduce_gradients: Callable[[Gradients], None] | None = None,
         squared_norm: Callable[[Gradients], float] = squared_norm,
+        shares: Sequence[Share] = (),
+        gather: Callable[[Sequence[Tensor]], None] = lambda parameters: None,
         changed: Callable[[], None] = lambda: None,
     ):
-        self._model = [p for p in parameters if p.requires_grad]
-        self._masters: list[Tensor] = [
-            p if p.dtype == torch.float32 else Parameter(p.detach().float()) for p in self._model
-        ]
-        self._pairs = [(p, m) for p, m in zip(self._model, self._masters, strict=True) if p is not m]
-        for parameter, master in self._pairs:
-            parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
-        self._reduce, self._squared_norm, self._changed = reduce_gradients, squared_norm, changed
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.shares = shares or [WHOLE] * len(self.parameters)
+        self._masters: list[Tensor] = []
+        self._sums: list[Tensor | _Sum] = []
+        """Whose `grad` is the gradient of the whole parameter, in float32: the parameter, its master, or neither."""
+        for parameter, share in zip(self.parameters, self.shares, strict=True):
+            exact, whole = parameter.dtype == torch.float32, share.ranks == 1
+            if exact and whole:
+                master: Tensor = parameter
+            else:  # of a float32 parameter it shares the memory
+                part = share.of(parameter.detach())
+                master = Parameter(part if exact else part.float())
+            self._masters.append(master)
+            self._sums.append(parameter if exact else master if whole else _Sum())
+            if not exact:
+                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self._sums[-1]))
+        self._reduce, self._squared_norm = reduce_gradients, squared_norm
+        self._gather, self._changed = gather, changed
         self._max_norm, self._config, self._total = config.max_grad_norm, config, total
         self.steps = 0
+        self._moved: list[Tensor] = []
+        """The masters that the last step changed."""
+        self.look: Callable[[Gradients], object] = lambda gradients: None
+        """Called with the gradients of each step, summed over ranks and not clipped yet."""
         decayed = [m for m in self._masters if m.ndim >= 2]
         plain = [m for m in self._masters if m.ndim < 2]
         self._adam = torch.optim.AdamW(
@@ -109,6 +137,7 @@ class MasterAdamW:
             eps=config.eps,
             fused=True,
         )
+        self._away = HostMoments(self._adam) if config.offload_moments else None
 
     @property
     def lr(self) -> float:
@@ -120,25 +149,61 @@ class MasterAdamW:
         """Reduce, clip, update, clear gradients. With a gradient norm that is not finite it only clears them."""
         lr = self.lr
         if self._reduce is not None:
-            for master in self._masters:
-                if master.grad is None:
-                    master.grad = torch.zeros_like(master)
-            self._reduce([m.grad for m in self._masters if m.grad is not None])
+            for parameter, summed in zip(self.parameters, self._sums, strict=True):
+                if summed.grad is None:
+                    summed.grad = torch.zeros_like(parameter, dtype=torch.float32)
+            self._reduce([s.grad for s in self._sums if s.grad is not None])
+        norm = math.sqrt(self._squared_norm([s.grad for s in self._sums if s.grad is not None]))
+        for master, share, summed in zip(self._masters, self.shares, self._sums, strict=True):
+            if master is not summed and summed.grad is not None and master.numel():
+                master.grad = share.of(summed.grad)
         gradients = [m.grad for m in self._masters if m.grad is not None]
-        norm = math.sqrt(self._squared_norm(gradients))
+        self.look(gradients)
         finite = math.isfinite(norm)
         if finite:
             if norm > self._max_norm:
                 torch._foreach_mul_(gradients, self._max_norm / (norm + 1e-6))
             for group in self._adam.param_groups:
                 group["lr"] = lr
-            self._adam.step()
+            self._moved = [m for m in self._masters if m.grad is not None]
+            if self._away is None:
+                self._adam.step()
+            else:
+                self._away.step(self._masters)
             self.steps += 1
-            for parameter, master in self._pairs:
-                parameter.copy_(master)
-            self._changed()
+            self._publish()
         self.clear()
         return Update(norm, lr, "" if finite else "not_finite")
+
+    @torch.no_grad()
+    def shorten(self, made: float, share: float) -> None:
+        """Make `share` of the last step, of which `made` is made: parameters become `old + share * (new - old)`.
+
+        That is AdamW's step with `share` times the learning rate, as its weight decay is multiplied by that rate too. So the
+        moments and the step count stay as the whole step left them: they are averages over gradients, and these were seen,
+        however far one then goes. `old` is not kept: the step follows from the moments, up to the rounding of float32.
+        Element by element, so that it is the same however parameters are divided among ranks.
+        """
+        moved = {id(m) for m in self._moved}
+        for group in self._adam.param_groups:
+            (beta1, beta2), decay, rate = group["betas"], group["weight_decay"], group["lr"]
+            for master in (m for m in group["params"] if id(m) in moved):
+                adam = self._adam.state[master]
+                count, value = float(adam["step"]), local(master.detach())
+                with self._away.borrowed(master) if self._away is not None else contextlib.nullcontext():
+                    scale = local(adam["exp_avg_sq"]).sqrt().div_(math.sqrt(1 - beta2**count)).add_(group["eps"])
+                    step = local(adam["exp_avg"]).div(scale).mul_(rate / (1 - beta1**count))
+                value.add_(step, alpha=made).div_(1 - made * rate * decay)
+                value.mul_(1 - share * rate * decay).sub_(step, alpha=share)
+        self._publish()
+
+    def _publish(self) -> None:
+        """Parameters become their masters, those of all ranks. Collective if there are `shares`."""
+        for parameter, share, master in zip(self.parameters, self.shares, self._masters, strict=True):
+            if parameter.dtype != master.dtype:
+                share.of(parameter.detach()).copy_(master)
+        self._gather([p.detach() for p in self.parameters])
+        self._changed()
 
     def skip(self, cause: Cause) -> Update:
         """No step: forget the gradients."""
@@ -147,21 +212,30 @@ class MasterAdamW:
 
     def states(self) -> Iterator[dict[str, Tensor]]:
         """For each parameter, in order, what later steps depend on: `master` and, if it was ever updated, Adam's `exp_avg`,
-        `exp_avg_sq` and `step`. The tensors themselves, of this rank; they change with the next step."""
+        `exp_avg_sq` and `step`. The tensors themselves, of this rank's share; they change with the next step."""
         for master in self._masters:
-            adam = self._adam.state.get(master, {})
-            yield {"master": local(master.detach())} | {name: local(adam[name]) for name in MOMENTS if name in adam}
+            yield {"master": local(master.detach())} | self._moments(master)
+
+    def _moments(self, master: Tensor) -> dict[str, Tensor]:
+        adam = self._adam.state.get(master, {})
+        if self._away is not None:
+            adam = {**adam, **self._away.of(master)}
+        return {name: local(adam[name]) for name in MOMENTS if name in adam}
 
     @torch.no_grad()
     def restore(self, states: Iterable[Mapping[str, Tensor]], steps: int) -> None:
-        """Resume as if `steps` had been made and `states()` were that; parameters become their masters. No gradient is left."""
+        """Resume as if `steps` had been made and `states()` were that, but with the `master` of the whole parameter, whatever
+        its share. Parameters become their masters; no gradient is left. Not collective."""
         self.clear()
         self.steps = steps
         self._adam.state.clear()
-        for parameter, master, saved in zip(self._model, self._masters, states, strict=True):
-            local(master.detach()).copy_(saved["master"])
+        if self._away is not None:
+            self._away.forget()
+        own = zip(self.parameters, self._masters, self.shares, strict=True)
+        for (parameter, master, share), saved in zip(own, states, strict=True):
+            local(master.detach()).copy_(share.of(saved["master"]))
             if parameter is not master:
-                parameter.copy_(master)
+                parameter.copy_(saved["master"])
             if "step" in saved:
                 # As Adam makes them: the fused kernel wants the count on the parameter's device.
                 count = saved["step"].to(master.device, copy=True)
@@ -169,19 +243,27 @@ class MasterAdamW:
                 for name, moment in moments.items():
                     local(moment).copy_(saved[name])
                 self._adam.state[master] = {"step": count, **moments}
+                if self._away is not None:
+                    self._away.put_away(master)
         self._changed()
 
     def clear(self) -> None:
         """Forget accumulated gradients."""
-        for tensor in (*self._model, *self._masters):
-            tensor.grad = None
+        for each in (*self.parameters, *self._masters, *self._sums):
+            each.grad = None
+
+
+class _Sum:
+    """Of the gradients of a parameter, in float32."""
+
+    grad: Tensor | None = None
 
 
 @torch.no_grad()
-def _move_gradient(master: Tensor, parameter: Tensor) -> None:
+def _move_gradient(summed: Tensor | _Sum, parameter: Tensor) -> None:
     assert parameter.grad is not None
-    if master.grad is None:
-        master.grad = parameter.grad.float()
+    if summed.grad is None:
+        summed.grad = parameter.grad.float()
     else:
-        master.grad.add_(parameter.grad)
+        summed.grad.add_(parameter.grad)
     parameter.grad = None

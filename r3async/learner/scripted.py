@@ -101,9 +101,18 @@ class ScriptedLearner(LearnerBackend):
         return cls(config, source, json.loads(read_file(source / "config.json", files=files)), files)
 
     def feed(
-        self, micro_batches: Sequence[MicroBatch], rows: Sequence[np.ndarray], finish: Finish | None, **_: Any
+        self,
+        micro_batches: Sequence[MicroBatch],
+        rows: Sequence[np.ndarray],
+        finish: Finish | None,
+        *,
+        replay: bool = True,
+        **_: Any,
     ) -> None:
-        """What the next step trains. Routers choose what is recorded: nothing for a token without routes."""
+        """What the next step trains; not without `replay`, which is only to look. Routers choose what is recorded: nothing for a
+        token without routes."""
+        if not replay:
+            return
         self.optimizer.feed(micro_batches)
         counts = self.replay.counts
         load = recorded_load(micro_batches, self.replay.layers, self.replay.num_experts)

@@ -1,13 +1,15 @@
 """What a learner saves and resumes from, the weights that it began with, and a model directory of those that it has.
 
 Every tensor of the optimizer is named as in a model's checkpoint, whatever the ranks: `master/NAME`, `exp_avg/NAME`,
-`exp_avg_sq/NAME` for each weight `NAME` of the model, `step/NAME` for how often it was updated, `rng/DEVICE/RANK`.
+`exp_avg_sq/NAME` for each weight `NAME` of the model, `step/NAME` for how often it was updated, `expert_bias/NAME` for what
+decides who is chosen, `rng/DEVICE/RANK`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,14 +26,13 @@ from torch.nn import Parameter
 
 from r3async.checkpoint.state import CheckpointError
 from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState, Piece, Place
+from r3async.learner.expert_biases import ExpertBias
 from r3async.learner.optimizer import local
+from r3async.learner.shares import Share
 from r3async.world.files import make_directory, replace_directory
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
-
-_VALUES = ("master", "exp_avg", "exp_avg_sq")
-"""Of the optimizer's tensors, those that have a parameter's shape."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,48 @@ class Held:
     join: Callable[[list[Tensor]], Tensor] = lambda tensors: tensors[0]
     writes: bool = True
 
+    def of_share(self, shape: Sequence[int], share: Share) -> Held:
+        """What that share of the parameter, which has `shape`, is of the whole model; places in which it has nothing are left
+        out. Rows of each place are in order in the parameter, so what is in a share of them is a box."""
+        if share.ranks == 1:
+            return self
+        count = math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
+        mine = share.rows(shape)
+        numbers = torch.arange(count).view(*shape[:-1], 1) if len(shape) > 1 else torch.arange(count)
+        places, rows = [], []
+        for place, part in zip(self.places, self.split(numbers), strict=True):
+            assert len(place.shape) <= 2, place
+            here = part.reshape(-1)
+            (inside,) = torch.nonzero((here >= mine.start) & (here < mine.stop), as_tuple=True)
+            if len(inside):
+                first = min(int(inside[0]), place.size[0])  # rows after these only pad the part
+                offset, size = place.offset[0] + first, min(len(inside), place.size[0] - first)
+                places.append(
+                    replace(place, offset=(offset, *place.offset[1:]), size=(size, *place.size[1:])),
+                )
+                rows.append(_slice_of(here[inside] - mine.start))
+
+        def join(tensors: list[Tensor]) -> Tensor:
+            out = tensors[0].new_empty(mine.stop - mine.start, *tensors[0].shape[1:])
+            for at, tensor in zip(rows, tensors, strict=True):
+                out[at] = tensor
+            return out
+
+        return Held(tuple(places), lambda tensor: [tensor[at] for at in rows], join, self.writes)
+
+
+def _slice_of(numbers: Tensor) -> slice | Tensor:
+    """A slice if they follow one another: what it takes is not copied."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    return slice(first, last + 1) if last - first + 1 == len(numbers) else numbers
+
 
 @torch.no_grad()
 def take(backend: LearnerBackend) -> LearnerState:
     """A copy, in host memory, of everything of this rank that later steps depend on: float32 weights, Adam's moments and step
     counts, the trust region's controller, random number generators. What several ranks hold, one hands in."""
     pieces = []
-    for held, tensors in zip(backend.places(), backend.optimizer.states(), strict=True):
+    for held, tensors in zip(backend.own_places(), backend.optimizer.states(), strict=True):
         if not held.writes:
             continue
         for kind, tensor in tensors.items():
@@ -63,6 +99,9 @@ def take(backend: LearnerBackend) -> LearnerState:
             for place, part in zip(held.places, held.split(tensor), strict=True):
                 inside = part[tuple(slice(n) for n in place.size)]
                 pieces.append(Piece(replace(place, name=f"{kind}/{place.name}"), _copy(inside)))
+    for bias in backend.biases:
+        if bias.writes:
+            pieces.append(Piece(_bias(bias), _copy(bias.tensor)))
     for name, numbers in _generators(backend.ranks.rank):
         pieces.append(Piece(Place.whole(name, numbers.shape), numbers))
     facts = LearnerFacts(
@@ -88,6 +127,11 @@ def restore(backend: LearnerBackend, parts: LearnerParts, *, optimizer: bool = T
             f"it is of another model: the config.json in {backend.source} is not the one it was written with"
         )
     backend.optimizer.restore(_read(backend, parts, optimizer), facts.steps if optimizer else 0)
+    for bias in backend.biases:
+        if (
+            _bias(bias).name in parts
+        ):  # checkpoints from before there was an update have none: the start model's are right
+            bias.tensor.copy_(parts.read(_bias(bias)))
     if not optimizer:
         return
     backend.trust_region.restore(facts.trust_region)
@@ -98,15 +142,16 @@ def restore(backend: LearnerBackend, parts: LearnerParts, *, optimizer: bool = T
 def _read(backend: LearnerBackend, parts: LearnerParts, optimizer: bool) -> Iterator[dict[str, Tensor]]:
     """For each parameter what `MasterAdamW.restore` wants."""
 
-    for held, now in zip(backend.places(), backend.optimizer.states(), strict=True):
-        updated = optimizer and f"step/{held.places[0].name}" in parts
-        out = {}
-        for kind in _VALUES if updated else _VALUES[:1]:
-            pairs = zip(held.places, held.split(now["master"]), strict=True)
-            tensors = [_filled(parts.read(replace(p, name=f"{kind}/{p.name}")), part) for p, part in pairs]
-            out[kind] = held.join(tensors)
-        if updated:
-            out["step"] = parts.read(_step(held.places[0]))
+    def values(kind: str, held: Held, like: Tensor) -> Tensor:
+        pairs = zip(held.places, held.split(like), strict=True)
+        return held.join([_filled(parts.read(replace(p, name=f"{kind}/{p.name}")), part) for p, part in pairs])
+
+    own = zip(backend.own_places(), backend.optimizer.states(), strict=True)
+    for held, parameter, (mine, now) in zip(backend.places(), backend.optimizer.parameters, own, strict=True):
+        out = {"master": values("master", held, local(parameter.detach()))}
+        if optimizer and mine.places and f"step/{mine.places[0].name}" in parts:
+            out |= {kind: values(kind, mine, now["master"]) for kind in ("exp_avg", "exp_avg_sq")}
+            out["step"] = parts.read(_step(mine.places[0]))
         yield out
 
 
@@ -118,6 +163,10 @@ def _filled(values: Tensor, part: Tensor) -> Tensor:
 def _model(backend: LearnerBackend) -> str:
     """SHA-256 of `config.json`: what the tensors' names and shapes follow from."""
     return hashlib.sha256((backend.source / "config.json").read_bytes()).hexdigest()
+
+
+def _bias(bias: ExpertBias) -> Place:
+    return Place.whole(f"expert_bias/{bias.name}", bias.tensor.shape)
 
 
 def _step(place: Place) -> Place:

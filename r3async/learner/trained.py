@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from r3async.config import ParallelConfig
-from r3async.data.architectures import ARCHITECTURES, Architecture, supported
+from r3async.data.architectures import ARCHITECTURES, CHOICE_BIAS, Architecture, supported
 from r3async.data.model_shape import ModelShape, ShapeError, read_shape
 from r3async.learner import LearnerError
 
@@ -105,15 +105,12 @@ class TrainedShape(ModelShape, frozen=True, kw_only=True):
         if self.shared_gate:
             shapes[f"{inside}{a.shared_gate}.weight"] = (1, self.hidden)
         if self.biased_choice:
-            shapes[inside + CHOICE_BIAS] = (self.experts,)
+            shapes[f"{inside}gate.{CHOICE_BIAS}"] = (self.experts,)
         return shapes
 
     def _gated(self, prefix: str, width: int, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> Shapes:
         gate, up, down = (f"{prefix}{name}.weight" for name in names)
         return {gate: (width, self.hidden), up: (width, self.hidden), down: (self.hidden, width)}
-
-
-CHOICE_BIAS = "gate.e_score_correction_bias"
 
 
 def check_tensors(shape: TrainedShape, found: Mapping[str, Sequence[int]]) -> None:

@@ -2,18 +2,19 @@
 
 In the learner actor, beside the step before, if the groups are there by then (`actors/reception.py`, `Ahead`):
 
-1. What cannot be trained has a stand-in in its place                         `Trainer.prepared`, `sound`
-2. Advantages, minibatches, the weight of every token in the loss             `prepare`
+1. What cannot be trained has a stand-in in its place                         `Trainer.prepared`, `preparation.sound`
+2. Advantages, minibatches, the weight of every token in the loss             `preparation.prepare`
 3. Each minibatch is planned and packed for the data-parallel ranks           `pack_for_ranks`
 
 When the step begins, the event loop takes the groups and checks their ages (`actors/learner.py`, `train_step`). On every rank, on
 its share of the micro-batches (`Trainer.step`):
 
-4. Own routes, old log-probs, those of the reference model                    `train_share`
-5. For each minibatch                                                         `train_minibatch`
+4. Own routes, old log-probs, those of the reference model, a teacher's       `train_share`
+5. For each minibatch, and again in each epoch of the step                    `train_minibatch`
    - ranks agree on counts, so that the loss's denominators are global        `agreed`
    - each micro-batch: forward with its routes replayed, loss, backward       `backward`
-   - trust region, clipping, optimizer                                        `take_update`
+   - served drift, on the probed episodes                                     `served_sums`
+   - trust region, clipping, optimizer, and a step too far is shortened       `take_update`
    - metrics, over all ranks                                                  `result_of`
 
 In the learner actor again:
@@ -27,11 +28,11 @@ and `export`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from r3async.config import Config
@@ -39,19 +40,18 @@ from r3async.data.records import Sample, Trajectory
 from r3async.learner import MinibatchResult, Unsound
 from r3async.learner.batch.packing import MicroBatch, pack_for_ranks
 from r3async.learner.batch.planner import Cost
-from r3async.learner.figures import MEASURED_DRIFT, ObjectiveSums, combined, result_of
-from r3async.learner.losses.advantages import assign_advantages
-from r3async.learner.losses.objective import divided, loss_weights, takes_episodes
-from r3async.learner.losses.policy_loss import needs_old_logprobs
+from r3async.learner.distillation import taught
+from r3async.learner.figures import DRIFT_ROWS, MEASURED_DRIFT, SERVED_DRIFT, ObjectiveSums, combined, result_of
+from r3async.learner.losses.objective import takes_episodes
+from r3async.learner.losses.policy_loss import needs_old_logprobs, rounding_clips
 from r3async.learner.minibatch import Minibatch, agreed
-from r3async.learner.optimizer import Update
-from r3async.schedule.validation import check_trajectories, refused
+from r3async.learner.preparation import prepare, sound
+from r3async.learner.served import is_due, looked_at, probes_of, served_sums, take_update
 from r3async.world.stages import stage
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
 
-T = TypeVar("T")
 
 # -- in the learner actor ------------------------------------------------------------------------------------------------
 
@@ -81,21 +81,25 @@ class Tracer(Protocol):
 
 class Prepared(NamedTuple):
     """The groups of a step, ready to be trained: `groups` with stand-ins for what is `unsound`, their `samples` with the
-    learner's columns, and of each minibatch the `micro_batches` for every data-parallel rank. `metrics`: about them."""
+    learner's columns, and of each minibatch the `micro_batches` for every data-parallel rank, and `digests`, with
+    `observe.record`. `metrics`: about them."""
 
     groups: list[list[Trajectory]]
     unsound: list[Unsound]
     samples: list[Sample]
     micro_batches: list[list[list[MicroBatch]]]
     metrics: dict[str, float]
+    digests: list[dict[str, int]]
 
 
 class TrainedGroups(NamedTuple):
-    """What a step did: its metrics, the groups as they were trained, and what of them could not be."""
+    """What a step did: its metrics, the groups as they were trained, and what of them could not be. `digests`: of each minibatch,
+    with `observe.record`."""
 
     metrics: dict[str, float]
     groups: list[list[Trajectory]]
     unsound: list[Unsound]
+    digests: list[dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -118,20 +122,34 @@ class Trainer:
         minibatches, metrics = kept.made
         with stage("pack"):
             packed = [self._packed(samples) for samples in minibatches]
-        return Prepared(kept.groups, kept.unsound, [s for part in minibatches for s in part], packed, metrics)
+        samples = [s for part in minibatches for s in part]
+        return Prepared(kept.groups, kept.unsound, samples, packed, metrics, self._digests(minibatches, packed))
 
     def step(self, number: int, version: int, prepared: Prepared) -> TrainedGroups:
-        """Step `number` of the run, from weights of `version`: one update for each minibatch. Blocking, in the learner's torch
-        thread. Raises what a rank fails with."""
-        groups, unsound, samples, micro_batches, figures = prepared
+        """Step `number` of the run, from weights of `version`: one update for each minibatch and epoch. Blocking, in the
+        learner's torch thread. Raises what a rank fails with."""
+        groups, unsound, samples, micro_batches, figures, digests = prepared
         results = self.ranks.train(micro_batches, version=version, trace=self.tracer.wants(samples))
 
         self._report(number, results)
         with stage("figures"):
-            result = combined(results)
+            result = combined(results, epochs=self.config.schedule.epochs_per_step)
             self.tracer.write(number, samples, result)
         metrics = result.metrics | figures | {"batch/quarantined": float(len(unsound))}
-        return TrainedGroups(metrics, groups, unsound)
+        # Each epoch has all minibatches again.
+        made = [digests[at % len(digests)] | result.digests for at, result in enumerate(results)]
+        return TrainedGroups(metrics, groups, unsound, made)
+
+    def _digests(
+        self, minibatches: Sequence[Sequence[Sample]], packed: Sequence[Sequence[Sequence[MicroBatch]]]
+    ) -> list[dict[str, int]]:
+        if self.config.observe.record == "off":
+            return [{} for _ in minibatches]
+        from r3async.learner.digests import of_packing, of_samples
+
+        with stage("recording"):
+            pairs = zip(minibatches, packed, strict=True)
+            return [{"advantages": of_samples(samples), "packing": of_packing(m)} for samples, m in pairs]
 
     def _packed(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         """For each data-parallel rank its micro-batches, as many for one as for another."""
@@ -147,131 +165,40 @@ class Trainer:
         )
 
     def _report(self, number: int, results: Sequence[MinibatchResult]) -> None:
+        region, narrow = self.config.algorithm.rollout_kl, rounding_clips(self.config.algorithm, results[0].metrics)
+        if number == 1 and narrow:
+            self.events.warning("gspo_range_within_noise", hint=narrow)
         for result in results:
             if result.metrics["optimizer/broken"]:
+                served = region.measure == "served" and SERVED_DRIFT in result.metrics
                 self.events.error(
                     "trust_region_broke",
                     step=number,
-                    measured=result.metrics[MEASURED_DRIFT],
-                    allowed=self.config.algorithm.rollout_kl.max,
+                    measured=result.metrics[SERVED_DRIFT if served else MEASURED_DRIFT],
+                    allowed=region.max,
                     hint="algorithm.rollout_kl.max: no update was made; look at staleness, lr and routing/agreement",
                 )
-
-
-class Sound(NamedTuple, Generic[T]):
-    """`groups`: those of the step, with stand-ins for what is `unsound`; `made`: of them."""
-
-    groups: list[list[Trajectory]]
-    made: T
-    unsound: list[Unsound]
-
-
-def sound(
-    groups: Sequence[Sequence[Trajectory]],
-    make: Callable[[Sequence[Sequence[Trajectory]]], T],
-    stand_in: Callable[[Trajectory], Trajectory],
-) -> Sound[T]:
-    """`make(groups)`, without what it cannot take: whatever fails in it does not end the run, nor is it met again.
-
-    A trajectory that is not trainable (`check_trajectories`) has `stand_in` in its place. So have all of a group of which `make`
-    fails though each of its members is: nobody in particular is to blame. Raises what `make` raises on what is left: a defect.
-    """
-    trajectories = [t for group in groups for t in group]
-    wrong = refused(trajectories, check_trajectories)
-    unsound = [Unsound(trajectories[at], str(error)) for at, error in wrong.items()]
-    each = iter([stand_in(t) if at in wrong else t for at, t in enumerate(trajectories)])
-
-    def alone(group: list[Trajectory]) -> list[Trajectory]:
-        try:
-            make([group])
-        except Exception as error:
-            reason = f"its group cannot be trained: {type(error).__name__}: {error}"
-            known = {u.trajectory.trajectory_id for u in unsound}
-            unsound.extend(Unsound(t, reason) for t in group if t.trajectory_id not in known)
-            return [stand_in(t) for t in group]
-        return group
-
-    kept = [[next(each) for _ in group] for group in groups]
-    try:
-        made = make(kept)
-    except Exception:
-        kept = [alone(group) for group in kept]
-        made = make(kept)
-    return Sound(kept, made, unsound)
-
-
-def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[list[list[Sample]], dict[str, float]]:
-    """The samples of each minibatch, with the columns `advantages`, `loss_weights`, `episode` and `place`, and figures about
-    them.
-
-    A group is in one minibatch, with all its episodes and all samples of each: what is compared stays together, and what
-    the loss is a mean over is whole.
-    """
-    samples, metrics = assign_advantages(groups, config.algorithm, max_new_tokens=config.episode.max_new_tokens)
-    # Of each sample: its group, and its episode, by the order in which they come.
-    owners = [(g, e) for g, group in enumerate(groups) for e, t in enumerate(group) for _ in t.samples]
-    lengths = [len(s.table) for s in samples]
-    masks = np.concatenate([s.table["loss_mask"] for s in samples] or [np.zeros(0, bool)])
-    finite = np.isfinite(np.concatenate([s.table["rollout_logprobs"] for s in samples] or [np.zeros(0, np.float32)]))
-    trained = divided(masks & finite, lengths)
-    members: list[list[int]] = [[] for _ in groups]
-    for i, (group, _) in enumerate(owners):
-        members[group].append(i)
-    minibatches: list[list[Sample]] = []
-    tokens = [sum(int(trained[i].sum()) for i in of) for of in members]
-    for part in divide(tokens, config.schedule.minibatches_per_step):
-        chosen = [i for group in part for i in members[group]]
-        numbers: dict[tuple[int, int], int] = {}
-        episodes = [numbers.setdefault(owners[i], len(numbers)) for i in chosen]
-        weights = loss_weights(
-            [trained[i] for i in chosen],
-            episodes,
-            [owners[i][0] for i in chosen],
-            config.algorithm.reduction,
-            norm_length=config.episode.max_new_tokens,
-        )
-        sizes = [lengths[i] for i in chosen]
-        mask = np.concatenate([trained[i] for i in chosen] or [np.zeros(0, bool)])
-        columns = {
-            "loss_weights": weights,
-            "episode": divided(np.repeat(np.asarray(episodes, np.int32), sizes), sizes),
-            "place": divided(np.where(mask, np.cumsum(mask) - 1, -1).astype(np.int32), sizes),
-        }
-        tables = [
-            samples[i].table.with_columns(**{name: values[at] for name, values in columns.items()})
-            for at, i in enumerate(chosen)
-        ]
-        minibatches.append(
-            [Sample(samples[i].sample_id, t, samples[i].temperature) for i, t in zip(chosen, tables, strict=True)]
-        )
-    return minibatches, metrics
-
-
-def divide(tokens: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices of groups in `parts` parts with about the same number of trained tokens, each in order; deterministic.
-
-    The longest come first, each to the part that has the least so far. Parts that would be empty are left out.
-    """
-    held, members = [0] * parts, [[] for _ in range(parts)]  # type: ignore[var-annotated]
-    for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
-        least = min(range(parts), key=lambda p: (held[p], len(members[p]), p))
-        members[least].append(index)
-        held[least] += tokens[index]
-    return [sorted(m) for m in members if m]
 
 
 # -- on every rank -------------------------------------------------------------------------------------------------------
 
 
 def train_share(
-    backend: LearnerBackend, minibatches: Sequence[Sequence[MicroBatch]], *, version: int, trace: bool = False
+    backend: LearnerBackend,
+    minibatches: Sequence[Sequence[MicroBatch]],
+    *,
+    version: int,
+    trace: bool = False,
+    teacher: LearnerBackend | None = None,
 ) -> list[MinibatchResult]:
-    """One optimizer step for each minibatch, of which this rank has these micro-batches. Collective.
+    """One optimizer step for each minibatch in each epoch of the step; this rank has these micro-batches of them. Collective.
+    Results come in the order of the updates, and the first epoch alone is traced.
 
     What is asked of the model as it is before the first of them comes first: its own routes (`routing.replay = learner`), its
-    log-probs, those of the reference model.
+    log-probs, those of the reference model, and what a `teacher` says (`algorithm.distillation`).
     """
     config, batches = backend.config, list(minibatches)
+    figures: list[dict[str, float]] = [{} for _ in batches]
     with stage("model"):
         if config.routing.replay == "learner":
             batches = [backend.record_routes(b) for b in batches]
@@ -279,7 +206,15 @@ def train_share(
             batches = [_with_column(b, "old_logprobs", backend.logprobs(b)) for b in batches]
         if config.algorithm.reference_kl.coef:
             batches = [_with_column(b, "reference_logprobs", backend.logprobs(b, reference=True)) for b in batches]
-    return [train_minibatch(backend, b, version=version, trace=trace) for b in batches]
+        if teacher is not None:
+            for i, b in enumerate(batches):
+                batches[i], figures[i] = taught(teacher, b, config.algorithm.distillation, backend.ranks)
+    results: list[MinibatchResult] = []
+    for epoch in range(config.schedule.epochs_per_step):
+        for b, more in zip(batches, figures, strict=True):
+            result = train_minibatch(backend, b, version=version, trace=trace and epoch == 0)
+            results.append(msgspec.structs.replace(result, metrics=result.metrics | more))
+    return results
 
 
 def _with_column(micro_batches: Sequence[MicroBatch], name: str, values: Sequence[np.ndarray]) -> list[MicroBatch]:
@@ -298,22 +233,38 @@ def train_minibatch(
     `trace` the result has what every router did. Raises what `agreed` raises, before any forward pass; whatever a pass fails
     with leaves nothing behind.
     """
+    version = backend.version if version is None else version
     with stage("figures"):
+        micro_batches = looked_at(micro_batches, backend.config, version)
         minibatch = begin(backend, micro_batches, version=version, trace=trace)
     total, update = ObjectiveSums.zero().values(), backend.optimizer.skip(minibatch.cause)
+    drift = np.zeros((3, DRIFT_ROWS, 2))
     if minibatch.counts.trained:
         try:
+            with stage("probe"):
+                probes = probes_of(backend, minibatch, micro_batches)
+                own = bool(probes.rows) and backend.replay.enabled and backend.replay.layers > 0
+                due = own and is_due(backend.config, version)
+                served = served_sums(backend, minibatch, probes) if due else np.zeros((DRIFT_ROWS, 2))
             with stage("model"):
                 backward(backend, minibatch)
             with stage("figures"):
-                total = minibatch.total()
+                total, drift = minibatch.total(), minibatch.drifts(served)
+                if not own:
+                    drift[2] = drift[1]  # without replay every pass routes by itself
             with stage("optimizer"):
-                update = take_update(backend, minibatch, drift=ObjectiveSums.metrics_of(total)[MEASURED_DRIFT])
+                update = take_update(backend, minibatch, probes, total, drift)
         except BaseException:
             backend.forget()
             raise
     with stage("figures"):
-        return result_of(minibatch, total, update, backend.replay)
+        result = result_of(minibatch, total, drift, update, backend.replay)
+    if not update.cause:
+        backend.balance_experts(result.expert_load)
+    if backend.digests is None:
+        return result
+    with stage("recording"):
+        return msgspec.structs.replace(result, digests=backend.digests.take(backend))
 
 
 def begin(
@@ -342,20 +293,7 @@ def backward(backend: LearnerBackend, minibatch: Minibatch) -> None:
         backend.feed(
             minibatch.micro_batches,
             minibatch.rows,
-            minibatch.loss,
+            minibatch.loss if backend.digests is None else backend.digests.before(minibatch.loss),
             visit=minibatch.saw if minibatch.trace else None,
             backward=True,
         )
-
-
-def take_update(backend: LearnerBackend, minibatch: Minibatch, drift: float) -> Update:
-    """Clip and make the optimizer's step, unless there is a cause not to, or the measured `drift` is beyond `rollout_kl.max`.
-
-    The coefficient of the next step follows from the drift measured in this one, if this one has contrast.
-    """
-    optimizer, trust_region = backend.optimizer, backend.trust_region
-    if minibatch.cause:
-        return optimizer.skip(minibatch.cause if math.isfinite(drift) else "not_finite")
-    update = optimizer.skip("trust_region") if trust_region.breaks(drift) else optimizer.step()
-    trust_region.update(drift)
-    return update

@@ -119,16 +119,28 @@ _TABLE = (
     Metric("rollout_kl/k3", "drift k3", "nats", "low",
            "Mean of e^Δ - 1 - Δ: KL(rollout‖learner) by an estimator that is unbiased and never negative.",
            figures="last high", curve=Curve("Drift", "k3", "blue"), gauge="drift", parts="mean high"),
+    Metric("rollout_kl/k3_last_epoch", "drift, last epoch", "nats", "low",
+           "Drift k3 in the last of `schedule.epochs_per_step` passes; `rollout_kl/k3` is the mean over all of them."),
+    Metric("served_kl/k3", "served drift", "nats", "low",
+           "The same with the routers' own choice, as engines serve the weights: on a sample of some steps, or estimated.",
+           figures="last high", curve=Curve("Drift", "served", "green"), parts="mean high"),
+    Metric("served_kl/predicted", "drift ahead", "nats", "low",
+           "With `algorithm.rollout_kl.limit`: served drift of the held-out episodes under the weights that the step made."),
+    Metric("served_kl/tokens", "probed tokens", "tokens", "", "Tokens that served drift was measured on; else it is estimated."),
     Metric("rollout_kl/k3_age_0", "drift at age 0", "nats", "low",
            "Drift k3 over the trained tokens of that age; so `rollout_kl/k3_age_1`, and on; the last, 7, is of all older ones."),
     Metric("rollout_kl/k3_turn_0", "drift in turn 0", "nats", "low",
-           "Drift k3 over the trained tokens of an episode's first turn; so `rollout_kl/k3_turn_1`, and on; the last, 15, is of "
-           "all later ones."),
+           "Drift k3 over the trained tokens of an episode's first turn; so `_1`, and on; the last, 15, is of all later ones."),
+    Metric("rollout_kl/k3_position_0", "drift at position 0", "nats", "low",
+           "Drift k3 at positions 0 to 63 of samples, `_1` at 64 to 127, and on. `served_kl/k3_age_0`, ... are of served drift."),
     Metric("loss/reference_kl", "reference loss", "", "low", "KL to the frozen reference model, weighted: a term of the loss."),
     Metric("loss/entropy", "entropy bonus", "", "", "Entropy, weighted and negative: a term of the loss."),
     Metric("loss/router_aux", "router loss", "", "low", "Load balance of the routers, weighted: a term of the loss."),
     Metric("rollout_kl/coef", "drift coefficient", "", "", "Coefficient of the rollout-KL term in this step.", parts="mean"),
     Metric("reference_kl/k3", "distance to reference", "nats", "low", "KL(learner‖reference), k3, mean over trained tokens."),
+    Metric("distillation/reverse_kl", "distance to teacher", "nats", "low",
+           "KL(rollout‖teacher): mean of log μ_rollout - log teacher over trained tokens; may be negative.",
+           figures="first last", curve=Curve("Teacher", "reverse KL", "blue")),
     Metric("rollout_corr/kl", "rollout KL", "nats", "0", "The same as `rollout_kl/k1`."),
     Metric("rollout_corr/k3_kl", "rollout k3", "nats", "low", "The same as `rollout_kl/k3`."),
     Metric("rollout_corr/ess", "rollout ESS", "fraction", "high", "The same as `ratio/ess`."),
@@ -205,9 +217,11 @@ _TABLE = (
     Metric("tokens/dropped_non_finite", "dropped tokens", "tokens", "0", "Left out for a log-prob that is not finite."),
     Metric("grad_norm", "gradient norm", "", "", "Global norm before clipping.", curve=Curve("Gradient norm", "norm", "blue")),
     Metric("lr", "learning rate", "", "", "Learning rate of the step."),
+    Metric("optimizer/step_share", "share of the step", "fraction", "high",
+           "Of the update that was made: less than 1 where `algorithm.rollout_kl.limit` shortened it, 0 where none was."),
     Metric("optimizer/broken", "broken", "", "0", "1 if the update was refused: drift beyond `algorithm.rollout_kl.max`.",
            parts="high"),
-    Metric("optimizer/updates", "updates", "", "high", "Optimizer updates that the step made: at most one a minibatch."),
+    Metric("optimizer/updates", "updates", "", "high", "Optimizer updates of the step: at most one a minibatch and epoch."),
     Metric("optimizer/skipped", "skipped", "", "0", "1 if an update was left out, for whatever reason."),
     Metric("optimizer/no_contrast", "no contrast", "", "0",
            "1 if no trained token of the step had an advantage: weights and moments stay."),
@@ -284,8 +298,12 @@ _TABLE = (
       for who, of in (("conductor", "the loop"), ("learner", "the loop"), ("generator", "the slowest generator's loop"))
       for name, what in (("p99", "99th percentile of"), ("max", "largest of"))),
     Metric("data/quarantined_tasks", "tasks quarantined", "", "0", "Tasks that are not posed again: all their episodes failed."),
-    Metric("data/epochs", "epochs", "", "",
-           "How often all tasks were leased, where the environment says how many it has."),
+    Metric("data/easy_tasks", "easy tasks", "", "", "Tasks of which the last groups scored `schedule.difficulty.easy` or more."),
+    Metric("data/hard_tasks", "hard tasks", "", "", "Tasks of which the last groups scored `schedule.difficulty.hard` or less."),
+    Metric("data/replaced_tasks", "tasks replaced", "", "",
+           "Groups so far that posed another task than that whose turn it was, by `schedule.difficulty`."),
+    Metric("data/epochs", "epochs", "", "", "How often all tasks were leased, where the environment says how many it has."),
+    Metric("learner/rank_restarts", "restarts of ranks", "", "0", "Restarts of the learner's ranks since the run last started."),
     Metric("generator/restarts", "restarts", "", "0", "Generator processes that were restarted since the run last started.",
            gauge="generators"),
 )
@@ -302,10 +320,12 @@ def metric(name: str) -> Metric:
     age = re.fullmatch(r"staleness/age_(\d+)", name)
     if age:
         return METRICS["staleness/age_0"]._replace(name=name, label=f"tokens of age {age[1]}")
-    drift = re.fullmatch(r"rollout_kl/k3_(age|turn)_(\d+)", name)
+    drift = re.fullmatch(r"(rollout|served)_kl/k3_(age|turn|position)_(\d+)", name)
     if drift:
-        where = f"at age {drift[2]}" if drift[1] == "age" else f"in turn {drift[2]}"
-        return METRICS[f"rollout_kl/k3_{drift[1]}_0"]._replace(name=name, label=f"drift {where}")
+        label = (
+            f"{'served ' * (drift[1] == 'served')}drift {'in' if drift[2] == 'turn' else 'at'} {drift[2]} {drift[3]}"
+        )
+        return METRICS[f"rollout_kl/k3_{drift[2]}_0"]._replace(name=name, label=label)
     if name in METRICS:
         return METRICS[name]
     own = re.fullmatch(r"env/([A-Za-z0-9_-]+)/(.+)", name)

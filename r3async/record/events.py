@@ -22,6 +22,8 @@ from r3async.world import World
 from r3async.world.appending import AppendFile, Keeper
 from r3async.world.real import REAL
 
+EVENTS = "events.jsonl"
+
 
 def _plain(value: Any) -> Any:
     """For what msgspec does not know: NumPy and torch scalars by value, the rest as text. An event is never refused."""
@@ -60,11 +62,13 @@ class _Renderer:
 class _Sink:
     """Where rendered lines go; structlog calls the method of the event's level."""
 
-    def __init__(self, file: AppendFile, console: bool):
-        self._file, self._console = file, console
+    def __init__(self, file: AppendFile, console: bool, also: Callable[[bytes], object] | None):
+        self._file, self._console, self._also = file, console, also
 
     def _write(self, line: bytes) -> None:
         self._file.append(line)
+        if self._also is not None:
+            self._also(line)
         if self._console:
             with contextlib.suppress(OSError):
                 sys.stderr.write(format_event(msgspec.json.decode(line)) + "\n")
@@ -73,17 +77,23 @@ class _Sink:
 
 
 def open_events(
-    run_dir: Path, role: str, *, world: World = REAL, console: bool = False, keeper: Keeper | None = None
+    run_dir: Path,
+    role: str,
+    *,
+    world: World = REAL,
+    console: bool = False,
+    keeper: Keeper | None = None,
+    also: Callable[[bytes], object] | None = None,
 ) -> Any:
     """A structlog bound logger for one process of a run: `events.info("weights_installed", version=3)`.
 
     `role` is on every line; `.bind(…)` adds more. `.exception(…)` adds the traceback as text. Each call is one line,
     written before it returns, or kept by `keeper` (the process's), which reports to this logger what the disk refuses;
-    threads and processes may share the file. `console` also shows the line on stderr.
+    threads and processes may share the file. `console` also shows the line on stderr. `also(line)` is called with each.
     """
     keeper = world.keeper if keeper is None else keeper
     logger = structlog.wrap_logger(
-        _Sink(AppendFile(Path(run_dir) / "events.jsonl", world=world, keeper=keeper), console),
+        _Sink(AppendFile(Path(run_dir) / EVENTS, world=world, keeper=keeper), console, also),
         processors=[structlog.processors.format_exc_info, _Renderer(world.clock.time)],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
         context_class=dict,

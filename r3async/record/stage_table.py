@@ -40,7 +40,7 @@ STAGES = {
             "optimizer": "clipping and the update",
             "figures": "what ranks agree on, and metrics of a step",
             "snapshot": "the copy of new weights",
-            "probe": "the probe's text scored",
+            "probe": "the probe's text scored, and the probed episodes of a step",
             "writer": "new weights written",
             "checkpoint": "a checkpoint copied and written",
             "torch": "the model loaded, and whatever else its thread does",

@@ -65,10 +65,10 @@ class Devices(NamedTuple):
     learner: int = 1
 
     @staticmethod
-    def of(config: Config) -> Devices:
-        """As configured, whether or not one is restarted just now."""
+    def of(config: Config, generators: int = 0) -> Devices:
+        """Of so many `generators`, 0: as configured; whether or not one is restarted just now."""
         workers = int(config.generator.engine_args.get("tensor_parallel_size", 1))
-        return Devices(config.generator.count * workers, config.learner.parallel.world)
+        return Devices((generators or config.generator.count) * workers, config.learner.parallel.world)
 
 
 ONE_EACH = Devices()
@@ -89,7 +89,7 @@ class StepRows:
         world: World = REAL,
         clock: Callable[[], float] | None = None,
     ):
-        self._writer, self._devices = MetricsWriter(run_dir, world=world), devices
+        self._writer, self.devices = MetricsWriter(run_dir, world=world), devices
         self._episodes = AppendFile(run_dir / EPISODES, world=world)
         self._report, self._clock, self._time = report, clock or world.clock.monotonic, world.clock.time
         self._pending: list[dict[str, Any]] = []
@@ -171,8 +171,8 @@ class StepRows:
         rates = {
             "throughput/generated_tokens_per_second": generated / seconds,
             "throughput/trained_tokens_per_second": trained / seconds,
-            "throughput/generated_tokens_per_second_per_device": generated / seconds / self._devices.engines,
-            "throughput/trained_tokens_per_second_per_device": trained / seconds / self._devices.learner,
+            "throughput/generated_tokens_per_second_per_device": generated / seconds / self.devices.engines,
+            "throughput/trained_tokens_per_second_per_device": trained / seconds / self.devices.learner,
         }
         if ready:
             rates |= self._spent(ready, cpu, generated) | self._by_stage(len(ready), stages)

@@ -8,12 +8,16 @@ every answer that is repeated word for word keeps its own.
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2.meta
+import jinja2.sandbox
 import msgspec
 import numpy as np
 
@@ -63,7 +67,8 @@ class ChatRenderer:
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         """Characters that one token may stand for."""
         template = tokenizer.chat_template
-        self.habits = TemplateHabits(template if isinstance(template, str) else "\n".join(template.values()))
+        self._template = template if isinstance(template, str) else "\n".join(template.values())
+        self.habits = TemplateHabits(self._template)
         """Of the template, as far as its conversations have shown them."""
         self._end_texts = {i: self.decode([i]) for i in self.stop_token_ids}
         # The episodes of a group begin with the same prompt, at about the same time.
@@ -71,7 +76,35 @@ class ChatRenderer:
         self._render_beginning = functools.lru_cache(REMEMBERED)(self._render_plain)
         self.token_ids = functools.lru_cache(REMEMBERED)(self._token_ids)
         """Of a text: int32 `[T]`, read-only; special tokens are found in it, none is added."""
+        self._with_args: dict[bytes, ChatRenderer] = {}
         self.render([Message("user", "hello")])
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Of the template, that `template_args` may set."""
+        theirs = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        return template_variables(self._template) - {*theirs, *self.tokenizer.special_tokens_map}
+
+    def with_args(self, args: Mapping[str, Any]) -> ChatRenderer:
+        """Of the same tokenizer, with `args` beside the `template_args`. Raises `TemplateError` for one that the template does
+        not have, or refuses."""
+        args = {name: value for name, value in args.items() if self.template_args.get(name) != value}
+        if not args:
+            return self
+        if unknown := sorted(set(args) - self.variables):
+            known = f"only {', '.join(sorted(self.variables))}" if self.variables else "and no other"
+            raise TemplateError(f"the chat template has no variable {unknown[0]!r}, {known}")
+        key = msgspec.json.encode(args, order="sorted")
+        if key not in self._with_args:
+            other = copy.copy(self)
+            other.template_args = {**self.template_args, **args}
+            other.habits, other._with_args = TemplateHabits(self._template), {}
+            other._render_beginning = functools.lru_cache(REMEMBERED)(other._render_plain)
+            other.render([Message("user", "hello")])
+            while len(self._with_args) >= REMEMBERED:
+                self._with_args.pop(next(iter(self._with_args)))
+            self._with_args[key] = other
+        return self._with_args[key]
 
     @classmethod
     def from_model(cls, path: str | Path, template_args: Mapping[str, Any] | None = None) -> ChatRenderer:
@@ -134,6 +167,22 @@ class ChatRenderer:
     def end_text(self, token_ids: Sequence[int]) -> str:
         """Of the stop token that an answer ends in; "" if it was cut."""
         return self._end_texts.get(token_ids[-1], "") if len(token_ids) else ""
+
+
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""Blocks of transformers' own, which jinja does not know."""
+_GIVEN = ("messages", "raise_exception", "strftime_now")
+"""What transformers gives a template, beside the parameters of `apply_chat_template` and special tokens."""
+
+
+def template_variables(template: str) -> frozenset[str]:
+    """What a template looks up beside what it is given in any case; nothing of one that cannot be read."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        names = jinja2.meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
+    except jinja2.TemplateSyntaxError:
+        return frozenset()
+    return frozenset(names - {*environment.globals, *_GIVEN})
 
 
 _BLANKS = re.compile(r"\s*")

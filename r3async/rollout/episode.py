@@ -89,22 +89,23 @@ class EngineCalls:
         self._stop_token_ids, self._report = () if settings.ignore_eos else tuple(stop_token_ids), report
         self._asked = self._failed = 0
 
-    async def answer(self, prompt: Prompt, max_tokens: int) -> tuple[int, Generation]:
-        """The turn and what was sampled: at least one token, at most `max_tokens`.
+    async def answer(self, prompt: Prompt, max_tokens: int, stop: Sequence[str] = ()) -> tuple[int, Generation]:
+        """The turn and what was sampled: at least one token, at most `max_tokens`. `stop`: strings that end it, beside those of
+        `episode.stop`.
 
         Raises `PrefixBroken`, and `EngineError` or `EngineAborted` where the engine has failed too often. Cancelling it aborts
         the running request; its prompt may be asked again.
         """
         while True:
             try:
-                return await self._ask(prompt, max_tokens)
+                return await self._ask(prompt, max_tokens, stop)
             except (EngineError, EngineAborted) as error:
                 self._failed += 1
                 self._report("call_failed", episode=self._episode, attempt=self._failed, error=repr(error))
                 if self._failed > self._settings.engine_retries:
                     raise
 
-    async def _ask(self, prompt: Prompt, max_tokens: int) -> tuple[int, Generation]:
+    async def _ask(self, prompt: Prompt, max_tokens: int, stop: Sequence[str]) -> tuple[int, Generation]:
         call = self._samples.begin(prompt.token_ids, prompt.turn, prompt.shared)
         # Every attempt has a number of its own: a record of calls distinguishes them.
         name = f"{self._episode}t{self._asked}"
@@ -119,7 +120,7 @@ class EngineCalls:
                 top_k=self._settings.top_k,
                 min_p=self._settings.min_p,
                 mask=self._settings.keeps_mask,
-                stop=tuple(self._settings.stop),
+                stop=tuple(dict.fromkeys([*self._settings.stop, *stop])),
                 stop_token_ids=self._stop_token_ids,
                 routes_from=call.routes_from,
                 routes_version=call.routes_version,

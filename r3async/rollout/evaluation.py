@@ -43,6 +43,7 @@ from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeTask, close_environment
 from r3async.rollout.group import GroupPlayer
 from r3async.rollout.outcomes import Evaluation, Outcome, joined, outcome_of, summarize_outcomes
+from r3async.schedule.difficulty import NO_SIZE
 from r3async.schedule.tasks import Cursor, evaluation_seed
 from r3async.world import World
 from r3async.world.real import REAL
@@ -162,6 +163,8 @@ def check_environment(config: Config) -> None:
         check_kept(secret, setting)
     config = evaluate_each(config)
     _check_loads(config.env)
+    if config.schedule.difficulty.active and not any(_check_loads(each.env) for each in environments(config)):
+        raise ConfigError(NO_SIZE)
     for settings in config.evaluation.each().values() if config.evaluation.every else ():
         env = evaluated(config, settings)
         size = _check_loads(env)

@@ -15,9 +15,8 @@ import numpy as np
 
 from r3async.config.evaluation import ks_of
 from r3async.data.records import Trajectory
+from r3async.data.statistics import mean_interval
 
-INTERVAL = 1.96
-"""Standard errors on both sides of a mean that hold 95 % of a normal distribution."""
 SLACK = 1e-6
 """Of a reward that is a sum of decimals."""
 
@@ -75,16 +74,6 @@ def pass_at_k(episodes: int, passed: int, k: int) -> float:
     if not 1 <= k <= episodes:
         raise ValueError(f"pass@{k} cannot be estimated from {episodes} answers")
     return 1.0 - math.comb(episodes - passed, k) / math.comb(episodes, k)
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float | None, float | None, float | None]:
-    """The mean of one value a task, its standard error, and the 95 % confidence interval; None for all three of a single one."""
-    data = np.asarray(values, np.float64)
-    mean = float(data.mean())
-    if len(data) < 2:
-        return mean, None, None, None
-    error = float(data.std(ddof=1) / math.sqrt(len(data)))
-    return mean, error, mean - INTERVAL * error, mean + INTERVAL * error
 
 
 def summarize_outcomes(outcomes: Sequence[Outcome], seconds: float, pass_reward: float = 1.0) -> Evaluation:

@@ -105,6 +105,10 @@ class GroupBuffer:
         have = self._groups.get(group_index, {})
         return [i for i in range(self.samples_per_group) if i not in have]
 
+    def tasks(self) -> dict[int, int]:
+        """By group that something has arrived of and that is not taken: its task seed."""
+        return {group: next(iter(held.values()))[0].task_seed for group, held in sorted(self._groups.items()) if held}
+
     def complete(self, group_index: int) -> bool:
         """Nothing of the group is missing."""
         return group_index in self._taken or len(self._groups.get(group_index, ())) == self.samples_per_group

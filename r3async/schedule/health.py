@@ -179,7 +179,8 @@ class Watchdog:
     it has done so far and how much waits for it. A stage with work that has done nothing for its limit has stalled. One without
     work is never blamed: it waits for another.
 
-    `limits`: seconds that each stage may go without progress. A stage that is not named has `default`."""
+    `limits`: seconds that each stage may go without progress, or each of a kind: `installing` is that of `installing/G`. A stage
+    that is not named has `default`."""
 
     def __init__(self, clock: Callable[[], float], default: float, limits: Mapping[str, float] | None = None):
         self._clock, self._default, self._limits = clock, default, dict(limits or {})
@@ -222,7 +223,8 @@ class Watchdog:
         now = self._clock()
         out = []
         for stage, seen in self._seen.items():
-            limit = self._limits.get(stage, self._default)
+            of_its_kind = self._limits.get(stage.partition("/")[0], self._default)
+            limit = self._limits.get(stage, of_its_kind)
             if seen.waiting and now - seen.since >= limit:
                 out.append(Stall(stage, now - seen.since, limit, seen.done, seen.waiting))
         return out

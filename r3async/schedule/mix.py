@@ -104,6 +104,12 @@ class MixedCursor:
         entry = self._order.entry(group_index)
         return joint(entry, self._cursors[entry].task_seed(self._order.count(entry, group_index)))
 
+    def tasks(self, group_index: int) -> Iterator[int]:
+        """As `Cursor.tasks`, of the group's environment."""
+        entry = self._order.entry(group_index)
+        own = self._cursors[entry].tasks(self._order.count(entry, group_index))
+        return (joint(entry, task) for task in own)
+
     def epochs(self, groups: int) -> list[float]:
         """By environment, how often all its tasks were posed by the first `groups` groups; 0 without a size."""
         return [cursor.epochs(self._order.count(entry, groups)) for entry, cursor in enumerate(self._cursors)]

@@ -87,6 +87,37 @@ class IdleShare:
         return min(1.0, max(0.0, share))
 
 
+class IdleCounter:
+    """Since it was made: places for episodes times seconds, all and those that stood empty because no slot was free; and
+    seconds, all and those in which the engine had no request."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._all = self._empty = self._seconds = self._engine_idle = 0.0
+        self._at = clock()
+
+    def passed(self, places: float, empty: float, requests: float) -> None:
+        """Since the last call there were so many."""
+        now = self._clock()
+        seconds, self._at = now - self._at, now
+        self._all += places * seconds
+        self._empty += empty * seconds
+        self._seconds += seconds
+        self._engine_idle += 0.0 if requests else seconds
+
+    def counters(self, paused: float) -> dict[str, float]:
+        """With metrics of the engine's wall time, of which it was `paused` for new weights."""
+        return {
+            "places_all": self._all,
+            "places_empty": self._empty,
+            "engine_all": self._seconds,
+            "engine_idle": self._engine_idle,
+            "wall/engine_idle_seconds": self._engine_idle,
+            "wall/engine_install_seconds": paused,
+            "wall/engine_steps_seconds": max(0.0, self._seconds - self._engine_idle - paused),
+        }
+
+
 class Pace:
     """Observes steps. `patience` seconds must have been looked at before a verdict, which is given once until it changes."""
 

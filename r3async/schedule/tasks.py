@@ -56,6 +56,11 @@ class Cursor:
             raise ValueError(f"all {self.size} tasks of the environment are quarantined")
         return next(t for t in self._others(group_index) if not self._skipped(t, group_index))
 
+    def tasks(self, group_index: int) -> Iterator[int]:
+        """The group's task, and then others that could be in its place, without end; none of them is quarantined."""
+        yield self.task_seed(group_index)
+        yield from (t for t in self._others(group_index) if not self._skipped(t, group_index))
+
     def _skipped(self, task: int, group_index: int) -> bool:
         return self._quarantined.get(task, group_index + 1) <= group_index
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from r3async.record.reading import EVALUATION, read_objects
 
 AXES = ("step", "time", "tokens")
 """What a curve can be drawn over: the step, seconds since the run began, or tokens that were trained so far."""
-EVALUATED, ERROR = "evaluation/reward_mean", "evaluation/reward_error"
-"""Of a line of `evaluation.jsonl`."""
+EVALUATED, ERROR, PASSES = "evaluation/reward_mean", "evaluation/reward_error", "evaluation/pass@"
+"""Of a line of `evaluation.jsonl`; the last with a number of answers behind it."""
 
 Rows = Sequence[dict[str, Any]]
 Column = list[float | None]
@@ -25,7 +25,8 @@ Column = list[float | None]
 
 class Line(msgspec.Struct, frozen=True):
     """`points`: drawn as points, and without effect on the axis. `x`: the beginning of the names of its columns on `AXES`; those
-    of the page's own run begin with nothing. `error`: the column of its error bars. `marks`: each value is marked."""
+    of the page's own run begin with nothing. `error`: the column of its error bars. `marks`: each value is marked. `low`, `high`:
+    the columns of a band around it."""
 
     metric: str
     label: str
@@ -35,6 +36,8 @@ class Line(msgspec.Struct, frozen=True):
     x: str = ""
     error: str = ""
     marks: bool = False
+    low: str = ""
+    high: str = ""
 
 
 class Chart(msgspec.Struct, frozen=True):
@@ -66,6 +69,7 @@ CHARTS = (
         log=True,
         target="algorithm.rollout_kl.target",
     ),
+    Chart("Teacher", "KL(rollout ‖ teacher) of trained tokens", "nats"),
     Chart("Staleness", "versions between sampling a token and training it", bound=True),
     Chart(
         "Routing",
@@ -95,6 +99,7 @@ CHARTS = (
         share=True,
     ),
 )
+PASS_CHART = Chart("Solved", "pass@k: tasks of which one of k answers is right", format=".2%", share=True)
 EVALUATION_CHART = Chart("Evaluation", "mean reward of tasks that training never poses, with its standard error")
 
 
@@ -225,14 +230,21 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def evaluations_of(lines: Rows, of: str = "") -> list[dict[str, Any]]:
-    """`{"step", EVALUATED, ERROR}` in the order of steps; ERROR is None where unknown. Of one step that was evaluated again,
-    after a resume, the last counts. `of`: which of `evaluation.sets`; by default the first."""
-    found = {}
+    """`{"step", EVALUATED, ERROR}`, and each pass@k, in the order of steps; ERROR is None where unknown. Of one step
+    that was evaluated again, after a resume, the last counts. `of`: which of `evaluation.sets`; by default the first."""
+    found, passes = {}, _of_set(PASSES, of)
     for line in lines:
         step, reward = finite(line.get("step")), finite(line.get(_of_set(EVALUATED, of)))
         if step is not None and reward is not None:
-            found[step] = {"step": step, EVALUATED: reward, ERROR: finite(line.get(_of_set(ERROR, of)))}
+            solved = {PASSES + k: finite(line[passes + k]) for k in numbers_after(passes, line)}
+            found[step] = {"step": step, EVALUATED: reward, ERROR: finite(line.get(_of_set(ERROR, of))), **solved}
     return [found[step] for step in sorted(found)]
+
+
+def numbers_after(prefix: str, names: Iterable[str]) -> list[str]:
+    """What follows `prefix` in those of `names` that are it and a number."""
+    ends = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    return [end for end in ends if end.isdecimal()]
 
 
 def _of_set(metric: str, of: str) -> str:
@@ -274,6 +286,20 @@ def describe_evaluations(
     caption = EVALUATION_CHART.caption + (", beside the step's own" if training else "")
     drawing.add(EVALUATION_CHART, drawn, caption=caption)
     return drawing
+
+
+def add_passes(drawing: Drawing, line: Line, evaluations: Rows, title: str) -> None:
+    """A chart of pass@k of one set, which `describe_evaluations` has drawn as `line`: a line for each k, the most at the top."""
+    counts = sorted({int(k) for each in evaluations for k in numbers_after(PASSES, each)})
+    drawn = [
+        (
+            Line(f"{line.metric}@{k}", f"pass@{k}", color(index), x=line.x, marks=True),
+            [each.get(f"{PASSES}{k}") for each in evaluations],
+        )
+        for index, k in enumerate(counts)
+    ]
+    if len(counts) > 1:
+        drawing.add(PASS_CHART, drawn[::-1], title=title)
 
 
 def _evaluation_columns(prefix: str, steps: Sequence[float], run: dict[str, list[Any]]) -> dict[str, list[Any]]:

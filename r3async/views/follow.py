@@ -143,7 +143,7 @@ class FollowedRun:
         self.run_dir, self._clock = run_dir, clock
         self.name = run_dir.resolve().name
         self.config: dict[str, Any] = {}
-        self.metrics = Columns()
+        self.metrics, self.evaluations = Columns(), Columns()
         self.rows: deque[dict[str, Any]] = deque(maxlen=ROWS_KEPT)
         """The last rows as they were written."""
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
@@ -151,12 +151,14 @@ class FollowedRun:
         self.history = History()
         self.generators: dict[str, str] = {}
         """By name: `playing`, `silent` or `lost`, as far as events tell."""
+        self.wanted = 0
+        """Generators, if `r3async scale` asked for another number than the configuration's."""
         self.status, self.reason = UNFINISHED, ""
         self.first_time: float | None = None
         self.last_time: float | None = None
         """Unix seconds of the newest row or event."""
         self._news_at: float | None = None
-        self._files = {name: FollowedFile(run_dir / f"{name}.jsonl") for name in ("metrics", "events")}
+        self._files = {name: FollowedFile(run_dir / f"{name}.jsonl") for name in ("metrics", "events", "evaluation")}
 
     def poll(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Take in what was written since the last call. Returns the new rows and the new events."""
@@ -171,6 +173,8 @@ class FollowedRun:
             self._seen(row)
         for event in events:
             self._take(event)
+        for evaluation in self._files["evaluation"].objects():
+            self.evaluations.append(evaluation)
         if rows or events:
             # What was there at first may be old; what comes later is news, whatever the clock of its machine says.
             self._news_at = 0.0 if self._news_at is None else self._clock()
@@ -195,8 +199,12 @@ class FollowedRun:
             self.generators[who] = "lost"
         elif what == "generator_suspect":
             self.generators[who] = "silent"
-        elif what in ("generator_restarted", "generator_recovered"):
+        elif what in ("generator_restarted", "generator_recovered", "generator_joined"):
             self.generators[who] = "playing"
+        elif what in ("generator_left", "generator_refused"):
+            self.generators.pop(who, None)
+        elif what == "scaling" and isinstance(wanted := event.get("generators"), int):
+            self.wanted = wanted
         elif (found := status_after(event)) is not None:
             self.status, self.reason = found
 

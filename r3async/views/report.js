@@ -24,6 +24,8 @@ function axis() {
     ticks: { step: ",d", time: "", tokens: "~s" }[name], suffix: name === "time" ? unit : "",
     hover: { step: "step %{x:,d}", time: "%{x:.2f}" + unit, tokens: "%{x:.4s} tokens" }[name] };
 }
+// A column that depends on the axis has its name behind it.
+const column = (name, now) => data.series[name + "@" + now.name] || data.series[name];
 const over = (line, now) => (data.series[line.x + "x/" + now.name] || []).map((x) => typeof x === "number" ? x / now.per : null);
 
 // Means of the values on both sides, weighted by how near they are; `share` of all values, and at least 5, weigh most of it. So
@@ -118,8 +120,8 @@ function drawMaps() {
 function drawChart(chart) {
   const now = axis(), share = Number(chosen("smooth", "0")), traces = [];
   for (const line of chart.lines) {
-    const y = data.series[line.metric], steps = data.series[line.x + "x/step"];
-    const soft = share > 0 && !line.points && !line.marks && y.length > 20;
+    const y = column(line.metric, now), steps = data.series[line.x + "x/step"];
+    const soft = share > 0 && !line.points && !line.marks && !line.low && y.length > 20;
     const trace = {
       type: "scatter", x: over(line, now), y, name: line.label, connectgaps: false, customdata: steps,
       mode: line.marks ? "lines+markers" : line.points || y.length < 2 ? "markers" : "lines",
@@ -128,6 +130,10 @@ function drawChart(chart) {
       line: { color: color(line.color), width: soft ? 1 : line.dash ? 1.5 : 2, dash: soft ? "solid" : line.dash || "solid" },
       hovertemplate: "%{y:" + chart.format + "}" + (chart.unit ? " " + chart.unit : "") + "<extra>" + line.label + "</extra>",
     };
+    for (const edge of line.low ? [line.low, line.high] : []) {
+      traces.push({ type: "scatter", mode: "lines", x: trace.x, y: column(edge, now), hoverinfo: "skip", line: { width: 0 },
+        fill: edge === line.high ? "tonexty" : "none", fillcolor: color(line.color) + "26" });
+    }
     traces.push(trace);
     if (soft) {
       traces.push({ type: "scatter", mode: "lines", x: trace.x, y: smoothed(y, share), hoverinfo: "skip", connectgaps: false,

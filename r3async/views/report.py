@@ -25,7 +25,9 @@ from r3async.record.timeline import Span, busy_shares, read_timeline
 from r3async.schedule.admission import age_bound
 from r3async.views.charts import (
     AXES,
+    PASS_CHART,
     Line,
+    add_passes,
     color,
     describe_charts,
     describe_evaluations,
@@ -128,6 +130,8 @@ def run_page(run: RunRecord, live: Live | None = None) -> str:
     curves, (more, constants) = describe_charts(rows, bound), describe_more(rows)
     sets = _evaluations(run.evaluations)
     evaluation = describe_evaluations(sets, [axes] * len(sets), rows)
+    for line, found in sets:
+        add_passes(evaluation, line, found, f"{PASS_CHART.title}: {line.label}" if len(sets) > 1 else PASS_CHART.title)
     page = {
         "summary": summary,
         "started": summary.started_at and time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.started_at)),
@@ -255,6 +259,7 @@ def _figures(summaries: Sequence[RunSummary]) -> Lines:
         ("reward of the last evaluation", [format_number(s.evaluation_last) for s in summaries]),
         ("allowed age", [format_number(s.staleness_bound) for s in summaries]),
         ("restarts of generators", [str(s.history.generators_lost) for s in summaries]),
+        ("restarts of the learner's ranks", [str(s.history.ranks_restarted) for s in summaries]),
         ("restarts of the run", [str(s.history.run_restarts) for s in summaries]),
         ("messages rejected", [str(s.rejected) for s in summaries]),
         ("warnings, errors", [f"{s.warnings}, {s.errors}" for s in summaries]),

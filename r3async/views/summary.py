@@ -37,6 +37,8 @@ class History:
     lives: int = 0
     generators_lost: int = 0
     """Processes of generators that ended by themselves; each is started again."""
+    ranks_restarted: int = 0
+    """Starts of the learner's ranks in the place of some of which one was lost."""
     run_restarts: int = 0
     """Lives that followed one which did not end by itself: a process was lost that the run cannot do without."""
     failed_episodes: int = 0
@@ -55,6 +57,8 @@ class History:
                 self._ended = True
             case "generator_lost":
                 self.generators_lost += 1
+            case "ranks_restarted":
+                self.ranks_restarted += 1
             case "episode_abandoned":
                 self.failed_episodes += 1
             case "trajectory_refused":
@@ -141,7 +145,8 @@ def headlines(summary: RunSummary) -> list[Headline]:
     generated, trained = (summary[f"throughput/{name}_tokens_per_second"].mean for name in ("generated", "trained"))
     rose = reward.first is not None and reward.last is not None and reward.last > reward.first
     lost = history.failed_episodes + history.refused + summary.rejected
-    restarts, noise = history.generators_lost + history.run_restarts, summary.warnings + summary.errors
+    restarts = history.generators_lost + history.ranks_restarted + history.run_restarts
+    noise = summary.warnings + summary.errors
     log = Headline(
         "log",
         str(noise),
@@ -193,7 +198,9 @@ def headlines(summary: RunSummary) -> list[Headline]:
         Headline(
             "restarts",
             str(restarts),
-            f"{history.generators_lost} of generators, {history.run_restarts} of the run",
+            f"{history.generators_lost} of generators, "
+            + (f"{history.ranks_restarted} of the learner's ranks, " if history.ranks_restarted else "")
+            + f"{history.run_restarts} of the run",
             "warn" if restarts else "",
         ),
         Headline(

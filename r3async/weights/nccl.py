@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
-from r3async.weights.publish import NcclSource, Publication, Publisher, WeightError, WeightManifest
+from r3async.weights.manifest import NcclSource, WeightError, WeightManifest
+from r3async.weights.publish import Publication, Publisher
 
 if TYPE_CHECKING:
     import torch
@@ -249,21 +250,17 @@ class NcclSender:
     def send(
         self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, reading: Collection[int] = ()
     ) -> Publication:
-        """See `WeightSender.send`. Raises `WeightError` also for tensors that vLLM cannot pack: scalars, and elements of
-        different sizes."""
-        widths = {}
+        """See `WeightSender.send`. Raises `WeightError` also for scalars, which vLLM cannot pack."""
         for name, tensor in tensors.items():
-            widths[(dtype if tensor.is_floating_point() else tensor.dtype).itemsize] = name
-            if not tensor.dim():
-                raise WeightError(f'tensor {name!r} is a scalar, which weights.backend="nccl" cannot send')
-        if len(widths) > 1:
-            raise WeightError(
-                f"tensors {' and '.join(map(repr, widths.values()))} have elements of different sizes, which "
-                'weights.backend="nccl" cannot send'
-            )
-        manifest = self._publisher.publish(version, tensors, dtype, reading)
+            _refuse_scalar(name, tensor.dim())
+        return self.announce(self._publisher.publish(version, tensors, dtype, reading))
+
+    def announce(self, manifest: WeightManifest) -> Publication:
+        """See `WeightSender.announce`. Raises what `send` raises."""
+        for name, entry in manifest.tensors.items():
+            _refuse_scalar(name, len(entry.shape))
         kept = {v: p for v, p in self._paths.items() if Path(p).exists()}
-        self._paths = {**kept, version: manifest.path}
+        self._paths = {**kept, manifest.version: manifest.path}
         if self._thread is None:
             self._listen()
         return Publication(manifest, [self._endpoint])
@@ -304,6 +301,11 @@ class NcclSender:
                 links.tick(time.monotonic())
 
 
+def _refuse_scalar(name: str, dimensions: int) -> None:
+    if not dimensions:
+        raise WeightError(f'tensor {name!r} is a scalar, which weights.backend="nccl" cannot send')
+
+
 class NcclReceiver:
     """A generator's end. Nothing to bring: the workers receive the tensors when the engine is paused; see `ask`.
 
@@ -313,11 +315,11 @@ class NcclReceiver:
     def __init__(self, generator: str):
         self._generator, self._receiver = generator, uuid.uuid4().hex
 
-    def fetch(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
+    async def fetch(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
         source = NcclSource(parts[0], self._generator, self._receiver, timeout)
         return msgspec.structs.replace(manifest, source=source)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         pass
 
 

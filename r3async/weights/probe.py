@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config
-from r3async.weights.publish import Difference
+from r3async.weights.manifest import Difference
 
 _TEXT = "The quick brown fox jumps over 13 lazy dogs; def f(x): return x * 2  # reverse: xof nworb kciuq. "
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from r3async.data.container import CODES, decode_header
-from r3async.weights.publish import TensorEntry, WeightError, WeightManifest
+from r3async.weights.manifest import TensorEntry, WeightError, WeightManifest
 from r3async.world import Files
 from r3async.world.real import REAL
 

@@ -14,9 +14,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+
+from r3async.world.actors import ActorLost as ActorLost
+from r3async.world.actors import ActorRef as ActorRef
+from r3async.world.actors import Actors as Actors
+from r3async.world.actors import Bundle as Bundle
+from r3async.world.actors import Node as Node
+from r3async.world.actors import NotFree as NotFree
+from r3async.world.actors import Placement as Placement
+from r3async.world.actors import Reservation as Reservation
 
 if TYPE_CHECKING:
     from r3async.world.appending import Keeper
@@ -228,85 +236,6 @@ class Sockets(Protocol):
         ...
 
 
-# -- actors ------------------------------------------------------------------------------------------------------------
-
-
-class ActorLost(RuntimeError):
-    """The actor's process ended, or was replaced, before it answered."""
-
-
-@runtime_checkable
-class ActorRef(Protocol):
-    """A handle on an actor in another process. It may be sent to other actors."""
-
-    name: str
-
-    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """What the actor's method returns or raises (that very exception). Raises `ActorLost` if its process ends first,
-        `TimeoutError` after `timeout` seconds. Whoever stops waiting does not stop the method."""
-        ...
-
-
-@dataclass(frozen=True)
-class Placement:
-    """What an actor gets. `threads`: of its computations; 0 if it computes nothing itself. `gpus`: may be a share of one.
-    `restarts`: how often its process is started again by itself. `concurrency`: calls at once. `lanes`: further threads by
-    name, for methods that are given them (`Actors.begin`). `beside`: on the node of whoever spawns it."""
-
-    threads: int = 1
-    gpus: float = 0.0
-    restarts: int = 0
-    concurrency: int | None = None
-    lanes: tuple[str, ...] = ()
-    beside: bool = False
-
-
-class Actors(Protocol):
-    """Starting, calling and ending actors."""
-
-    def connect(self, address: str | None, actors: int) -> None:
-        """Join the cluster at `address`, or that which the environment names, or start one on this host with capacity for so many
-        actors. Blocking; idempotent. Raises `ConnectionError` that says why it is not connected."""
-        ...
-
-    def gpus(self) -> float:
-        """Of the whole cluster."""
-        ...
-
-    def spawn(self, kind: type, *args: Any, name: str, placement: Placement = ...) -> ActorRef:
-        """Begin to start a process that makes `kind(world, *args)`, `world` being its own. Returns at once."""
-        ...
-
-    def current(self) -> ActorRef:
-        """The actor that asks."""
-        ...
-
-    def kill(self, actor: ActorRef, *, restart: bool = False) -> None:
-        """End its process at once; with `restart`, if it may be, it is started again."""
-        ...
-
-    def put(self, value: Any) -> Any:
-        """Share a value with the processes of the cluster. Returns a reference, which can be sent. As an argument of a call it
-        arrives as the value; within another value, as a reference for `get`."""
-        ...
-
-    def get(self, reference: Any, timeout: float | None = None) -> Any:
-        """What was `put`, or the result of a call that was begun. Blocking. Raises what `ActorRef.call` raises."""
-        ...
-
-    def begin(self, actor: ActorRef, method: str, *args: Any, lane: str = "", **kwargs: Any) -> Any:
-        """Begin a call, for a thread without an event loop. Returns a reference for `wait` and `get`. `lane`: see `Placement`."""
-        ...
-
-    def wait(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
-        """Block until a call has ended. Returns those that have, and the others."""
-        ...
-
-    def disconnect(self) -> None:
-        """Leave the cluster, ending it if `connect` started it. Idempotent."""
-        ...
-
-
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
@@ -358,6 +287,10 @@ class Processes(Protocol):
 
     def ask_for_stacks(self, pid: int, host: str) -> bool:
         """Have an actor's process write what its threads do to its log. False if it is on another host, or not there."""
+        ...
+
+    def alive(self, pid: int, host: str) -> bool:
+        """Whether an actor's process is there. False if it is on another host."""
         ...
 
     def kill(self, pid: int, host: str) -> bool:

@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,6 +166,20 @@ class Disk:
     def free(self, path: Path) -> int:
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
+
+
+def write_at(path: Path, start: int, pieces: Iterable[Buffer]) -> None:
+    """Write the pieces into a file that is long enough, one behind the other from `start` on. Several processes may do so at
+    once, each in a region of its own; none of them maps what it writes. Raises `OSError`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        for piece in pieces:
+            rest = memoryview(piece).cast("B")
+            while rest:
+                written = os.pwrite(descriptor, rest, start)
+                rest, start = rest[written:], start + written
+    finally:
+        os.close(descriptor)
 
 
 def _remove(path: Path, directory: Callable[[Path], object]) -> None:

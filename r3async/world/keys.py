@@ -54,6 +54,16 @@ def new_keys() -> tuple[ServerKeys, ClientKeys]:
     return server, ClientKeys(client_secret, server_public)
 
 
+def public_key(secret: bytes) -> bytes:
+    """That of a secret one, in Z85."""
+    return zmq.curve_public(secret)
+
+
+def raw_key(key: bytes) -> bytes:
+    """32 bytes of a key in Z85."""
+    return z85.decode(key)
+
+
 def learner_keys(settings: TransportConfig, files: Files = REAL.files) -> tuple[ServerKeys, ClientKeys | None]:
     """The learner's keys, and those that it hands to generators: None where they have their own from `transport.keys`.
 

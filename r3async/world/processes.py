@@ -26,6 +26,9 @@ from r3async.world import Figures, stages
 USER_PATH = "R3ASYNC_USER_PATH"
 """Environment variable: where the user's own modules are (where the run was started)."""
 
+HOST_NAME = "R3ASYNC_HOST"
+"""Environment variable: this host's name, where hosts have equal ones. Processes of one name share memory and files."""
+
 LAG_SECONDS = 0.05
 """Between two measurements of how late the event loop is."""
 
@@ -73,7 +76,7 @@ class SystemProcesses:
 
     @property
     def host(self) -> str:
-        return socket.gethostname()
+        return os.environ.get(HOST_NAME) or socket.gethostname()
 
     def redirect_output(self, log: Path) -> None:
         from r3async.world.processes import survive_full_disk
@@ -133,21 +136,32 @@ class SystemProcesses:
     def ask_for_stacks(self, pid: int, host: str) -> bool:
         return host == self.host and _signal(pid, signal.SIGUSR1)
 
+    def alive(self, pid: int, host: str) -> bool:
+        return host == self.host and _worker(pid) is not None
+
     def kill(self, pid: int, host: str) -> bool:
         return host == self.host and _signal(pid, signal.SIGKILL)
 
 
-def _signal(pid: int, number: signal.Signals) -> bool:
-    """Process ids are used again: nothing is sent but to what calls itself a worker of Ray and is of this user."""
+def _worker(pid: int) -> psutil.Process | None:
+    """Process ids are used again: only what calls itself a worker of Ray and is of this user."""
     try:
         process = psutil.Process(pid)
         command = process.cmdline()
-        if process.uids().real != os.getuid() or not command or not command[0].startswith("ray::"):
-            return False
-        process.send_signal(number)
+        ours = process.uids().real == os.getuid() and bool(command) and command[0].startswith("ray::")
+    except psutil.Error:
+        return None
+    return process if ours else None
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    process = _worker(pid)
+    try:
+        if process is not None:
+            process.send_signal(number)
     except psutil.Error:
         return False
-    return True
+    return process is not None
 
 
 class _LogFile(io.RawIOBase):

@@ -6,14 +6,23 @@ Ray is imported when it is first needed: a command that starts no actor does not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from r3async.world import ActorLost, ActorRef, Placement
+from r3async.world import ActorLost, ActorRef, Bundle, Node, NotFree, Placement, Reservation
+from r3async.world.network import address_of
 
 PLACEMENT = Placement()
+SPARE_ACTORS = 16
+"""Of a cluster that is started here: a run may have that many more than it begins with."""
+AGAIN_SECONDS = 0.25
+"""Between two looks at what is free."""
+RESERVE_SECONDS = 2.0
+"""Ray reserves what is free in milliseconds; what it cannot in this time, others have taken."""
 
 
 class RayRef:
@@ -47,6 +56,17 @@ def _raise(name: str, error: Exception) -> None:
     raise error
 
 
+@dataclass(frozen=True)
+class RayReservation:
+    """`groups`: Ray's placement groups. `bundles`: the group of each bundle, and its number in it."""
+
+    groups: tuple[Any, ...]
+    bundles: tuple[tuple[int, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.bundles)
+
+
 class RayActors:
     """See `world.Actors`."""
 
@@ -65,16 +85,55 @@ class RayActors:
             else:
                 # Local actors share few cores on purpose: logical CPUs only count actors.
                 # "local": one of its own, also where somebody has started a head on this host.
-                capacity = max(actors, os.cpu_count() or 1)
-                ray.init("local", num_cpus=capacity, include_dashboard=False, logging_level="error")
+                capacity = max(actors, os.cpu_count() or 1) + SPARE_ACTORS
+                with _bare_head():
+                    ray.init(
+                        "local",
+                        num_cpus=capacity,
+                        include_dashboard=False,
+                        logging_level="error",
+                        # Its environment is not that of an actor here: it would never be used.
+                        _system_config={"prestart_worker_first_driver": False},
+                    )
         except Exception as error:
             raise ConnectionError(_not_connected(address, str(error).partition("\n")[0])) from error
         self._owns = True
 
-    def gpus(self) -> float:
+    def nodes(self) -> list[Node]:
+        import ray
+        from ray._private.state import available_resources_per_node
+
+        free = available_resources_per_node()
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        home = ray.get_runtime_context().get_node_id()
+        return [_node(node, free.get(node["NodeID"], {}), home) for node in sorted(alive, key=_order)]
+
+    def reserve(self, plan: Callable[[Sequence[Node]], Sequence[Bundle]], seconds: float) -> RayReservation:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return _reserve(plan(self.nodes()))
+            except NotFree:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(AGAIN_SECONDS)
+
+    def release(self, reservation: Reservation, bundle: int | None = None) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        assert isinstance(reservation, RayReservation)
+        if bundle is None:
+            ended = set(range(len(reservation.groups)))
+        else:
+            group, _ = reservation.bundles[bundle]
+            ended = {group} if sum(of == group for of, _ in reservation.bundles) == 1 else set()
+        for index in ended:
+            remove_placement_group(reservation.groups[index])
+
+    def address(self, interface: str = "") -> str:
         import ray
 
-        return float(ray.cluster_resources().get("GPU", 0))
+        return address_of(interface) if interface else str(ray.util.get_node_ip_address())
 
     def spawn(self, kind: type, *args: Any, name: str, placement: Placement = PLACEMENT, **env: str) -> RayRef:
         import ray
@@ -92,7 +151,9 @@ class RayActors:
             options |= {"max_restarts": placement.restarts, "max_task_retries": 0}
         if placement.concurrency is not None:
             options["max_concurrency"] = placement.concurrency
-        if placement.beside:
+        if placement.within is not None:
+            options["scheduling_strategy"] = _strategy(*placement.within)
+        elif placement.beside:
             node = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
         lanes = dict.fromkeys(placement.lanes, 1)
@@ -138,6 +199,83 @@ class RayActors:
             ray.shutdown()
             time.sleep(0.1)
         self._owns = False
+
+
+def _order(node: Any) -> tuple[str, str]:
+    return node["NodeManagerHostname"], node["NodeID"]
+
+
+def _node(node: Any, free: Any, home: str) -> Node:
+    total = node["Resources"]
+    kinds = [key.removeprefix("accelerator_type:") for key in total if key.startswith("accelerator_type:")]
+    return Node(
+        node["NodeID"],
+        node["NodeManagerHostname"] or node["NodeManagerAddress"],
+        float(total.get("CPU", 0)),
+        float(total.get("GPU", 0)),
+        float(free.get("CPU", 0)),
+        float(free.get("GPU", 0)),
+        float(total.get("memory", 0)),
+        kinds[0] if kinds else "",
+        node["NodeID"] == home,
+        float(total.get("object_store_memory", 0)),
+    )
+
+
+def _reserve(bundles: Sequence[Bundle]) -> RayReservation:
+    """Those that stay in one group, whose hosts are certain; each that moves in one of its own, whose host is a wish."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    staying = [bundle for bundle in bundles if not bundle.moves]
+    groups, at, fixed = [], list[tuple[int, int]](), 0
+    if staying:
+        wanted = [{"ray.io/node-id": bundle.node} for bundle in staying]
+        groups.append(placement_group([_resources(b) for b in staying], "PACK", bundle_label_selector=wanted))
+    for bundle in bundles:
+        if bundle.moves:
+            at.append((len(groups), 0))
+            groups.append(
+                placement_group([_resources(bundle)], "STRICT_PACK", _soft_target_node_id=bundle.node or None)
+            )
+        else:
+            at.append((0, fixed))
+            fixed += 1
+    deadline = time.monotonic() + RESERVE_SECONDS
+    if all(group.wait(max(0.01, deadline - time.monotonic())) for group in groups):
+        return RayReservation(tuple(groups), tuple(at))
+    for group in groups:
+        remove_placement_group(group)
+    asked = sum(bundle.gpus for bundle in bundles), sum(bundle.cpus for bundle in bundles)
+    raise NotFree(f"others were faster: Ray could not reserve {asked[0]:g} GPUs and {asked[1]:g} CPUs as planned")
+
+
+def _resources(bundle: Bundle) -> dict[str, float]:
+    return {"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {})
+
+
+def _strategy(reservation: Reservation, bundle: int) -> Any:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    assert isinstance(reservation, RayReservation)
+    group, index = reservation.bundles[bundle]
+    return PlacementGroupSchedulingStrategy(reservation.groups[group], index)
+
+
+@contextlib.contextmanager
+def _bare_head() -> Iterator[None]:
+    """Inside, `ray.init` starts no process for a dashboard, which it would wait for also where that is left out, and none that
+    asks for further machines. A Ray that has other names for them starts them."""
+    from ray._private import node, services
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, instead in (
+            (services, "start_api_server", lambda *args, **options: (None, None)),
+            (node.Node, "start_monitor", lambda head: None),
+        ):
+            if (theirs := getattr(owner, name, None)) is not None:
+                setattr(owner, name, instead)
+                stack.callback(setattr, owner, name, theirs)
+        yield
 
 
 def _not_connected(address: str | None, why: str) -> str:

@@ -173,3 +173,10 @@ async def test_a_turn_that_vllm_aborts_is_asked_again_and_the_turns_before_it_st
         )
         ours, _ = replay(weights.by_version, before, said, versions)
         assert np.abs(table["rollout_logprobs"][part] - ours).max() < TOLERANCE
+
+
+async def test_what_a_short_conversation_fed_before_is_not_fed_again(vllm_engine):
+    ids = prompt(70, seed=80).tolist()
+    first = await vllm_engine._alone("cache", ids, salted=True)
+    again = await vllm_engine._alone("cache", [*ids, *prompt(9, seed=81).tolist()], salted=True)
+    assert (first.cached, again.cached) == (0, 64)

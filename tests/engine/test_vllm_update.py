@@ -14,7 +14,8 @@ from r3async.data.versions import VersionSpan, expand
 from r3async.rollout.engines import EngineError
 from r3async.rollout.engines.vllm import VllmEngine
 from r3async.rollout.engines.vllm_requests import _confirm
-from r3async.weights.publish import Publisher, WeightManifest
+from r3async.weights.manifest import WeightManifest
+from r3async.weights.publish import Publisher
 from tests.helpers.engine import TOLERANCE, Weights, make_model, prompt, replay_feeds, request, same_sets, sampled
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 import numpy as np
 import torch
 
-from r3async.config import AlgorithmConfig, config_from_dict
+from r3async.config import AlgorithmConfig, ClipConfig, config_from_dict
 from r3async.learner.figures import ObjectiveSums
 from r3async.learner.losses.objective import TokenBatch, objective
 
@@ -159,7 +159,8 @@ def kept_tokens(sample: Tokens, config: AlgorithmConfig, max_token_age: int | No
     """Which tokens of a sample the corrections leave in the policy loss."""
     c = config.correction
     rows = [t for t in range(len(sample)) if sample.mask[t]]
-    deltas = {t: float(sample.logprobs[t] - sample.rollout[t]) for t in rows}
+    learner = sample.logprobs if c.anchor == "learner" else sample.old
+    deltas = {t: float(learner[t] - sample.rollout[t]) for t in rows}
 
     def inside(ratio: float, low: float | None, high: float | None) -> bool:
         return (low is None or ratio >= low) and (high is None or ratio <= high)
@@ -173,7 +174,7 @@ def kept_tokens(sample: Tokens, config: AlgorithmConfig, max_token_age: int | No
     for t in range(len(sample)):
         good = whole and t in deltas
         if good:
-            p, q = math.exp(sample.logprobs[t]), math.exp(sample.rollout[t])
+            p, q = math.exp(learner[t]), math.exp(sample.rollout[t])
             good &= inside(math.exp(deltas[t]), c.icepop_low, c.icepop_high)
             good &= c.kpop is None or (binary_kl(p, q) <= c.kpop and binary_kl(q, p) <= c.kpop)
             good &= max_token_age is None or int(sample.ages[t]) <= max_token_age
@@ -188,8 +189,8 @@ def policy_term(sample: Tokens, t: int, kept: list[bool], config: AlgorithmConfi
     anchor = float(anchors[t])
     r = exp20(lp - anchor)
     name = config.policy_loss
-    if name == "tis":
-        w = min(r, config.ratio_cap)
+    if name == "truncated_pg":
+        w = min(r, config.truncated_pg.cap)
         return -w * a * lp, -w * a
     if name == "cispo":
         w = clip(r, 1 - config.cispo.clip_low, 1 + config.cispo.clip_high)
@@ -210,15 +211,27 @@ def policy_term(sample: Tokens, t: int, kept: list[bool], config: AlgorithmConfi
         rows = [i for i in range(len(sample)) if kept[i]]
         r = exp20(sum(float(sample.logprobs[i] - anchors[i]) for i in rows) / len(rows))
         settings, dual = config.gspo, None
-    if name == "decoupled_ppo":
-        settings, dual = config.decoupled_ppo, config.decoupled_ppo.dual_clip
-        weight, r = min(exp20(old - mu), settings.behaviour_cap), exp20(lp - old)
+        least = 3 * settings.noise / math.sqrt(len(rows))
+        settings = ClipConfig(clip_low=max(least, settings.clip_low), clip_high=max(least, settings.clip_high))
+    if name in ("decoupled_ppo", "tis"):
+        settings = config.tis if name == "tis" else config.decoupled_ppo
+        cap = settings.cap if name == "tis" else settings.behaviour_cap
+        dual, weight, r = settings.dual_clip, min(exp20(old - mu), cap), exp20(lp - old)
     unclipped, bounded = r * a, clip(r, 1 - settings.clip_low, 1 + settings.clip_high) * a
     value = min(unclipped, bounded)
     slope = unclipped if unclipped <= bounded else 0.0
     if dual is not None and a < 0 and dual * a > value:
         value, slope = dual * a, 0.0
     return -weight * value, -weight * slope
+
+
+def behaviour_weight(sample: Tokens, t: int, config: AlgorithmConfig) -> float:
+    """`algorithm.correction.weight` of a token."""
+    c = config.correction
+    if c.weight == "none":
+        return 1.0
+    rows = [t] if c.weight == "token" else [i for i in range(len(sample)) if sample.mask[i]]
+    return min(exp20(sum(float(sample.old[i] - sample.rollout[i]) for i in rows)), c.weight_cap)
 
 
 def by_hand(
@@ -241,11 +254,17 @@ def by_hand(
             }[config.rollout_kl.estimator]
             terms["loss/rollout_kl"] += w * coef * value
             gradient[t] += w * coef * slope
-            away = float(sample.reference[t] - sample.logprobs[t])
-            terms["loss/reference_kl"] += w * config.reference_kl.coef * k3(away)
-            gradient[t] += w * config.reference_kl.coef * (1 - math.exp(away))
+            away, reference = float(sample.reference[t] - sample.logprobs[t]), config.reference_kl
+            r, cap = exp20(delta), reference.weight_cap
+            value, slope = k3(away), 1 - math.exp(away)
+            if reference.weighted:
+                value, slope = min(r, cap) * value, -r * away if r <= cap else cap * slope
+            terms["loss/reference_kl"] += w * reference.coef * value
+            gradient[t] += w * reference.coef * slope
             if kept[t]:
                 value, slope = policy_term(sample, t, kept, config)
+                factor = behaviour_weight(sample, t, config)
+                value, slope = factor * value, factor * slope
                 terms["loss/policy"] += w * value
                 gradient[t] += w * slope
                 terms["loss/entropy"] -= w * config.entropy_coef * float(sample.entropies[t])

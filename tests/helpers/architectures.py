@@ -36,6 +36,8 @@ SHARED = {
 MIXTURE = {"moe_intermediate_size": 48, "num_experts": EXPERTS}
 ROUTED = {"moe_intermediate_size": 48, "n_routed_experts": EXPERTS, "routed_scaling_factor": 2.5}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+SAID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+"""What DeepSeek's own files say, vLLM reads, and transformers does not."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 
@@ -47,6 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **ROUTED,
         **LATENT,
+        **SAID,
         "q_lora_rank": 20,
         "n_group": 4,
         "topk_group": 1,
@@ -57,6 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v3/moonlight": {
         **ROUTED,
         **LATENT,
+        **SAID,
         "q_lora_rank": None,
         "n_group": 1,
         "topk_group": 1,
@@ -81,12 +85,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 """Settings of a `config.json`, by `model_type`, with what is special about some after a slash."""
+TORCH_ONLY: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": EXPERTS,
+        "sliding_window": 8,
+        "rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
+}
+ALL = VARIANTS | TORCH_ONLY
 
 
 def make_model(directory: Path, variant: str, **changes: Any) -> Path:
     """Save a random float32 model, with random biases of its experts; returns `directory`."""
     kind = variant.partition("/")[0]
-    save_random(directory, AutoConfig.for_model(kind, **(SHARED | VARIANTS[variant] | changes)))
+    save_random(directory, AutoConfig.for_model(kind, **(SHARED | ALL[variant] | changes)))
     file = directory / "model.safetensors"
     tensors = load_file(file)
     generator = torch.Generator().manual_seed(5)
@@ -109,10 +122,18 @@ def load_plain(directory: Path) -> torch.nn.Module:
     ).eval()
 
 
+def gates_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Its routers, by layer; gpt-oss has another name for them."""
+    for layer in model.model.layers:
+        gate = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
+        if gate is not None:
+            yield gate
+
+
 @contextmanager
 def forced(model: torch.nn.Module, routes: np.ndarray) -> Iterator[None]:
     """The routers choose `routes` int `[T, L, K]` (columns are MoE layers) in the next forward of one sequence."""
-    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    gates = list(gates_of(model))
     assert not gates or len(gates) == routes.shape[1]
     with ExitStack() as stack:
         for index, gate in enumerate(gates):
@@ -125,7 +146,7 @@ def forced(model: torch.nn.Module, routes: np.ndarray) -> Iterator[None]:
 
 
 def _gated(config: Any, gate: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
+    logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight, getattr(gate, "bias", None))
     sigmoid = hasattr(gate, "e_score_correction_bias")
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
     weights = scores.gather(1, chosen)

@@ -27,7 +27,7 @@ def settings(backend: str = "megatron", *, dtype: str = "float32", **parallel: i
     return config_from_dict(
         {
             "learner": {**learner, "parallel": parallel},
-            "algorithm": {"rollout_kl": {"coef": 0.1, "target": 0.05}},
+            "algorithm": {"rollout_kl": {"coef": 0.1, "target": 0.05, "gain": 0.02, "gain_down": 0.01}},
             "routing": {"min_recorded_fraction": 0.0},
             "episode": {"max_total_tokens": 256, "max_prompt_tokens": 128},
         }
@@ -48,7 +48,7 @@ def train(learner: LearnerBackend, config: Config, steps: Sequence[list[MicroBat
 
     p = config.learner.parallel
     rank = dist.get_rank() if p.world > 1 else 0
-    return [train_minibatch(learner, of_rank(step, rank // p.tp % p.dp, p.dp)).metrics for step in steps]
+    return [train_minibatch(learner, of_rank(step, rank // (p.tp * p.cp) % p.dp, p.dp)).metrics for step in steps]
 
 
 def begun(path: Path, config: Config, count: int, out: Path) -> tuple[list[dict[str, float]], FileRecord]:

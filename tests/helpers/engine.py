@@ -14,8 +14,10 @@ from r3async.rollout.engines import GenerationRequest
 from r3async.rollout.engines.vllm import VllmEngine
 from r3async.rollout.engines.vllm_plan import digests
 from r3async.rollout.engines.vllm_worker import WorkerExtension
-from r3async.weights.publish import Publisher, WeightManifest
+from r3async.weights.manifest import WeightManifest
+from r3async.weights.publish import Publisher
 from r3async.weights.reading import VersionFile
+from tests.helpers.architectures import gates_of
 
 VOCABULARY = 264
 END = 257
@@ -95,9 +97,8 @@ class Reference:
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
         self._chosen: list[torch.Tensor] = []
-        for layer in self.model.model.layers:
-            if hasattr(layer.mlp, "gate"):
-                layer.mlp.gate.register_forward_hook(lambda module, args, output: self._chosen.append(output[-1]))
+        for gate in gates_of(self.model):
+            gate.register_forward_hook(lambda module, args, output: self._chosen.append(output[-1]))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Weights under the names that a checkpoint has (one tensor an expert)."""

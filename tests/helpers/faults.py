@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from r3async.rollout.engines.vllm_worker import WorkerExtension
-from r3async.weights.publish import WeightManifest
+from r3async.weights.manifest import WeightManifest
 
 
 def decode(manifest: bytes) -> WeightManifest:

@@ -11,8 +11,9 @@ from r3async.actors.fleet import Fleet, Way
 from r3async.actors.installer import Installer
 from r3async.config import load_config
 from r3async.rollout.engines import InstallReport
+from r3async.weights.manifest import WeightManifest
 from r3async.weights.probe import SampledProbe
-from r3async.weights.publish import Publication, WeightManifest
+from r3async.weights.publish import Publication
 from tests.helpers.world import StandIn
 
 TOKENS = list(range(40))

@@ -17,7 +17,7 @@ from r3async.learner.backend import Ranks
 from r3async.learner.batch.packing import MicroBatch, pack_for_ranks
 from r3async.learner.figures import ObjectiveSums
 from r3async.learner.minibatch import agreed
-from r3async.learner.trainer import prepare
+from r3async.learner.preparation import prepare
 from r3async.rollout.engines import Generation
 from r3async.rollout.samples import EpisodeSamples
 

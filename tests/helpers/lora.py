@@ -51,7 +51,7 @@ def gradients_of_step(learner: LearnerBackend) -> tuple[dict[str, torch.Tensor],
 
     optimizer._squared_norm = capture
     recorded = config.routing.replay != "off"
-    metrics = train_minibatch(learner, of_rank(batch(routes=recorded), rank // p.tp % p.dp, p.dp)).metrics
+    metrics = train_minibatch(learner, of_rank(batch(routes=recorded), rank // (p.tp * p.cp) % p.dp, p.dp)).metrics
     optimizer._squared_norm = norm
     out = {}
     for held, gradient in zip(learner.places(), taken, strict=True):
@@ -160,7 +160,7 @@ def taught_on_rank(
     rank = dist.get_rank() if p.world > 1 else 0
     learner = build_learner(config, path)
     try:
-        mine = of_rank(micro_batches, rank // p.tp % p.dp, p.dp)
+        mine = of_rank(micro_batches, rank // (p.tp * p.cp) % p.dp, p.dp)
         metrics = supervised_step(learner, mine)
         total, count = supervised_loss(learner, mine)
         return metrics | {"after": total / count}, {n: t.clone() for n, t in learner.export().items()}

@@ -1,4 +1,4 @@
-"""An MCP server over stdio, for tests: `python mcp_server.py [MODE]`."""
+"""An MCP server, for tests: `python mcp_server.py [MODE]` over stdio, `python mcp_server.py http PORT` over HTTP."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ if sys.argv[1:] == ["dies"]:
 if sys.argv[1:] == ["hangs"]:
     time.sleep(600)
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Context, MCPServer
 
 server = MCPServer("sums")
 known: list[int] = []
@@ -39,4 +39,13 @@ def fail() -> str:
     raise RuntimeError("no luck")
 
 
-server.run("stdio")
+@server.tool()
+def greeted(ctx: Context) -> str:
+    """What the client's request says of itself."""
+    return ctx.request_context.request.headers.get("authorization", "nobody")
+
+
+if sys.argv[1:2] == ["http"]:
+    server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))
+else:
+    server.run("stdio")

@@ -44,7 +44,7 @@ def of_rank(micro_batches: list[MicroBatch], dp_rank: int, dp: int) -> list[Micr
 
 def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """One step's loss, and its reduced gradients under checkpoint names (on rank 0); and what the step left behind."""
-    from r3async.learner.figures import result_of
+    from r3async.learner.figures import DRIFT_ROWS, result_of
     from r3async.learner.megatron.backend import MegatronLearner
     from r3async.learner.megatron.links import gather_weights
     from r3async.learner.trainer import backward, begin
@@ -55,7 +55,7 @@ def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[Mic
         minibatch = begin(learner, mine)
         backward(learner, minibatch)
         optimizer = learner.optimizer
-        masters = {id(p): m for p, m in zip(optimizer._model, optimizer._masters, strict=True)}
+        masters = {id(p): m for p, m in zip(optimizer.parameters, optimizer._masters, strict=True)}
         for master in optimizer._masters:
             master.grad = torch.zeros_like(master) if master.grad is None else master.grad
         if optimizer._reduce is not None:
@@ -63,7 +63,13 @@ def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[Mic
         norm = optimizer._squared_norm([m.grad for m in optimizer._masters]) ** 0.5
         gradients = gather_weights(learner.links, lambda p: masters[id(p)].grad)
         total = minibatch.total()
-        result = result_of(minibatch, total, optimizer.skip(minibatch.cause), learner.replay)
+        result = result_of(
+            minibatch,
+            total,
+            minibatch.drifts(np.zeros((DRIFT_ROWS, 2))),
+            optimizer.skip(minibatch.cause),
+            learner.replay,
+        )
         assert learner.replay.current is None
         assert learner.replay._open == []
         return {

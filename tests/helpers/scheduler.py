@@ -10,7 +10,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from r3async.rollout.engines.vllm_core import WholeScheduler
 from r3async.rollout.engines.vllm_worker import WorkerExtension
-from r3async.weights.publish import WeightManifest
+from r3async.weights.manifest import WeightManifest
 
 FEEDS: dict[str, list[tuple[int, int, int]]] = {}
 """Of each request: version of the loaded weights, first position and the one after the last, in order."""

@@ -13,7 +13,7 @@ from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.scripted import ScriptedEngine
 from r3async.rollout.episode import EpisodeTask
 from r3async.tools.init_model import byte_tokenizer
-from r3async.weights.publish import WeightManifest
+from r3async.weights.manifest import WeightManifest
 
 SETTINGS = EpisodeConfig(max_turns=8, max_new_tokens=96, max_prompt_tokens=900, max_total_tokens=1000, timeout=20)
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)

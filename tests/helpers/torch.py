@@ -138,7 +138,7 @@ def reference_step(
         logp = torch.log_softmax(logits, -1)
         for t in np.flatnonzero(table["loss_mask"] & np.isfinite(table["rollout_logprobs"])):
             lp, mu = logp[t - 1, ids[t]], float(table["rollout_logprobs"][t])
-            ratio = min(float(torch.exp(lp.detach() - mu)), config.algorithm.ratio_cap)
+            ratio = min(float(torch.exp(lp.detach() - mu)), config.algorithm.truncated_pg.cap)
             policy = policy - ratio * float(table["advantages"][t]) * lp
             kl = kl + config.algorithm.rollout_kl.coef * (lp - mu) ** 2 / 2
             count += 1

@@ -26,17 +26,28 @@ class Outside(RealWorld):
     def __init__(self, clock: Clock):
         self.asked: list[tuple[int, str]] = []
         self.killed: list[tuple[Any, ...]] = []
+        self.lingers = 0
+        """So often a process that was asked to end is seen once more."""
         self.disconnected = 0
+        self.released: list[Any] = []
         self.clock = SimpleNamespace(monotonic=clock, time=time.time)  # type: ignore[assignment]
         self.processes = SimpleNamespace(  # type: ignore[assignment]
             dump_stacks=REAL.processes.dump_stacks,
+            alive=self.alive,
             ask_for_stacks=lambda *where: self.asked.append(where),
             kill=lambda *where: self.killed.append(where),
         )
-        self.actors = SimpleNamespace(kill=self.kill, disconnect=self.disconnect)  # type: ignore[assignment]
+        self.actors = SimpleNamespace(  # type: ignore[assignment]
+            kill=self.kill, release=self.released.append, disconnect=self.disconnect
+        )
 
     def kill(self, actor: ActorRef, *, restart: bool = False) -> None:
         self.killed.append((actor, restart))
+
+    def alive(self, pid: int, host: str) -> bool:
+        self.lingers -= 1
+        self.killed += [("ended", pid)] if self.lingers == 0 else []
+        return self.lingers > 0
 
     def disconnect(self) -> None:
         self.disconnected += 1

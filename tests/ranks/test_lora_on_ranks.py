@@ -13,6 +13,7 @@ from tests.helpers import models as hm
 LAYOUTS = {
     "dp2": {"dp": 2},
     "tp2": {"tp": 2},
+    "cp2": {"cp": 2},
     "pp2": {"pp": 2},
     "tp2-ep2": {"tp": 2, "ep": 2},
     "dp2-tp2-ep2": {"dp": 2, "tp": 2, "ep": 2},

@@ -23,6 +23,7 @@ from tests.helpers.parity import LENGTHS, batch, config, of_rank
 
 EVERYTHING = {"dp": 2, "tp": 2, "ep": 4}
 STAGES = {"tp": 2, "pp": 2, "ep": 2}
+CONTEXT = {"cp": 2, "tp": 2, "ep": 4}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def trained(learner, micro_batches):
     return before, learner.export(), [r.metrics for r in results], results[-1].expert_load, learner.version
 
 
-@pytest.mark.parametrize("layout", [EVERYTHING, STAGES], ids=["dp2-tp2-ep4", "tp2-pp2-ep2"])
+@pytest.mark.parametrize("layout", [EVERYTHING, STAGES, CONTEXT], ids=["dp2-tp2-ep4", "tp2-pp2-ep2", "cp2-tp2-ep4"])
 def test_ranks_train_the_model_that_one_rank_trains(four_ranks, model_path, layout):
     learner = MegatronLearner.load(config(), model_path)
     expected = [train_minibatch(learner, batch()).metrics for _ in range(3)]
@@ -95,7 +96,7 @@ def looked_at(learner, micro_batches):
     return *given, score, recorded
 
 
-@pytest.mark.parametrize("layout", [EVERYTHING, STAGES], ids=["dp2-tp2-ep4", "tp2-pp2-ep2"])
+@pytest.mark.parametrize("layout", [EVERYTHING, STAGES, CONTEXT], ids=["dp2-tp2-ep4", "tp2-pp2-ep2", "cp2-tp2-ep4"])
 def test_forward_only_passes_equal_those_of_one_rank_on_every_rank(four_ranks, model_path, alone, layout):
     exact = looked_at(alone, batch())
     for answer in four_ranks.call(in_learner, looked_at, model_path, config(**layout), batch()):
@@ -113,8 +114,9 @@ def traced(learner, micro_batches):
     return train_minibatch(learner, micro_batches, trace=True).traces
 
 
-def test_the_traces_of_all_ranks_hold_the_learners_log_probs(four_ranks, model_path, alone):
-    answers = four_ranks.call(in_learner, traced, model_path, config(**STAGES), batch())
+@pytest.mark.parametrize("layout", [STAGES, CONTEXT], ids=["tp2-pp2-ep2", "cp2-tp2-ep4"])
+def test_the_traces_of_all_ranks_hold_the_learners_log_probs(four_ranks, model_path, alone, layout):
+    answers = four_ranks.call(in_learner, traced, model_path, config(**layout), batch())
     merged = {t.sample_ids: t for t in merge_traces([t for rank in answers for t in rank], alone.replay.layers)}
     assert len(merged) == len(batch())
     for m, expected in zip(batch(), alone.logprobs(batch()), strict=True):
@@ -134,7 +136,9 @@ def fed_too_much(learner):
     return str(error.value)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}], ids=["tp2", "ep2", "pp2"])
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}, {"cp": 2}], ids=["tp2", "ep2", "pp2", "cp2"]
+)
 def test_a_token_count_mismatch_raises_before_any_collective(two_ranks, model_path, layout):
     answers = two_ranks.call(in_learner, fed_too_much, model_path, config(**layout))
     assert answers == ["routes of 20 tokens are bound, but 30 tokens are fed forward", ""]

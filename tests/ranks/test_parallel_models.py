@@ -9,6 +9,8 @@ from tests.helpers.parity import assert_gradients, batch, config, gradients_of_r
 
 CASES = [
     ("deepseek_v3", {"tp": 2, "ep": 2}, "selective"),
+    ("deepseek_v3", {"cp": 2, "ep": 2}, "selective"),
+    ("olmoe", {"cp": 2}, "none"),
     ("deepseek_v3/moonlight", {"pp": 2}, "full"),
     ("glm4_moe", {"tp": 2}, "full"),
     ("mixtral", {"tp": 2, "ep": 2}, "none"),

@@ -25,11 +25,17 @@ LAYOUTS = {
     "tp2": {"tp": 2},
     "tp2-ep2": {"tp": 2, "ep": 2},
     "pp2": {"pp": 2},
+    "cp2": {"cp": 2},
+    "cp2-ep2": {"cp": 2, "ep": 2},
 }
 LARGE_LAYOUTS = {
     "pp2-ep2": {"pp": 2, "dp": 2, "ep": 2},
     "tp2-pp2": {"tp": 2, "pp": 2},
     "dp2-tp2-ep2": {"dp": 2, "tp": 2, "ep": 2},
+    "cp2-tp2": {"cp": 2, "tp": 2},
+    "cp2-pp2": {"cp": 2, "pp": 2},
+    # Two ranks of four have the same key and value heads.
+    "cp4": {"cp": 4},
 }
 RECOMPUTE = ["none", "selective", "full"]
 

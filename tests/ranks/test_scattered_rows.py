@@ -10,8 +10,8 @@ import torch.distributed as dist
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.data.records import Trajectory
 from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.learner.preparation import prepare
 from r3async.learner.torch.backend import TorchLearner
-from r3async.learner.trainer import prepare
 from tests.helpers import torch as ht
 from tests.helpers.parity import gradients_of_rank, of_rank
 from tests.helpers.stepwise import EPISODES, VOCABULARY, play

@@ -1,7 +1,6 @@
 """A run whose episodes are played by a program with the `openai` package: real Ray, vLLM, ZeroMQ and Megatron."""
 
 import io
-import json
 import os
 from pathlib import Path
 
@@ -68,66 +67,57 @@ def caller(tmp_path_factory):
     return path
 
 
-def test_a_program_that_knows_only_an_address_and_a_key_plays_with_a_tool_and_its_trajectories_train(
-    caller, tmp_path, monkeypatch
-):
+@pytest.fixture
+def trained(caller, tmp_path, monkeypatch):
+    """`trained(env, *settings)`: the directory and the rows of a run with this environment, each row of which is sound."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("R3ASYNC_USER_PATH", os.fspath(ROOT))
-    config = load_config("quickstart", [*SETTINGS, f"model.path={caller}", "name=agent"])
+
+    def run(env: EnvConfig, *settings: str):
+        config = load_config("quickstart", [*SETTINGS, *settings, f"model.path={caller}"])
+        screen = io.StringIO()
+        try:
+            directory = train(
+                msgspec.structs.replace(config, env=env), "quickstart", Console(file=screen, width=120), tmp_path
+            )
+        finally:
+            print(screen.getvalue())  # shown with a failure
+        rows = read_objects(directory / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+        for row in rows:
+            assert row["routing/recorded_fraction"] >= 0.95
+            assert row["rollout_kl/k3"] < 0.01
+            assert row["batch/trained_tokens"] > 0
+            assert row["transport/rejected"] == 0
+        # A tool was called and its result answered: in two turns, in one row of training.
+        assert max(row["episode/turns_mean"] for row in rows) > 1
+        assert verify_routes(RouteIndex(directory)).verified
+        return directory, rows
+
+    return run
+
+
+def test_a_program_that_knows_only_an_address_and_a_key_plays_with_a_tool_and_its_trajectories_train(trained):
     command = ["python", str(ROOT / "docs" / "examples" / "calculator_agent.py")]
-    config = msgspec.structs.replace(config, env=EnvConfig(name="agent-command", args={"command": command}))
-    screen = io.StringIO()
-    try:
-        run_dir = train(config, "quickstart", Console(file=screen, width=120), tmp_path)
-    except BaseException:
-        print(screen.getvalue())
-        raise
-    rows = read_objects(run_dir / "metrics.jsonl")
-    assert [r["step"] for r in rows] == list(range(1, STEPS + 1))
-    for row in rows:
-        assert row["routing/recorded_fraction"] >= 0.95
-        assert row["rollout_kl/k3"] < 0.01
-        assert row["batch/trained_tokens"] > 0
-        assert row["transport/rejected"] == 0
-    # The tool was called and its result answered: in two turns, in one row of training.
-    assert max(r["episode/turns_mean"] for r in rows) > 1
+    run_dir, rows = trained(EnvConfig(name="agent-command", args={"command": command}), "name=agent")
     assert max(r["reward/max"] for r in rows) > 0.25
-    assert verify_routes(RouteIndex(run_dir)).verified
     # Evaluations are played beside it, and none of their episodes has reached the learner.
     assert rows[-1]["transport/received"] == STEPS * GROUPS * SAMPLES
-    lines = [json.loads(line) for line in (run_dir / "evaluation.jsonl").read_text().splitlines()]
+    lines = read_objects(run_dir / "evaluation.jsonl")
     assert [line["step"] for line in lines] == [2, STEPS]
     assert lines[-1]["evaluation/version_max"] == STEPS
     assert all(line["evaluation/episodes"] == 3 and line["evaluation/reward_mean"] > 0 for line in lines)
-    print(screen.getvalue(), rows[-1], lines)
+    print(rows[-1], lines)
 
 
-def test_each_official_client_unchanged_plays_training_episodes_with_a_tool(caller, tmp_path, monkeypatch):
+def test_each_official_client_unchanged_plays_training_episodes_with_a_tool(trained, tmp_path):
     """OpenAI's for chat and for responses, and Anthropic's, in turn in one run."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("R3ASYNC_USER_PATH", os.fspath(ROOT))
     log = tmp_path / "played"
     own = ["schedule.samples_per_group=6", "evaluation.every=0", "episode.temperature=0.8", "name=clients"]
-    config = load_config("quickstart", [*SETTINGS, *own, f"model.path={caller}"])
-    env = EnvConfig(name="agent:tests.helpers.agents:each_client", args={"log": os.fspath(log)})
-    config = msgspec.structs.replace(config, env=env)
-    screen = io.StringIO()
-    try:
-        run_dir = train(config, "quickstart", Console(file=screen, width=120), tmp_path)
-    except BaseException:
-        print(screen.getvalue())
-        raise
-    rows = read_objects(run_dir / "metrics.jsonl")
-    assert [r["step"] for r in rows] == list(range(1, STEPS + 1))
-    for row in rows:
-        assert row["routing/recorded_fraction"] >= 0.95
-        assert row["rollout_kl/k3"] < 0.01
-        assert row["transport/rejected"] == 0
+    _, rows = trained(EnvConfig(name="agent:tests.helpers.agents:each_client", args={"log": os.fspath(log)}), *own)
     played = [line.split() for line in log.read_text().splitlines()]
     for name in CLIENTS:
         rewards = [float(reward) for client, reward in played if client == name]
         assert len(rewards) >= GROUPS * STEPS
         assert max(rewards) >= 0.25, f"{name} called no tool: {rewards}"
-    assert max(r["episode/turns_mean"] for r in rows) > 1
-    assert verify_routes(RouteIndex(run_dir)).verified
     print(played, rows[-1]["routing/recorded_fraction"])

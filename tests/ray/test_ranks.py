@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.actors.ranks import WRITE, LocalLearner, RankActor, RankedLearner, placement
+from r3async.actors.places import WRITE, rank_placement
+from r3async.actors.ranked import RankedLearner
+from r3async.actors.ranks import LocalLearner, RankActor
 from r3async.config import to_dict
 from r3async.learner import LearnerError
 from r3async.weights.reading import verify
@@ -86,7 +88,7 @@ class ThreadsOfCalls(RankActor):
 @pytest.mark.usefixtures("local_ray")
 def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(tmp_path):
     actors, made = REAL.actors, (0, to_dict(config()), "", str(tmp_path))
-    actor = actors.spawn(ThreadsOfCalls, *made, name="rank", placement=placement(1))
+    actor = actors.spawn(ThreadsOfCalls, *made, name="rank", placement=rank_placement(config()))
     try:
         calls, writes = [], []
         for _ in range(5):
@@ -100,15 +102,17 @@ def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(tmp_pa
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_a_rank_that_dies_ends_the_step_with_its_number(model_path, tmp_path):
-    ranked = RankedLearner.load(config(dp=2), model_path, tmp_path)
-    assert REAL.processes.ask_for_stacks(ranked.pids[0], REAL.processes.host)  # as at a stall
+def test_a_rank_that_dies_and_may_not_start_again_ends_the_step_with_its_number(model_path, tmp_path):
+    settings = config(dp=2)
+    settings.supervise.max_rank_restarts = 0
+    ranked = RankedLearner.load(settings, model_path, tmp_path)
+    assert REAL.processes.ask_for_stacks(*ranked.processes[0])  # as at a stall
     deadline = time.monotonic() + 30
     while "most recent call first" not in (tmp_path / "logs" / "learner-rank-0.log").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    os.kill(ranked.pids[1], signal.SIGKILL)
+    os.kill(ranked.processes[1][0], signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(LearnerError, match="rank 1 of the learner failed"):
+    with pytest.raises(LearnerError, match="rank 1 of the learner was lost"):
         ranked.train([for_two_ranks()], version=0)
     assert time.monotonic() - started < 60  # the other rank, which waits for it, is not waited for

@@ -1,4 +1,4 @@
-"""Whole runs on Ray with vLLM whose weights are damaged on their way, or come through the object store. Other faults of theirs:
+"""Whole runs on Ray with vLLM whose weights are damaged on their way, or come over TCP. Other faults of theirs:
 `sim/test_wrong_weights.py`."""
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def test_a_bit_that_is_flipped_in_shared_memory_stops_the_run_and_is_named(warm_
     assert all(row["version"] < 1 for row in read_objects(tmp_path / "run" / "metrics.jsonl"))
 
 
-def test_a_run_through_the_object_store_is_probed(warm_model, tmp_path):
+def test_a_run_over_tcp_is_probed(warm_model, tmp_path):
     run(
         warm_model,
         tmp_path,
-        "weights.backend=object_store",
+        "weights.backend=tcp",
         "weights.bucket_bytes=100000",
         "generator.on_update=recompute",
         "episode.temperature=0.8",

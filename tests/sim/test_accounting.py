@@ -90,7 +90,7 @@ def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("backend", ["shared_memory", "object_store"])
+@pytest.mark.parametrize("backend", ["shared_memory", "tcp"])
 def test_a_run_of_which_every_role_is_killed_trains_everything_once(machine, tmp_path, backend, seed):
     kills = ["generator-0", "learner", "generator-1", "conductor", "generator-2"]
     settings = ["generator.count=3", "generator.concurrency=4", "steps=16", f"weights.backend={backend}"]

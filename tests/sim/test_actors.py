@@ -240,6 +240,7 @@ def test_a_restarted_actor_is_a_new_process_of_the_same_name(run):
         for count in range(2):
             await actor.call("add")
             assert world.processes.kill(pid, "nowhere") is False
+            assert world.processes.alive(pid, host) == (host == world.processes.host)
             running = asyncio.create_task(actor.call("forever"))
             await asyncio.sleep(0.5)
             if host == world.processes.host:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from r3async.world.appending import AppendFile, Keeper
@@ -108,6 +108,7 @@ class Tried:
 
 @settings(max_examples=400, deadline=None)
 @given(steps=STEPS)
+@example(steps=[("remove_tree", "d"), ("open", "d", {"create": True}), ("remove", "d/x")])
 def test_every_call_returns_or_raises_what_the_real_one_does(tmp_path_factory, steps) -> None:
     real = Tried(Disk(), tmp_path_factory.mktemp("real"))
     disk, files = disk_and_files()

@@ -33,6 +33,7 @@ from r3async.tools.simulate.history import (
 )
 from r3async.tools.simulate.invariants import RULES as ALL
 from r3async.tools.simulate.invariants import Checker, Rules, Violated
+from r3async.tools.simulate.rules_training import groups_are_replaced_for_want_of_contrast
 from tests.sim.histories import RULES, Writer, good, pair, playing
 
 
@@ -89,6 +90,11 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
     "a group is twice in a step": ("twice", lambda: edited(Taken, 0, groups=(0, 0))),
     "an episode is missing": ("whole", lambda: edited(Trained, 0, groups=(pair(0, 1, 0)[:1],))),
     "a step of two groups": ("whole", lambda: edited(Trained, 0, groups=(pair(0, 1, 0), pair(1, 1, 0)))),
+    "too few have contrast": ("replaced", good),
+    "episodes of a group play two tasks": (
+        "task",
+        lambda: edited(Trained, 0, groups=((msgspec.structs.replace(pair(0, 1, 0)[0], task=2), pair(0, 1, 0)[1]),)),
+    ),
     "beyond the window": ("window", lambda: edited(Taken, 0, groups=(2,))),
     "an older one is complete": ("window", lambda: edited(Taken, 0, groups=(1,))),
     "weights that were taken back": ("weights", lambda: edited(Trained, 4, groups=(pair(3, 1, 3),))),
@@ -152,8 +158,30 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
 @pytest.mark.parametrize("what", SPOILED)
 def test_what_must_not_be_is_named(what: str):
     name, make = SPOILED[what]
-    rules = msgspec.structs.replace(RULES, age_bound=0) if name == "age" else RULES
-    assert broken(make(), rules).name == name
+    other = {"age": {"age_bound": 0}, "replaced": {"replaced_groups": 1}}.get(name, {})
+    assert broken(make(), msgspec.structs.replace(RULES, **other)).name == name
+
+
+@pytest.mark.parametrize(
+    ("contrast", "says"),
+    [
+        ([True], ""),
+        ([False, True], ""),
+        ([False, False], ""),  # the budget is spent
+        ([False], "trains 1 groups, 0 with contrast, and may take 2"),
+        ([True, True], "takes group 1, though 1 before it have contrast"),
+        ([False, False, True], "trains 3 groups, and may take 2"),
+    ],
+)
+def test_a_step_replaces_groups_until_enough_have_contrast_or_its_budget_is_spent(contrast, says):
+    rules = msgspec.structs.replace(RULES, replaced_groups=1)
+    groups = tuple(
+        tuple(msgspec.structs.replace(f, reward=float(differs * f.episode)) for f in pair(group, 1, 0))
+        for group, differs in enumerate(contrast)
+    )
+    known = see(good()[:1], rules).known
+    assert groups_are_replaced_for_want_of_contrast(known, Trained(1.0, 1, 1, 0, groups)).endswith(says)
+    assert says or not groups_are_replaced_for_want_of_contrast(known, Trained(1.0, 1, 1, 0, groups))
 
 
 def test_every_rule_has_a_history_that_breaks_it():

@@ -12,7 +12,7 @@ from r3async.actors.process import RunFailed
 from r3async.record.reading import read_objects
 from r3async.rollout.engines import EngineError, build_engine
 from r3async.rollout.engines.scripted import ScriptedEngine
-from r3async.weights.publish import Difference
+from r3async.weights.manifest import Difference
 from tests.sim.whole import Player, Simulated, renderer
 
 SEEDS = pytest.mark.parametrize("seed", range(3))
@@ -125,7 +125,7 @@ def test_log_probs_before_temperature_stop_the_run_before_it_trains(machine):
 
 
 @SEEDS
-@pytest.mark.parametrize("backend", ["shared_memory", "object_store"])
+@pytest.mark.parametrize("backend", ["shared_memory", "tcp"])
 def test_a_run_whose_every_version_is_probed_on_every_generator(machine, backend, seed):
     settings = [*CHANGES, f"weights.backend={backend}", "generator.count=2", "episode.temperature=0.8"]
     machine.train(*settings, "weights.bucket_bytes=100")

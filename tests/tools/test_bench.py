@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from r3async.config import ConfigError
+from r3async.data.statistics import median_ratio_interval
 from r3async.tools.bench.jobs import BenchError, progress, run_job
 from r3async.tools.bench.replay import VARIED, plan, render, summarize
 from r3async.tools.bench.replay_report import (
@@ -24,7 +25,6 @@ from r3async.tools.bench.replay_report import (
     Rollouts,
     compare,
     histogram,
-    median_ratio_interval,
     mismatch,
     relative_error,
     step_time,

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from r3async.config import ConfigError
-from r3async.tools.bench import page
-from r3async.tools.bench.compare import Headline, compare, read, run_all
+from r3async.tools.bench import claims, page
+from r3async.tools.bench.compare import HEADLINES, Headline, compare, measures, read, run_all
 from r3async.tools.bench.weights import Figure, WeightsJob
 from r3async.tools.bench.weights import Report as WeightsReport
 
@@ -53,10 +53,30 @@ def test_a_file_without_a_report_is_refused(tmp_path):
         run_all({"wire": dict}, ["wires"], print)
 
 
+def test_every_benchmark_that_all_runs_has_headlines():
+    made = measures("", quick=True, say=print)
+    assert "sampling" in made
+    assert set(made) <= set(HEADLINES)
+
+
+def test_headlines_of_sampling_compare_the_mask_with_all_tokens_and_with_none(tmp_path):
+    def scored(**k3):
+        return {form: {"k3": value} for form, value in k3.items()}
+
+    seeds = [scored(whole=2.0, masked=3.0, unmasked=30.0), scored(whole=2.0, masked=1.0, unmasked=10.0)]
+    report = {"benchmark": "sampling", "seeds": [{"scored": s} for s in seeds], "support_bytes": 7.0}
+    report |= {"k3_whole": 2.0, "k3_masked": 2.0, "k3_unmasked": 20.0}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    found = {headline.name: headline for headline in read(tmp_path / "report.json")}
+    assert found["masked_over_whole"] == Headline("masked_over_whole", 1.0, "low", 1.0)
+    assert found["masked_over_unmasked"] == Headline("masked_over_unmasked", 0.1, "low", 0.0)
+    assert found["support_bytes"].value == 7.0
+
+
 def test_a_small_measurement_is_compared_with_itself(tmp_path):
     command = [sys.executable, "-m", "r3async", "bench"]
     made = subprocess.run(
-        [*command, "all", "--quick", "--only", "packing,wire,scale", "--json"],
+        [*command, "all", "--quick", "--only", "packing,wire", "--json"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -65,7 +85,7 @@ def test_a_small_measurement_is_compared_with_itself(tmp_path):
     )
     (tmp_path / "a.json").write_text(made.stdout)
     names = [headline.name for headline in read(tmp_path / "a.json")]
-    assert {name.partition(".")[0] for name in names} == {"packing", "wire", "scale"}
+    assert {name.partition(".")[0] for name in names} == {"packing", "wire"}
     same = [*command, "compare", "a.json", "a.json", "--json"]
     done = subprocess.run(same, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True)
     assert msgspec.json.decode(done.stdout.splitlines()[-1])["worse"] == []
@@ -73,8 +93,12 @@ def test_a_small_measurement_is_compared_with_itself(tmp_path):
 
 def test_the_tables_of_the_page_are_made_from_the_file():
     assert page.main(["--check"]) == 0
-    places = [match.group(2) for match in page.PLACE.finditer(page.PAGE.read_text())]
-    assert sorted(places) == sorted(page.TABLES)
+    places = [match.groups()[1:3] for text in claims.pages().values() for match in page.PLACE.finditer(text)]
+    assert sorted(name for kind, name in places if kind == "bench") == sorted(page.TABLES)
+    kept = [path.stem for path in page.SCIENCE.glob("*.json")]
+    assert sorted({name for kind, name in places if kind == "science"}) == sorted(kept), (
+        "all data is shown, and no other"
+    )
 
 
 def test_a_table_stands_in_its_place_and_nothing_else_changes():

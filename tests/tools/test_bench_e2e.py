@@ -58,7 +58,7 @@ def test_the_peer_has_the_settings_of_our_run(case, tmp_path):
         == (config.schedule.groups_per_step, config.schedule.samples_per_group)
     )
     assert (job["lr"], job["seed"], job["max_turns"]) == (
-        {"b": 2e-4}.get(case, 5e-4),
+        {"b": 2e-4}.get(case, 3e-4),
         3,
         {"a": 1, "b": 5, "c": 3}[case],
     )

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from r3async.tools.bench.compare import HEADLINES
 from r3async.tools.bench.sampling import Report, render
 from r3async.tools.cli import app
 
@@ -24,3 +25,7 @@ def test_without_the_mask_log_probs_are_too_low():
     assert seed.scored.unmasked.mean < seed.scored.masked.mean - 0.01
     assert seed.scored.unmasked.k3 > seed.scored.masked.k3
     assert "mask" in render(report)
+    found = {headline.name: headline.value for headline in HEADLINES["sampling"](msgspec.to_builtins(report))}
+    assert found["masked_over_unmasked"] == pytest.approx(seed.scored.masked.k3 / seed.scored.unmasked.k3)
+    assert found["masked_over_whole"] == pytest.approx(seed.scored.masked.k3 / seed.scored.whole.k3)
+    assert found["support_bytes"] == report.support_bytes

@@ -8,6 +8,8 @@ from r3async.tools.bench.start import render, run
 STAGES = ("model", "ray", "learner", "generator", "step")
 
 
+@pytest.mark.ray
+@pytest.mark.engine
 def test_a_start_without_a_model_is_measured_by_stage_and_by_process(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     report = run(["none", "help"], 1, print, quick=True)

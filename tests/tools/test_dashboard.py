@@ -55,5 +55,6 @@ def test_panels_do_not_lie_on_each_other(panels) -> None:
         cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
         assert not cells & taken
         assert max(x for x, _ in cells) < 24
+        assert place["w"] >= 3, "a number has room to be read"
         taken |= cells
     assert len({panel["id"] for panel in panels}) == len(panels)

@@ -9,7 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 BY_OTHER_PACKAGES = {
-    "megatron": {"_postprocess", "activation_recompute_forward", "get_replay_topk", "is_fp8_enabled", "record_event"},
+    "megatron": {"_postprocess", "activation_recompute_forward", "get_replay_topk", "is_fp8_enabled", "record_event"}
+    | {"dispatch_preprocess", "token_dispatch", "dispatch_postprocess"}
+    | {"combine_preprocess", "token_combine", "combine_postprocess"},
     "vllm": {"log_engine_initialized", "record_sleep_state"},
     "textual": {"action_hold", "action_show", "action_zoom", "compose", "on_mount", "on_resize"},
     "asyncio": {"get_debug"},

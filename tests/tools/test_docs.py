@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from r3async.config import Config, ConfigError, load_config
-from r3async.data.architectures import ARCHITECTURES, REFUSED
+from r3async.data.architectures import ARCHITECTURES, REFUSED, TORCH_ONLY
 from r3async.record.catalogue import METRICS, metric
 from r3async.schedule.admission import age_bound
 from r3async.tools import comparison
@@ -61,7 +61,7 @@ def test_the_table_of_metrics_is_made_from_the_catalogue():
 def test_the_table_of_models_is_made_from_the_declarations():
     text = MODELS_PAGE.read_text()
     assert with_models(text) == text
-    for kind, declared in ARCHITECTURES.items():
+    for kind, declared in (ARCHITECTURES | TORCH_ONLY).items():
         assert f"| {declared.title} | {declared.models} | `{kind}` |" in text
     for kind, why in REFUSED.items():
         assert f"* `{kind}`: {why}" in text

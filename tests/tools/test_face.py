@@ -196,5 +196,5 @@ for found in pkgutil.walk_packages(r3async.__path__, "r3async."):
             failed.append((found.name, str(error)))
 sys.exit(str(failed) if failed else 0)
 """
-    done = run(sys.executable, "-c", code, cwd=tmp_path, path=installed)
+    done = run(sys.executable, "-c", code, cwd=tmp_path, path=installed, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]

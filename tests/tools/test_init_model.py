@@ -169,4 +169,5 @@ init_model_apart(Path({str(tmp_path / "model")!r}), load_config("quickstart", {s
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "the program\n"), done.stderr[-2000:]
+    assert "leaked" not in done.stderr, "what a process leaves behind when it is killed"
     assert (tmp_path / "model" / "config.json").is_file()

@@ -37,6 +37,8 @@ case "$*" in
     test ! -e fail-install && touch .venv/lib/python3.11/site-packages/half-1.dist-info/INSTALLER ;;
   *pip*" uninstall "*)
     echo "$*" | sed "s/.* uninstall/uninstall/" >> calls ;;
+  *"torch.version.cuda"*)
+    if test -e cpu-torch && { test -e fail-cuda || ! grep -q === calls; }; then echo "torch===2.13.0"; fi ;;
   *"import vllm"*)
     test ! -e fail-import ;;
   *ensurepip*)
@@ -239,6 +241,17 @@ def test_the_index_of_torch_is_named_only_where_pip_knows_no_cpu_build(project: 
     assert project.calls() == ["venv", f"{IN_PLACE[0]} --extra-index-url https://download.pytorch.org/whl/cpu"]
 
 
+def test_a_torch_without_cuda_is_replaced_where_a_gpu_is_meant(project: Project) -> None:
+    """An index of pip's settings has 2.13.0+cpu, which pip takes for newer than 2.13.0."""
+    (project.folder / "cpu-torch").touch()
+    project.install("EXTRA=gpu")
+    assert project.calls() == ["venv", "install -e .[gpu,dev]", "install torch===2.13.0"]
+    (project.folder / "fail-cuda").touch()
+    project.change()
+    assert "torch was installed without CUDA" in project.install("EXTRA=gpu", works=False)
+    project.install("EXTRA=cpu")
+
+
 def test_no_python_that_will_do(project: Project) -> None:
     (project.folder / "fail-python").touch()
     output = project.install(works=False)
@@ -250,14 +263,19 @@ def test_no_python_that_will_do(project: Project) -> None:
     assert project.calls() == FRESH
 
 
+@pytest.mark.parametrize(("extra", "needed"), [("cpu", 5), ("gpu", 12)])
 def test_too_little_space_is_reported_before_anything_is_done(
-    project: Project, monkeypatch: pytest.MonkeyPatch
+    project: Project, monkeypatch: pytest.MonkeyPatch, extra: str, needed: int
 ) -> None:
-    (project.folder / "df").write_text("#!/bin/sh\necho header\necho /dev/x 9 9 4999999 9% /\n")
-    (project.folder / "df").chmod(0o755)
+    df = project.folder / "df"
+    df.write_text(f"#!/bin/sh\necho header\necho /dev/x 9 9 {needed * 1_000_000 - 1} 9% /\n")
+    df.chmod(0o755)
     monkeypatch.setenv("PATH", f"{project.folder}:{os.environ['PATH']}")
-    assert "less than 5 GB" in project.install(works=False)
+    assert f"less than {needed} GB" in project.install(f"EXTRA={extra}", works=False)
     assert project.calls() == []
+    df.write_text(df.read_text().replace(f"{needed * 1_000_000 - 1}", f"{needed * 1_000_000}"))
+    project.install(f"EXTRA={extra}")
+    assert project.calls()[0] == "venv"
 
 
 # --- the other targets
@@ -277,7 +295,7 @@ def test_make_quickstart_passes_overrides() -> None:
 
 
 def test_every_target_that_runs_something_installs_first() -> None:
-    for target in ("quickstart", "test", "test-all", "lint", "format"):
+    for target in ("quickstart", "test", "test-all", "test-gpu", "lint", "format"):
         assert "make -s .venv/installed-" in make(target).splitlines()[1]
     assert "installed-" not in make("clean")
     assert ".venv" not in make("clean").splitlines()[0], "clean keeps what took minutes to install"

@@ -133,6 +133,17 @@ def test_the_slurm_script_makes_a_cluster_trains_and_leaves_nothing_behind(tmp_p
     assert not list(tmp_path.glob(".*token"))
 
 
+def test_the_slurm_script_refuses_a_mistake_before_it_starts_a_cluster(tmp_path):
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)
+    script = ROOT / "docs" / "examples" / "cluster" / "slurm.sh"
+    words = ["bash", str(script), "quickstart", "learner.learning_rat=1"]
+    done = run(words, tmp_path, {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "8"}, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "learner.learning_rat" in done.stderr
+    assert "ray" not in (done.stdout + done.stderr).lower()
+    assert not list(tmp_path.glob(".*token"))
+
+
 def test_the_job_for_kuberay_has_a_command_of_ours_and_its_own_shared_memory():
     job = yaml.safe_load((ROOT / "docs" / "examples" / "cluster" / "rayjob.yaml").read_text())
     command, preset, *words = shlex.split(job["spec"]["entrypoint"])[:4]

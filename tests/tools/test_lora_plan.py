@@ -6,7 +6,8 @@ import pytest
 
 from r3async.config import load_config
 from r3async.learner import build_learner
-from r3async.tools.memory import adapted, rank_memory, shape_of
+from r3async.tools.adapted import adapted
+from r3async.tools.memory import rank_memory, shape_of
 from r3async.tools.plan import make_plan
 
 

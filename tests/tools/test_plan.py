@@ -73,7 +73,8 @@ def test_the_learner_holds_what_the_plan_says(tiny_model):
             parameters = list(learner.model.parameters())
             assert sum(p.numel() for p in parameters) == planned.parameters
             assert sum(p.nbytes for p in parameters) == planned.weights
-            masters = sum(m.nbytes for _, m in learner.optimizer._pairs)
+            held = {id(p) for p in parameters}
+            masters = sum(m.nbytes for m in learner.optimizer._masters if id(m) not in held)
             assert planned.optimizer == masters + 12 * planned.parameters
             kept: dict = {}
             with torch.autograd.graph.saved_tensors_hooks(partial(note, kept), lambda t: t):
@@ -142,7 +143,7 @@ def test_bytes_on_the_wire_are_those_of_an_encoded_trajectory(layers, top_k, exp
     [
         ("moe_30b_r3", "learner.parallel.tp=8", ["learner.parallel.tp", "4 key/value heads"]),
         ("moe_30b_r3", "learner.parallel.pp=5", ["learner.parallel.pp", "48 layers"]),
-        ("moe_30b_r3", "learner.parallel.tp=1", ["`ep`", "dp * tp"]),
+        ("moe_30b_r3", "learner.parallel.tp=1", ["`ep`", "dp * cp * tp"]),
         ("moe_30b_r3", "learner.parallel.pp=1", ["learner", "GiB", "cluster.gpu_gib", "learner.recompute"]),
         ("moe_30b_r3", "generator.dtype=float32", ["tensor_parallel_size"]),
         ("moe_30b_r3", "transport.max_message_bytes=1000000", ["transport.max_message_bytes", "at least"]),
@@ -177,6 +178,24 @@ def test_another_environment_does_not_inherit_arguments_that_were_not_meant_for_
     assert load_config("quickstart", ["env.args.letters=5"]).env.args == {"letters": 5, "turns": 3}
 
 
+def test_engines_and_ranks_that_share_a_gpu_fit_it_together(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i} and {i}", "answer": str(2 * i)}) + "\n" for i in range(9)))
+    made = make_plan(load_config("math_one_gpu", [f"data.path={rows}"]))
+    assert (made.gpus, made.shared) == (1, True)
+    assert made.hosts == ["host 1: rank 0 of the learner; engine 0 on the ranks' GPUs"]
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization` to at most 0\.\d+, .*colocate") as caught:
+        make_plan(
+            load_config("math_one_gpu", [f"data.path={rows}", "generator.engine_args.gpu_memory_utilization=0.9"])
+        )
+    most = str(caught.value).partition("to at most ")[2].partition(",")[0]
+    make_plan(
+        load_config("math_one_gpu", [f"data.path={rows}", f"generator.engine_args.gpu_memory_utilization={most}"])
+    )
+    apart = make_plan(load_config("math_one_gpu", [f"data.path={rows}", "cluster.gpus_per_node=2"]))
+    assert (apart.gpus, apart.shared) == (2, False)
+
+
 def test_a_plan_counts_processes_slots_and_bytes():
     config = load_config("moe_30b_r3")
     plan = make_plan(config)
@@ -185,7 +204,7 @@ def test_a_plan_counts_processes_slots_and_bytes():
     assert plan.wire_bytes_per_step == 512 * (4096 * 406 + 4096)
     assert 60 * GIB < plan.rank.total < 70 * GIB
     text = describe(plan, config)
-    for part in ("16 GPUs", "192 groups in flight", "at most 2 versions old", "recompute full", "one host with 8 GPUs"):
+    for part in ("16 GPUs", "192 groups in flight", "at most 2 versions old", "recompute full", "places on 2 host"):
         assert part in text
     stepwise = load_config("quickstart", ["episode.rows=stepwise"])
     assert make_plan(stepwise).tokens_per_step == 3 * make_plan(load_config("quickstart")).tokens_per_step

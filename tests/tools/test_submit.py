@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from r3async.config import ConfigError, load_config
-from r3async.tools.plan import check_fit, describe_fit, make_plan, read_nodes
+from r3async.tools.fit import check_fit, describe_fit, read_nodes
+from r3async.tools.plan import make_plan
 from r3async.tools.submit.jobs import Jobs, Package, SubmitError, make_package, stop_seconds
 from r3async.tools.submit.launch import command_of
 from tests.helpers.cli import typed
@@ -112,20 +113,24 @@ def test_what_can_not_fit_is_refused_with_what_to_change():
     big = {"CPU": 64, "GPU": 8, "memory": 2**40, "accelerator_type:H100": 1}
     assert check_fit(plan, config, read_nodes([node("a", **big), node("b", **big)])).problems == []
     lost = read_nodes([node("a", **big), node("b", "DEAD", **big)])
-    assert any("needs 16 GPUs, and the cluster has 8" in p for p in check_fit(plan, config, lost).problems)
+    assert any("0 of 8 engines (a: 8 GPUs, 64 CPUs)" in p for p in check_fit(plan, config, lost).problems)
     small = big | {"GPU": 4}
     spread = check_fit(plan, config, read_nodes([node(str(i), **small) for i in range(4)]))
-    assert spread.problems == [
-        "the learner's 8 ranks meet on one host, and the largest has 4 GPUs: lower `learner.parallel`"
-    ]
+    assert spread.problems == []  # a tensor-parallel group has a host, and the learner has two
+    assert spread.layout.training() == [*"00001111"]
+    narrow = small | {"GPU": 2}
+    narrow = check_fit(plan, config, read_nodes([node(str(i), **narrow) for i in range(8)]))
+    assert "4 tensor-parallel ranks of the learner need 4 GPUs of one host" in narrow.problems[0]
     weak = big | {"accelerator_type:A10G": 1}
     del weak["accelerator_type:H100"]
     assert any("24 GiB (A10G)" in p for p in check_fit(plan, config, read_nodes([node(**weak), node(**weak)])).problems)
     large = load_config("moe_235b_r3")
-    assert any(
-        "8 GPUs on one node" in p for p in check_fit(make_plan(large), large, read_nodes([node(**small)])).problems
-    )
-    assert "does not fit" in describe_fit(spread, plan)
+    problems = check_fit(make_plan(large), large, read_nodes([node(**small)])).problems
+    assert any("64 ranks need 64 GPUs" in p for p in problems)
+    bare = check_fit(plan, config, read_nodes([node(CPU=64)]))
+    assert bare.problems == ["the run needs 16 GPUs, and the cluster has none"]
+    assert "does not fit" in describe_fit(narrow, plan)
+    assert "places  0: ranks 0-3 of the learner" in describe_fit(spread, plan)
 
 
 # -- a cluster of our own ----------------------------------------------------------------------------------------------
@@ -249,7 +254,7 @@ def test_a_cluster_shows_what_it_has_and_wants_its_token(token_cluster, tmp_path
     assert (fits.returncode, "2 CPUs" in fits.stdout, "it fits" in fits.stdout) == (0, True, True), fits.stderr
     large = cli("submit", "moe_30b_r3", cwd=tmp_path, env=token_cluster)
     assert large.returncode == 2
-    assert "needs 16 GPUs, and the cluster has 0" in large.stderr
+    assert "needs 16 GPUs, and the cluster has none" in large.stderr
     wrong = tmp_path / "token"
     wrong.write_text(secrets.token_hex(32))
     refused = cli("cluster", "quickstart", "--token-file", str(wrong), cwd=tmp_path, env=token_cluster)

@@ -6,9 +6,13 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from r3async.config import ConfigError, load_config
-from r3async.learner.losses.drift import ESTIMATORS, k2, k3
+from r3async.learner.losses.drift import ESTIMATORS, bounded_k3, k2, k3, measured_k3
+from r3async.learner.losses.objective import reference_kl
+from tests.helpers.algorithms import algorithm
 
 
 def categorical(drift: float = 0.7) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,3 +109,47 @@ def test_reference_kl_is_unbiased_for_samples_of_the_learner():
 def test_unknown_estimators_are_refused_when_the_config_is_read():
     with pytest.raises(ConfigError, match=r"algorithm.rollout_kl.estimator.*'k4'.*one of 'k1', 'abs', 'k2', 'k3'"):
         load_config("quickstart", ["algorithm.rollout_kl.estimator=k4"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(-30, 30), st.floats(0.01, 1e4))
+def test_one_token_counts_no_more_than_its_limit_and_its_gradient_stays(delta, limit):
+    """Against k3 in float64, cut and continued by hand."""
+    exact = math.exp(delta) - 1 - delta if abs(delta) > 1e-3 else delta**2 / 2 + delta**3 / 6
+    x = torch.tensor(delta, dtype=torch.float64, requires_grad=True)
+    assert float(measured_k3(x.detach(), limit)) == pytest.approx(min(exact, limit), rel=1e-6, abs=1e-12)
+    value = bounded_k3(x, limit)
+    value.backward()
+    slope = float(x.grad)
+    if delta < 0 or exact <= limit:
+        assert float(value) == pytest.approx(exact, rel=1e-6, abs=1e-12)
+        assert slope == pytest.approx(math.expm1(delta), rel=1e-3, abs=1e-6)
+    else:
+        edge = delta - (float(value) - limit) / slope
+        assert math.exp(edge) - 1 - edge == pytest.approx(limit, rel=1e-5)
+        assert slope == pytest.approx(math.expm1(edge), rel=1e-5)
+
+
+def test_what_is_not_finite_is_not_hidden_by_the_limit():
+    values = measured_k3(torch.tensor([math.inf, -math.inf, math.nan, 60.0]), 100.0)
+    assert values[:2].isinf().all()
+    assert values[2].isnan()
+    assert values[3] == 100
+
+
+@pytest.mark.parametrize("stale", [0.0, 0.7])
+def test_the_weighted_reference_term_is_kl_for_tokens_of_any_policy(stale):
+    """By enumeration: the mean over mu of value and gradient are KL(pi || ref) and its gradient, and GRPO's are not."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
+    other, noise = (torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(2))
+    mu = (logits.detach() + stale * noise).log_softmax(-1)
+    reference = other.log_softmax(-1)
+    exact = (logits.softmax(-1) * (logits.log_softmax(-1) - reference)).sum()
+    (want,) = torch.autograd.grad(exact, logits)
+    for weighted in (True, False):
+        config = algorithm(reference_kl={"coef": 1.0, "weighted": weighted, "weight_cap": 1e6}).reference_kl
+        mean = (mu.exp() * reference_kl(logits.log_softmax(-1), mu, reference, config)).sum()
+        (got,) = torch.autograd.grad(mean, logits)
+        right = abs(float(mean - exact)) < 1e-9 and torch.allclose(got, want)
+        assert right == weighted

@@ -13,7 +13,9 @@ import pytest
 from r3async.config import Config, ConfigError, Section, config_from_dict, load_config, to_dict
 from r3async.config.section import Range
 
-SIGNED = {"algorithm.entropy_coef", "serving.unrewarded", "model.init.warm_reward", "evaluation.pass_reward"}
+SIGNED = {"algorithm.entropy_coef", "serving.unrewarded", "model.init.warm_reward", "evaluation.pass_reward"} | {
+    f"schedule.difficulty.{name}" for name in ("easy", "hard", "target")
+}
 """The only numbers that may be negative."""
 ABSURD = [math.nan, math.inf, -math.inf, 10**20, -(10**20), -1, -1e-3]
 
@@ -81,7 +83,8 @@ def test_a_number_that_is_not_finite_or_out_of_range_is_refused_with_its_name(pa
 
 @pytest.mark.parametrize("path", sorted(SIGNED))
 def test_a_reward_or_a_weight_that_may_be_a_penalty_may_be_negative(path):
-    assert load_config("quickstart", [f"{path}=-0.5"])
+    below = ["schedule.difficulty.hard=-1"] * path.endswith("easy")
+    assert load_config("quickstart", [*below, f"{path}=-0.5"])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,7 @@ def test_a_reward_or_a_weight_that_may_be_a_penalty_may_be_negative(path):
         "learner.lr=nan",
         "learner.lr=inf",
         "episode.temperature=inf",
-        "algorithm.ratio_cap=nan",
+        "algorithm.truncated_pg.cap=nan",
         "env.step_timeout=nan",
         f"steps={10**20}",
         "learner.betas=[0.9, nan]",

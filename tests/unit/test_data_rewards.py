@@ -127,7 +127,7 @@ async def test_rewards_of_trl_get_messages_for_chat_prompts_and_texts_for_texts(
 async def test_a_row_and_a_reward_of_verl_need_no_settings(dataset):
     env = dataset(VERL, "own.py:compute_score")
     assert env.oracle() == "2"
-    assert await paid(env, "#### 2") == (1.0, {"compute_score": 1.0})
+    assert await paid(env, "#### 2") == (1.0, {"compute_score": 1.0, "acc": 1.0})
     assert (await paid(env, "#### 3"))[0] == 0.0
 
 
@@ -174,7 +174,7 @@ async def test_what_is_no_reward_fails_the_episode_by_name(dataset, fn, message)
     ("reward", "message"),
     [
         ("own.py:hungry", r"rows.jsonl, line 1: no field 'hunger', which reward 'hungry' asks for"),
-        ("own.py:stateful", r"no field 'trainer_state', which reward 'stateful' asks for"),
+        ("own.py:stateful", r"asks for `trainer_state`, which only TRL's trainer has: give it a default"),
         ("own.py:plaim", r"own.py has no function 'plaim'; did you mean 'plain'"),
         ("own.py:constant", r"is a int, not a function"),
         ("none.py:plain", r"there is no file .*/none.py"),

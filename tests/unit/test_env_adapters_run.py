@@ -17,7 +17,7 @@ from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
 from r3async.tools.init_model import byte_tokenizer, init_model
 from r3async.tools.train import train
-from r3async.weights.publish import WeightManifest
+from r3async.weights.manifest import WeightManifest
 from tests.helpers.verifiers import tasksets_in
 
 SETTINGS = EpisodeConfig(max_turns=6, max_new_tokens=32, max_prompt_tokens=2048, max_total_tokens=4096, retries=1)

@@ -1,10 +1,14 @@
 """Tools in an environment: those of MCP servers, and commands in a sandbox."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -25,7 +29,7 @@ def call(name, **arguments):
 
 def mcp(*mode, task="reverse-text", **args):
     servers = {"sums": {"command": [sys.executable, SERVER, *mode]}}
-    return EnvConfig(name=f"mcp:{task}", args={"servers": servers, "task": {"letters": 3, "turns": 1}, **args})
+    return EnvConfig(name=f"mcp:{task}", args={"servers": servers, "task": {"letters": 3, "turns": 1}} | args)
 
 
 @pytest.fixture
@@ -55,7 +59,7 @@ def _words(process):
 async def test_tools_of_a_server_are_offered_called_at_once_and_the_task_judges_the_answer(env):
     environment = env()
     (asked,) = await environment.reset(7)
-    assert [tool["function"]["name"] for tool in environment.tools] == ["add", "wait", "shout", "fail"]
+    assert [tool["function"]["name"] for tool in environment.tools] == ["add", "wait", "shout", "fail", "greeted"]
     assert environment.tools[0]["function"]["parameters"]["required"] == ["a", "b"]
     wait = call("wait", seconds=0.5)
     result = await environment.step(Action(f"Both. {wait}{wait}{call('add', a=3, b=4)}"))
@@ -66,6 +70,21 @@ async def test_tools_of_a_server_are_offered_called_at_once_and_the_task_judges_
     assert (final.reward, final.done) == (1, True)
     (asked,) = await environment.reset(8)
     assert environment.oracle() == asked.content[::-1], "what the task knows is known"
+
+
+async def test_the_task_gets_the_tokens_of_an_answer_if_it_takes_them(env, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    task = {"path": str(tmp_path / "rows.jsonl"), "reward": "tests.unit.test_envs_tools:counted"}
+    args = {"servers": {"sums": {"command": [sys.executable, SERVER]}}, "task": task}
+    environment = environment_factory(EnvConfig(name="mcp:dataset", args=args))()
+    await environment.reset(0)
+    assert environment.takes_tokens
+    assert (await environment.step(Action("two", token_ids=[4, 5, 6]))).reward == 3
+    await environment.close()
+
+
+def counted(completions, completion_ids):
+    return [float(len(ids)) for ids in completion_ids]
 
 
 async def test_an_episode_has_servers_of_its_own_and_they_end_with_it(env):
@@ -81,13 +100,13 @@ async def test_an_episode_has_servers_of_its_own_and_they_end_with_it(env):
 
 
 async def test_calls_have_limits_and_what_goes_wrong_is_told_to_the_policy(env):
-    environment = env(call_timeout=0.5, output_characters=20, calls_at_once=2, calls=7)
+    environment = env(call_timeout=3.0, output_characters=20, calls_at_once=2, calls=7)
     await environment.reset(1)
 
     async def told(*calls):
         return [m.content for m in (await environment.step(Action("".join(calls)))).messages]
 
-    assert await told(call("wait", seconds=60)) == ["error: wait took longer than 0.5 s"]
+    assert await told(call("wait", seconds=60)) == ["error: wait took longer than 3 s"]
     (failed,) = await told(call("fail"))
     assert failed.startswith("error: ")
     (wrong,) = await told(call("add", a="x"))
@@ -97,6 +116,42 @@ async def test_calls_have_limits_and_what_goes_wrong_is_told_to_the_policy(env):
     assert many == ["x" * 20 + "\n[5 characters left out]", "xxxxx", "error: not called, an answer may have 2 calls"]
     last = await environment.step(Action(call("add", a=1, b=1)))
     assert last.done, "seven calls are over, and the task judges what is said then"
+
+
+@pytest.fixture
+def running_server():
+    """The address of one that runs, over HTTP."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, SERVER, "http", str(port)], stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+async def test_a_server_that_runs_is_asked_over_http_with_headers_that_name_secrets(env, running_server):
+    web = {"url": running_server, "headers": {"Authorization": "Bearer $TOKEN"}, "tools": ["add", "greeted"]}
+    asked = {"servers": {"web": web}, "environment": {"TOKEN": "secret"}}
+    one, two = env(**asked), env(**asked)
+    await asyncio.gather(one.reset(1), two.reset(1))
+    assert [tool["function"]["name"] for tool in one.tools] == ["add", "greeted"]
+    said = await one.step(Action(call("add", a=1, b=1) + call("greeted")))
+    assert [m.content for m in said.messages] == ["2 (1)", "Bearer secret"]
+    assert (await two.step(Action(call("add", a=1, b=1)))).messages[0].content == "2 (2)", "one server for both"
+    await asyncio.gather(one.close(), two.close())
+
+
+async def test_a_server_that_does_not_run_fails_the_episode_and_is_named(env):
+    environment = env(servers={"web": {"url": "http://127.0.0.1:1/mcp"}}, start_timeout=20)
+    with pytest.raises(EnvironmentFailed, match="the MCP servers web could not start"):
+        await environment.reset(1)
 
 
 @pytest.mark.parametrize("mode", ["dies", "hangs"])
@@ -119,6 +174,10 @@ async def test_a_server_that_does_not_start_fails_the_episode_and_is_named(mode)
         ({"servers": {}}, "names no server"),
         ({"servers": {"a": {"command": ["no-such-program"]}}}, "names no program"),
         ({"servers": {"a": {"command": ["python"], "tool": []}}}, "unknown field `tool`"),
+        ({"servers": {"a": {}}}, "has a `command` or a `url`"),
+        ({"servers": {"a": {"command": ["python"], "url": "http://x"}}}, "has a `command` or a `url`"),
+        ({"servers": {"a": {"url": "x.example"}}}, "must begin with http"),
+        ({"servers": {"a": {"url": "http://x", "headers": {"A": "$B"}}}}, "`headers` name B"),
         ({"servers": {"a": {"command": ["python"]}}, "calls": 0}, "`calls` = 0 must be above 0"),
         ({"servers": {"a": {"command": ["python"]}}, "task": {"leters": 3}}, "leters"),
     ],

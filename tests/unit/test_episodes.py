@@ -13,7 +13,7 @@ from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, Pr
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
 from r3async.tools.init_model import byte_tokenizer
-from r3async.weights.publish import WeightManifest
+from r3async.weights.manifest import WeightManifest
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)

@@ -19,7 +19,7 @@ from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import SampleBuilder
 from r3async.tools.init_model import byte_tokenizer
-from r3async.weights.publish import WeightManifest
+from r3async.weights.manifest import WeightManifest
 
 SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
 

@@ -11,8 +11,9 @@ from r3async.config import EpisodeConfig
 from r3async.data.model_shape import RoutingShape
 from r3async.envs import Message, StepResult
 from r3async.learner.batch.packing import pack
+from r3async.learner.preparation import prepare
 from r3async.learner.torch.backend import TorchLearner
-from r3async.learner.trainer import prepare, train_minibatch
+from r3async.learner.trainer import train_minibatch
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import EngineError
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
@@ -24,7 +25,7 @@ from r3async.schedule.tasks import FEWEST, RECENT, Cursor, EpisodeEnd, FailedTas
 from r3async.schedule.validation import age_metrics, check_ages, validate_trajectory
 from r3async.tools.init_model import byte_tokenizer
 from r3async.transport.wire import decode_trajectory, encode_trajectory
-from r3async.weights.publish import WeightManifest
+from r3async.weights.manifest import WeightManifest
 from tests.helpers import torch as ht
 
 LIMITS = EpisodeConfig(max_turns=1, max_new_tokens=8, retries=1)

@@ -13,7 +13,7 @@ from r3async.actors.leasing import Dispatch, LeaseAnswer, LeaseCall
 from r3async.actors.process import NotLoaded, ProcessLost, RunFailed
 from r3async.config import load_config, to_dict
 from r3async.rollout.engines import InstallReport
-from r3async.weights.publish import Difference, WeightManifest
+from r3async.weights.manifest import Difference, WeightManifest
 from r3async.world import ActorLost
 from r3async.world.real import REAL
 from tests.helpers.fleet import Generator, deliver, loaded, published, sampled, scores
@@ -199,7 +199,8 @@ async def test_a_stale_prefix_cache_stops_the_run(installer, handles):
 
 
 async def test_the_figures_are_those_of_the_slowest_and_the_share_is_of_all_time(installer):
-    installer._began -= 100  # two generators, 0.1 s each at the start
+    for generator in installer.fleet:  # two, 0.1 s each at the start
+        generator.since -= 100
     figures = await deliver(installer, 1)
     assert figures["weights/pause_seconds"] == 0.1
     assert figures["weights/load_seconds"] == 0.05
@@ -212,14 +213,14 @@ def test_the_backend_follows_from_the_hosts_unless_it_is_named():
         return choose_backend(load_config("quickstart", list(overrides)), hosts)
 
     assert chosen({"a"}) == "shared_memory"
-    assert chosen({"a", "b"}) == "object_store"
-    assert chosen({"a"}, "weights.backend=object_store") == "object_store"
-    with pytest.raises(ValueError, match=r'different hosts \(a, b\).*weights\.backend="object_store"'):
+    assert chosen({"a", "b"}) == "tcp"
+    assert chosen({"a"}, "weights.backend=tcp") == "tcp"
+    with pytest.raises(ValueError, match=r'different hosts \(a, b\).*weights\.backend="tcp"'):
         chosen({"a", "b"}, "weights.backend=shared_memory")
 
 
 def test_equal_contents_have_equal_digests():
-    from r3async.weights.publish import TensorEntry
+    from r3async.weights.manifest import TensorEntry
 
     tensors = {"a": TensorEntry("float32", (2,), 1), "b": TensorEntry("float32", (2,), 2)}
     manifest = WeightManifest(1, "x", tensors, 8)

@@ -218,6 +218,7 @@ class Playing:
             conductor=self.asked,
             play=self.play,
             ended=self._ended,
+            told=[],
             load=lambda: {"playing": self.playing},
             check=lambda: None,
         )

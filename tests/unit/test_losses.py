@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import types
@@ -13,7 +14,14 @@ import torch
 
 from r3async.config import POLICY_LOSSES as NAMES
 from r3async.config import AlgorithmConfig, ConfigError, config_from_dict, load_config
-from r3async.learner.losses.policy_loss import POLICY_LOSSES, LossInputs, PolicyLoss, needs_old_logprobs, policy_loss
+from r3async.learner.losses.policy_loss import (
+    POLICY_LOSSES,
+    LossInputs,
+    PolicyLoss,
+    needs_old_logprobs,
+    policy_loss,
+    rounding_clips,
+)
 from tests.helpers.algorithms import algorithm, distance, make_samples, run
 
 
@@ -51,9 +59,9 @@ def test_on_policy_every_loss_has_the_policy_gradient(name):
     assert not loss.clipped.any()
 
 
-def test_bounds_of_tis_and_cispo_keep_every_token():
-    given = inputs(algorithm(ratio_cap=1.5), [0.5, 1.2, 3.0, 3.0], [1, 1, 1, -1])
-    loss = POLICY_LOSSES["tis"](given)
+def test_bounds_of_truncated_pg_and_cispo_keep_every_token():
+    given = inputs(algorithm(truncated_pg={"cap": 1.5}), [0.5, 1.2, 3.0, 3.0], [1, 1, 1, -1])
+    loss = POLICY_LOSSES["truncated_pg"](given)
     assert slopes(given, loss) == pytest.approx([-0.5, -1.2, -1.5, 1.5])
     assert loss.clipped.tolist() == [False, False, True, True]
     given = inputs(algorithm(), [0.1, 6.0, 6.0], [1, 1, -1])
@@ -192,7 +200,7 @@ def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
     ("name", "says"),
     [
         ("ppoo", "no such loss; did you mean 'ppo'?"),
-        ("zzz", "no such loss; built in: tis, ppo, gspo, cispo, sapo, dppo, decoupled_ppo."),
+        ("zzz", "no such loss; built in: truncated_pg, ppo, tis, gspo, cispo, sapo, dppo, decoupled_ppo."),
         ("no_such_module_at_all:loss", "cannot be loaded: No module named 'no_such_module_at_all'"),
         ("made_up_losses:other", "cannot be loaded: module 'made_up_losses' has no attribute 'other'"),
         ("made_up_losses:pair", "must be a function of one argument"),
@@ -219,6 +227,9 @@ def test_what_is_no_loss_is_refused_when_the_config_is_read(module, name, says):
             "unknown key `algorithm.correction.max_token_age`: it is `schedule.max_token_age` now",
         ),
         ({"anchor": "old"}, "`algorithm.anchor` = 'old'"),
+        ({"ratio_cap": 2.0, "policy_loss": "tis"}, "algorithm.truncated_pg.cap"),
+        ({"correction": {"weight": "token"}}, "[algorithm.correction] `weight` needs `anchor`"),
+        ({"correction": {"weight": "token", "anchor": "recomputed"}}, "counts recomputed / rollout twice"),
         ({"reduction": "mean"}, "`algorithm.reduction` = 'mean'"),
         ({"advantage": "gae"}, "`algorithm.advantage` = 'gae'"),
         (
@@ -226,7 +237,13 @@ def test_what_is_no_loss_is_refused_when_the_config_is_read(module, name, says):
             "[algorithm] `overlong_penalty` makes rewards negative",
         ),
         ({"rollout_kl": {"target": 0.1, "max": 0.1}}, "[algorithm.rollout_kl] `max` must be more than `target`"),
-        ({"rollout_kl": {"target": 0.1, "coef": 0.0}}, "[algorithm.rollout_kl] with `target`, `coef` must be between"),
+        (
+            {"rollout_kl": {"target": 0.1, "coef": 0.0}},
+            "[algorithm.rollout_kl] with `target`, `coef` must be more than 0",
+        ),
+        ({"rollout_kl": {"target": 0.1, "limit": 0.05}}, "[algorithm.rollout_kl] `limit` must be at least `target`"),
+        ({"rollout_kl": {"limit": 0.1, "probe_share": 0.0}}, "[algorithm.rollout_kl] `limit` needs `probe_share`"),
+        ({"rollout_kl": {"coef_min": 0.1}}, "algorithm.rollout_kl.coef"),
         ({"rollout_kl": {"target": 0.0}}, "[algorithm.rollout_kl] `target` must be greater than 0"),
     ],
 )
@@ -245,3 +262,41 @@ def test_sides_of_bounds_are_those_of_the_ratio_that_was_bounded():
     assert POLICY_LOSSES["ppo"](given).high.tolist() == [True, False]
     capped = replace(given, old_logprobs=given.logprobs.detach() + 3, rollout_logprobs=given.logprobs - 3)
     assert POLICY_LOSSES["decoupled_ppo"](capped).high.tolist() == [True, True]  # the correction's cap
+
+
+def test_equal_weights_in_bf16_are_outside_gspos_range_and_inside_the_one_that_noise_widens():
+    """Ratios are 1 but for a relative rounding of 2^-9 of log-probs: nothing should be clipped."""
+    rng = np.random.default_rng(0)
+    lengths = [8] * 200
+    noise = 0.01
+    delta = np.concatenate([rng.normal(0, noise, n) for n in lengths])
+    clipped = {}
+    for given in (0.0, noise):
+        config = algorithm(policy_loss="gspo", gspo={"noise": given})
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        advantages = torch.from_numpy(rng.choice([-1.0, 1.0], len(lengths)))[sequence]
+        zeros, mask = torch.zeros(len(delta), dtype=torch.float64), torch.ones(len(delta), dtype=torch.bool)
+        seen = LossInputs(torch.from_numpy(delta), zeros, zeros, None, advantages, mask, sequence, len(lengths), config)
+        clipped[given] = float(POLICY_LOSSES["gspo"](seen).clipped.double().mean())
+        metrics = {"rollout_corr/clipped_fraction": clipped[given], "rollout_kl/k3_age_0": noise**2 / 2}
+        assert ("gspo.noise=0.01" in rounding_clips(config, metrics)) == (given == 0)
+    assert clipped[0.0] > 0.35  # of one side each
+    assert clipped[noise] < 0.01
+
+
+def test_tis_is_yaos_and_truncated_pg_is_cispo_with_its_cap():
+    """Three tokens by hand: u = pi / pi_old, w = min(pi_old / mu, 2), and clipping of u where A > 0 and u > 1.2."""
+    config = algorithm(policy_loss="tis")
+    old, mu = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.5, -3.0, -1.0])
+    logprobs = torch.tensor([-0.9, -1.0, -0.5], requires_grad=True)
+    ones = torch.ones(3)
+    given = LossInputs(logprobs, mu, mu, old, ones, ones.bool(), torch.zeros(3, dtype=torch.long), 1, config)
+    loss = POLICY_LOSSES["tis"](given)
+    want = [-math.exp(0.5) * math.exp(0.1), -2.0, -1.2]
+    assert loss.value.tolist() == pytest.approx(want)
+    (slope,) = torch.autograd.grad(loss.value.sum(), logprobs)
+    assert slope.tolist() == pytest.approx([want[0], -2.0, 0.0])
+    assert loss.clipped.tolist() == [False, True, True]
+    same = inputs(algorithm(truncated_pg={"cap": 1.7}, cispo={"clip_high": 0.7}), [0.5, 1.2, 3.0], [1, -1, 1])
+    one, other = (POLICY_LOSSES[name](same).value.tolist() for name in ("truncated_pg", "cispo"))
+    assert one == other

@@ -11,7 +11,7 @@ from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine, s
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask, failed_trajectory
 from r3async.schedule.validation import InvalidTrajectory, validate_trajectory
 from r3async.tools.init_model import byte_tokenizer
-from r3async.weights.publish import WeightManifest
+from r3async.weights.manifest import WeightManifest
 from tests.unit.test_episodes import Talker, encode
 
 TASK = EpisodeTask(0, 0, 11)

@@ -17,7 +17,9 @@ from r3async.learner.batch.packing import collate, pack
 from r3async.learner.figures import ObjectiveSums
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.trainer import train_minibatch
+from tests.helpers import architectures as ha
 from tests.helpers import models as hm
+from tests.helpers.equality import assert_equal_transformers
 from tests.helpers.learner import (
     LENGTHS,
     fully_recorded,
@@ -52,31 +54,11 @@ def learner(model_path):
 )
 def test_logits_and_all_gradients_equal_transformers(tmp_path, changes):
     path = hm.make_hf_model(tmp_path / "m", **changes)
-    learner, reference = MegatronLearner.load(settings(), path), hm.load_hf(path)
+    learner = MegatronLearner.load(settings(), path)
     moe = sum(learner.shape.moe_pattern)
     assert moe == {"mlp_only_layers": 2, "decoder_sparse_step": 1}.get(next(iter(changes), ""), 3)
     samples = fully_recorded(hm.make_samples(1, LENGTHS, layers=moe))
-    micro_batch = collate(samples)
-    weight = torch.randn(micro_batch.tokens, hm.VOCAB, generator=torch.Generator().manual_seed(0))
-
-    with learner.replay.bound(micro_batch):
-        ours = logits(learner, micro_batch)
-        (ours * weight).sum().backward()
-    at = 0
-    for sample in samples:
-        rows = slice(at, at := at + len(sample.table))
-        with hm.forced_routes(reference, sample.table["routed_experts"]):
-            theirs = reference(torch.from_numpy(sample.table["token_ids"].astype(np.int64))[None]).logits[0]
-        assert (ours[rows] - theirs).abs().max() < 1e-5 * theirs.abs().max()
-        (theirs * weight[rows]).sum().backward()
-    got, want = gradients(learner), hf_gradients(reference)
-    if learner.shape.tied:
-        want.pop("lm_head.weight", None)
-    assert set(got) == set(want)
-    for name, expected in want.items():
-        assert expected.abs().max() > 0, name
-        error = (got[name] - expected).norm() / expected.norm()
-        assert error < 1e-5, (name, float(error))
+    assert_equal_transformers(learner, ha.load_plain(path), samples, logits=logits, gradients=gradients)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -146,7 +128,7 @@ def reference_step(path, samples: list[Sample], config: Config) -> tuple[float, 
         for t in range(1, len(table)):
             if table["loss_mask"][t] and np.isfinite(table["rollout_logprobs"][t]):
                 lp, mu = logp[t - 1, int(table["token_ids"][t])], float(table["rollout_logprobs"][t])
-                ratio = min(float(torch.exp(lp.detach() - mu)), config.algorithm.ratio_cap)
+                ratio = min(float(torch.exp(lp.detach() - mu)), config.algorithm.truncated_pg.cap)
                 policy_sum = policy_sum - ratio * float(table["advantages"][t]) * lp
                 kl_sum = kl_sum + config.algorithm.rollout_kl.coef * (lp - mu) ** 2 / 2
                 count += 1
@@ -188,12 +170,13 @@ def test_metric_names_are_those_of_the_protocol(learner):
         "tokens/dropped_non_finite", "batch/tokens", "batch/trained_tokens", "batch/micro_batches",
         "batch/split_episodes", "batch/shared_tokens", "batch/fill",
         "optimizer/updates", "optimizer/no_contrast", "optimizer/broken", "rollout_kl/coef", "loss/router_aux",
+        "optimizer/step_share",
     }  # fmt: skip
     names |= set(ObjectiveSums.zero().metrics())
     for batch in ([], pack(hm.make_samples(0, [8]), 64)):
         metrics = train_minibatch(backend, batch).metrics
-        by_age_or_turn = {"rollout_kl/k3_age_0", "rollout_kl/k3_turn_0"} if batch else set()
-        assert set(metrics) == names | by_age_or_turn
+        in_parts = {f"rollout_kl/k3_{part}_0" for part in ("age", "turn", "position")} if batch else set()
+        assert set(metrics) == names | in_parts
         assert all(type(value) is float and np.isfinite(value) for value in metrics.values())
 
 

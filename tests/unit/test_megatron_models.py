@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 
 from r3async.data.architectures import ARCHITECTURES
 from r3async.data.model_shape import read_shape
-from r3async.learner.batch.packing import collate, pack
+from r3async.learner.batch.packing import pack
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm
+from tests.helpers.equality import assert_equal_transformers
 from tests.helpers.learner import LENGTHS, fully_recorded, gradients, logits, settings
 
 
@@ -43,28 +44,7 @@ def test_every_architecture_has_a_model_here():
 
 
 def test_logits_and_all_gradients_equal_transformers(learner, path):
-    plain = ha.load_plain(path)
-    samples = samples_for(learner)
-    micro_batch = collate(samples)
-    weight = torch.randn(micro_batch.tokens, hm.VOCAB, generator=torch.Generator().manual_seed(0))
-    with learner.replay.bound(micro_batch):
-        ours = logits(learner, micro_batch)
-        (ours * weight).sum().backward()
-    at = 0
-    for sample in samples:
-        rows = slice(at, at := at + len(sample.table))
-        routes = sample.table["routed_experts"] if "routed_experts" in sample.table else np.zeros((0, 0, 0))
-        with ha.forced(plain, routes):
-            theirs = plain(torch.from_numpy(sample.table["token_ids"].astype(np.int64))[None]).logits[0]
-        assert (ours[rows] - theirs).abs().max() < 1e-5 * theirs.abs().max()
-        (theirs * weight[rows]).sum().backward()
-    got, want = gradients(learner), ha.gradients_of(plain)
-    if learner.shape.tied:
-        want.pop("lm_head.weight", None)
-    assert set(got) == set(want)
-    for name, expected in want.items():
-        assert expected.abs().max() > 0, name
-        assert (got[name] - expected).norm() < 1e-5 * expected.norm(), name
+    assert_equal_transformers(learner, ha.load_plain(path), samples_for(learner), logits=logits, gradients=gradients)
 
 
 def test_own_routes_are_those_of_transformers(learner, path):

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from r3async.config import ParallelConfig
 from r3async.learner import LearnerError
 from r3async.learner.attention import plan_buckets
-from r3async.learner.logprobs import token_logprobs, whole_vocabulary
+from r3async.learner.logprobs import token_logprobs
 from r3async.learner.megatron import parallel
 from r3async.learner.megatron.attention import TorchRMSNorm
 from r3async.learner.megatron.backend import MegatronLearner
@@ -48,27 +48,70 @@ def test_process_groups_of_the_same_ranks_are_one():
     assert made == 1
 
 
-def test_log_probs_in_chunks_equal_those_at_once():
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_log_probs_in_chunks_equal_those_at_once(entropy_gradient):
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(50, 16, generator=generator, requires_grad=True)
+    bias = torch.randn(50, generator=generator, requires_grad=True)
     hidden = torch.randn(23, 16, generator=generator, requires_grad=True)
     targets = torch.randint(50, (23,), generator=generator)
     temperatures = torch.rand(23, generator=generator) + 0.5
-    results, rows = [], []
 
-    def logits_of(some: torch.Tensor) -> torch.Tensor:
-        rows.append(len(some))
-        return some @ matrix.T
+    def and_gradients(logprobs, entropies):
+        loss = logprobs.square().sum() + (entropies.pow(3).sum() if entropy_gradient else 0)
+        return logprobs, entropies, *torch.autograd.grad(loss, [hidden, matrix, bias])
 
-    for elements in (10**6, 200):
-        logprobs, entropies = token_logprobs(logits_of, hidden, targets, temperatures, 50, chunk_elements=elements)
-        results.append((logprobs, entropies, *torch.autograd.grad(logprobs.square().sum(), [hidden, matrix])))
-    assert sorted(rows) == sorted([23] + 2 * [4, 4, 4, 4, 4, 3])  # the chunks once forward and once backward
-    for at_once, chunked in zip(*results, strict=True):
-        assert (at_once - chunked).norm() < 1e-5 * at_once.norm()
-    exact = torch.distributions.Categorical(logits=(hidden @ matrix.T) / temperatures[:, None])
-    assert torch.allclose(results[0][0], exact.log_prob(targets), atol=1e-5)
-    assert torch.allclose(results[0][1], exact.entropy(), atol=1e-5)
+    exact = torch.distributions.Categorical(logits=(hidden @ matrix.T + bias) / temperatures[:, None])
+    expected = and_gradients(exact.log_prob(targets), exact.entropy())
+    for elements in (10**6, 200, 1):
+        scores = token_logprobs(
+            matrix,
+            hidden,
+            targets,
+            temperatures,
+            bias=bias,
+            chunk_elements=elements,
+            entropy_gradient=entropy_gradient,
+        )
+        for found, known in zip(and_gradients(*scores), expected, strict=True):
+            assert (found - known).norm() < 1e-5 * known.norm()
+
+
+def test_gradients_of_chunks_are_summed_in_float32():
+    """One of a large chunk and two hundred small ones: in bfloat16 nothing of the small ones would be left."""
+    count = 201
+    hidden = torch.full((count, 8), 1 / 64).bfloat16().requires_grad_()
+    matrix = torch.zeros(4, 8).bfloat16().requires_grad_()
+    targets = torch.zeros(count, dtype=torch.int64)
+    logprobs, _ = token_logprobs(matrix, hidden, targets, torch.ones(count), chunk_elements=4)
+    weights = torch.ones(count)
+    weights[0] = 1024
+    (logprobs * weights).sum().backward()
+    exact = 0.75 / 64 * (1024 + count - 1)
+    assert matrix.grad[0].float() == pytest.approx(torch.full((8,), exact), rel=2**-8)
+    assert (1 - 2**-4) * exact > 0.75 / 64 * 1024
+
+
+def test_no_more_logits_exist_at_once_than_a_chunk_has():
+    """Forward or backward, and no tensor of them is kept."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = [0]
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    largest[0] = max(largest[0], tensor.numel())
+            return out
+
+    hidden, matrix = torch.randn(40, 4, requires_grad=True), torch.randn(50, 4, requires_grad=True)
+    targets, temperatures = torch.randint(50, (40,)), torch.ones(40)
+    with Sizes():
+        logprobs, _ = token_logprobs(matrix, hidden, targets, temperatures, chunk_elements=400)
+        logprobs.sum().backward()
+    assert largest[0] == 400
 
 
 def test_buckets_hold_every_sample_once_with_little_padding():
@@ -130,10 +173,13 @@ def test_unsupported_models_are_refused_with_the_reason(tmp_path):
 
 
 def test_an_impossible_token_adds_nothing_to_the_entropy_and_has_no_gradient():
-    logits = torch.tensor([[0.0, 1.0, -torch.inf]], requires_grad=True)
-    logprobs, entropies = whole_vocabulary(logits, torch.tensor([1]), True)
+    bias = torch.tensor([0.0, 1.0, -torch.inf], requires_grad=True)
+    one = torch.ones(1, 1)
+    logprobs, entropies = token_logprobs(
+        torch.zeros(3, 1), one, torch.tensor([1]), one[0], bias=bias, entropy_gradient=True
+    )
     (logprobs + entropies).sum().backward()
     exact = torch.distributions.Categorical(logits=torch.tensor([0.0, 1.0]))
     assert entropies.item() == pytest.approx(exact.entropy().item())
-    assert logits.grad[0, 2] == 0
-    assert torch.isfinite(logits.grad).all()
+    assert bias.grad[2] == 0
+    assert torch.isfinite(bias.grad).all()

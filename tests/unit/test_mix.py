@@ -12,9 +12,9 @@ from r3async.config import Config, ConfigError, environments, load_config, to_to
 from r3async.config.read import with_overrides
 from r3async.data.mixed import INNER_BITS, joint, parted
 from r3async.data.records import Sample, TokenTable, Trajectory, Turn
-from r3async.envs import Action
+from r3async.envs import Action, Message
 from r3async.envs.factory import environment_factory
-from r3async.envs.mix import evaluate_each
+from r3async.envs.mix import Mixed, evaluate_each
 from r3async.record.catalogue import metric
 from r3async.record.steps import environment_metrics
 from r3async.rollout.evaluation import check_environment, task_counts
@@ -191,6 +191,28 @@ async def test_a_task_s_seed_says_which_environment_poses_it(mixed):
         assert await one.step(Action(one.oracle())) == await two.step(Action(two.oracle()))
     assert await task_counts(factory) == (None, None)
     await try_environment(mixed)
+    again = factory()
+    for entry, alone in ((1, small), (0, reverse), (1, small)):
+        assert await again.reset(joint(entry, 12344)) == await alone().reset(12344), "one that plays several episodes"
+
+
+async def test_the_environment_that_another_episode_does_not_play_is_closed():
+    closed = []
+
+    class One:
+        def __init__(self, name):
+            self.name = name
+
+        async def reset(self, task_seed):
+            return [Message("user", self.name)]
+
+        async def close(self):
+            closed.append(self.name)
+
+    environment = Mixed([lambda: One("a"), lambda: One("b")])
+    for entry, told in ((0, []), (1, ["a"]), (1, ["a"]), (0, ["a", "b"])):
+        (message,) = await environment.reset(joint(entry, 1))
+        assert (message.content, closed) == ("ab"[entry], told)
 
 
 async def test_rows_of_several_files_are_noted_and_evaluated_each_by_its_label(mixed, tmp_path, monkeypatch):

@@ -15,7 +15,8 @@ from r3async.learner import build_learner
 from r3async.learner.batch.packing import MicroBatch, pack, pack_for_ranks
 from r3async.learner.figures import combined
 from r3async.learner.losses.advantages import assign_advantages, has_contrast
-from r3async.learner.trainer import prepare, train_minibatch
+from r3async.learner.preparation import prepare
+from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.learner import replace_columns
 from tests.helpers.parity import of_rank

@@ -39,11 +39,20 @@ TERMS = {
     "entropy_coef": 0.1,
     "correction": {"icepop_low": 0.5, "icepop_high": 2.0, "product_low": 0.05},
 }
+BACK = {"icepop_low": 0.7, "icepop_high": 1.4, "product_low": 0.2, "anchor": "recomputed"}
 LOSSES: list[dict] = [
     *({"policy_loss": name} for name in POLICY_LOSSES),
     {"policy_loss": "ppo", "ppo": {"dual_clip": 1.3}},
     {"policy_loss": "gspo", "gspo": {"clip_low": 0.1, "clip_high": 0.1}},
-    *({"policy_loss": name, "anchor": "recomputed"} for name in ("tis", "ppo", "gspo", "sapo", "dppo")),
+    *({"policy_loss": name, "anchor": "recomputed"} for name in ("truncated_pg", "ppo", "gspo", "sapo", "dppo")),
+    {"policy_loss": "gspo", "gspo": {"noise": 0.1}},
+    {"policy_loss": "tis", "tis": {"cap": 1.05, "dual_clip": 1.3}},
+    *(
+        {"policy_loss": name, "anchor": "recomputed", "correction": BACK | {"weight": weight, "weight_cap": 1.2}}
+        for name, weight in (("ppo", "token"), ("gspo", "sequence"), ("truncated_pg", "sequence"))
+    ),
+    {"reference_kl": {"coef": 0.2, "weighted": False}},
+    {"reference_kl": {"coef": 0.2, "weight_cap": 1.1}},
 ]
 
 
@@ -132,7 +141,9 @@ def test_a_sample_of_one_token(loss):
     config = algorithm(**loss)
     (sample,) = make_samples(3, [1], masked=0)
     got, want = run([[sample]], config, torch.float64), by_hand([sample], config)
-    assert got.loss == pytest.approx(want["loss/policy"] + want["loss/rollout_kl"], rel=1e-9)
+    assert got.loss == pytest.approx(
+        want["loss/policy"] + want["loss/rollout_kl"] + want["loss/reference_kl"], rel=1e-9
+    )
     assert distance(got.logprob_grads, want["gradients"]) < 1e-9
 
 

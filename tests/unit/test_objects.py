@@ -3,6 +3,7 @@
 import pickle
 import threading
 
+import numpy as np
 import pytest
 
 from r3async.config import ConfigError, EnvConfig, RewardConfig
@@ -11,7 +12,7 @@ from r3async.envs.factory import environment_factory
 from r3async.envs.objects import environment_with, hold, named
 from r3async.envs.rewards import reward_of
 
-lock = threading.Lock()
+lock, array = threading.Lock(), np.zeros(3)
 
 
 class Echo:
@@ -101,7 +102,7 @@ async def test_a_reward_is_called_as_one_of_a_module(tmp_path):
     [
         ({"environment": Echo()}, r"`environment` is one Echo, and every episode needs .* lambda: Echo\(…\)"),
         (
-            {"reward": [length, lambda text: lock.locked()]},
+            {"reward": [length, lambda text: (lock.locked(), array)]},
             r"`reward\[1\]` = function cannot be sent .* because of lock: TypeError",
         ),
     ],

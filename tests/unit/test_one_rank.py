@@ -29,8 +29,9 @@ def test_one_rank_has_the_gradient_of_transformers(model_path, expected, recompu
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"dp": 2}, r"dp 2 x tp 1 x pp 1 = 2 ranks, but there is 1"),
+        ({"dp": 2}, r"dp 2 x cp 1 x tp 1 x pp 1 = 2 ranks, but there is 1"),
         ({"tp": 4}, r"parallel\.tp = 4 does not divide the model's 2 key/value heads"),
+        ({"cp": 3}, r"parallel\.cp = 3 does not divide the 4 heads of a rank"),
         ({"pp": 3}, r"parallel\.pp = 3 does not divide the model's 4 layers"),
         ({"dp": 3, "ep": 3}, r"parallel\.ep = 3 does not divide the model's 8 experts"),
     ],
@@ -43,9 +44,8 @@ def test_a_layout_that_can_not_hold_the_model_is_refused(model_path, layout, mes
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"cp": 2}, "context parallelism"),
         ({"vpp": 2}, "virtual pipeline stages"),
-        ({"dp": 2, "ep": 4}, "`ep` = 4 must divide dp . tp = 2"),
+        ({"dp": 2, "ep": 4}, "`ep` = 4 must divide dp . cp . tp = 2"),
     ],
 )
 def test_layouts_that_nobody_tested_are_refused_when_the_configuration_is_read(layout, message):

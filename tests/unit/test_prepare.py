@@ -14,7 +14,8 @@ from r3async.data.records import Sample, TokenTable, Trajectory, Turn
 from r3async.learner import MinibatchResult, build_learner
 from r3async.learner.batch.packing import pack_for_ranks
 from r3async.learner.figures import combined
-from r3async.learner.trainer import divide, prepare, train_minibatch
+from r3async.learner.preparation import divide, prepare
+from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.parity import batch
 from tests.unit.test_buffer import make_trajectory

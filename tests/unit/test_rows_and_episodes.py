@@ -17,7 +17,7 @@ from r3async.learner import LearnerError
 from r3async.learner.batch.packing import pack
 from r3async.learner.losses.policy_loss import LossInputs, PolicyLoss
 from r3async.learner.minibatch import agreed
-from r3async.learner.trainer import prepare
+from r3async.learner.preparation import prepare
 from tests.helpers.algorithms import distance
 from tests.helpers.layouts import VERSION, Leaves, Outcome, Said, leaves_of, played, trained, with_logprobs
 
@@ -31,9 +31,15 @@ def choices(name: str) -> list[str]:
 
 BITES = {"low": 0.9, "high": 1.1}
 """Bounds at which a correction leaves out some of the made-up episodes; others leave out what is above 0.05."""
+WEIGHTS = ("anchor", "weight", "weight_cap")
+"""Of `algorithm.correction`: no bounds."""
 CORRECTIONS: list[dict[str, float]] = [
     {},
-    *({name: BITES.get(name.rsplit("_", 1)[-1], 0.05)} for name in CorrectionConfig.__struct_fields__),
+    *(
+        {name: BITES.get(name.rsplit("_", 1)[-1], 0.05)}
+        for name in CorrectionConfig.__struct_fields__
+        if name not in WEIGHTS
+    ),
     {"max_token_age": 2},  # of the schedule
 ]
 OWN = "losses_of_this_test:sequence_ratio"
@@ -173,7 +179,7 @@ def test_a_sequence_of_the_reductions_is_an_episode(reduction):
     """Two episodes with rewards that differ, of as many tokens: one of one turn, one of four."""
     groups = [[[Said(1, 8, 5, 0.0)], [Said(1, 2, 5, 0.25, "aside") for _ in range(4)]]]
     leaves = leaves_of(groups, 0, lost=0.0)
-    config = configured(policy_loss="tis", reduction=reduction, rollout_kl={"coef": 0.0}, entropy_coef=1.0)
+    config = configured(policy_loss="truncated_pg", reduction=reduction, rollout_kl={"coef": 0.0}, entropy_coef=1.0)
     got = trained(played(groups, leaves, "stepwise"), leaves, config)
     # The entropy bonus has the gradient of the weights alone.
     first, second = -got.by_entropy[0][1:9], -got.by_entropy[0][9:]

@@ -14,7 +14,7 @@ from r3async.data.routes import validate_rows
 from r3async.data.versions import expand
 from r3async.rollout.engines import Engine, EngineError, GenerationRequest, build_engine
 from r3async.rollout.engines.scripted import LETTERS, SCRIPTED_ROUTING, ScriptedEngine
-from r3async.weights.publish import WeightManifest
+from r3async.weights.manifest import WeightManifest
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 
 PROMPT = np.asarray([5, 6, 7], np.int32)

@@ -31,7 +31,8 @@ from r3async.rollout.evaluation import check_environment
 from r3async.tools.cli import app
 from r3async.tools.eval import find_target
 from r3async.tools.submit.jobs import make_package
-from r3async.weights.publish import VersionFolder, WeightError
+from r3async.weights.manifest import WeightError
+from r3async.weights.publish import VersionFolder
 from r3async.world.real import REAL
 from tests.helpers.serving import TASK, answer_ids, client_of, ready, renderer, serving, user
 

@@ -145,10 +145,10 @@ async def test_completions_keep_the_tokens_of_a_text_that_is_continued():
     [
         ({"temperature": 0.2}, "episode.temperature = 1.0"),
         ({"top_p": 0.9}, "top_p = 0.9"),
-        ({"reasoning_effort": "high"}, "template_args.reasoning_effort"),
-        ({"extra_body": {"chat_template_kwargs": {"thinking": True}}}, "template_args.thinking"),
+        ({"reasoning_effort": "high"}, "no variable 'reasoning_effort'"),
+        ({"extra_body": {"chat_template_kwargs": {"thinking": True}}}, "no variable 'thinking'"),
         ({"n": 2}, "n = 2"),
-        ({"stop": ["\n"]}, "stop = "),
+        ({"stop": ["a"] * 17}, "stop has 17 strings, more than 16"),
         ({"frequency_penalty": 1.0}, "frequency_penalty = 1"),
         ({"tool_choice": "required", "tools": [ADD]}, "tool_choice = 'required'"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

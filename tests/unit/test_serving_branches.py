@@ -11,7 +11,7 @@ from r3async.config import EpisodeConfig
 from r3async.envs import Message
 from r3async.record.routes import EngineCall, TrainedRoutes, parse_id
 from r3async.record.verify import engine_rows
-from r3async.rollout.agents.protocol import Refused
+from r3async.rollout.agents.protocol import Asked, Refused
 from r3async.rollout.agents.session import Session
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from tests.helpers.scripted import scripted_logprob, scripted_routes
@@ -48,7 +48,7 @@ def test_rows_are_what_the_engine_saw_and_each_sampled_token_is_trained_once(req
 class Afresh(Session):
     """Begins a conversation for every request."""
 
-    def _continued(self, messages, tools):
+    def _continued(self, messages, tools, renderer):
         return None
 
 
@@ -86,7 +86,7 @@ async def _play(requests, rows, chat, kind=Session):
         if request["edit"] and history:
             history = [Message(history[0].role, history[0].content + "!"), *history[1:]]
         history.append(Message("user", request["say"]))
-        sampled, message = await session.chat(history, [ADD])
+        sampled, message = await session.chat(history, Asked((), [ADD]))
         calls = [{**c, "function": {**c["function"], "arguments": {"a": 1}}} for c in message.get("tool_calls", [])]
         histories.append([*history, Message("assistant", message["content"] or "", tool_calls=calls)])
         return sampled

@@ -238,7 +238,8 @@ def test_the_form_of_calls_is_that_of_the_chat_template():
 REFUSED_RESPONSES = [
     ({"temperature": 0.3}, "temperature"),
     ({"top_p": 0.9}, "top_p"),
-    ({"reasoning": {"effort": "high"}}, "reasoning"),
+    ({"reasoning": {"effort": "high"}}, "reasoning_effort"),
+    ({"reasoning": {"effort": "high", "summary": "detailed"}}, None),
     ({"text": {"format": {"type": "json_object"}}}, "text"),
     ({"tools": [{"type": "web_search"}]}, "tools"),
     ({"tools": [FUNCTION], "tool_choice": "required"}, "tool_choice"),
@@ -264,7 +265,9 @@ async def test_what_responses_cannot_be_granted_is_openais_error(values, param):
 REFUSED_MESSAGES = [
     ({"temperature": 0.3}, "episode.temperature = 1.0"),
     ({"top_k": 5}, "top_k = 5"),
-    ({"stop_sequences": ["x"]}, "stop_sequences"),
+    ({"stop_sequences": ["x"] * 17}, "stop_sequences has 17 strings"),
+    ({"output_config": {"effort": "low"}}, "no variable 'reasoning_effort'"),
+    ({"output_config": {"format": {}}}, "format"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
     ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),

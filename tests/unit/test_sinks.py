@@ -216,7 +216,14 @@ def test_the_driver_hands_rows_on_while_the_run_lasts(tmp_path):
         outlets.show({"rows": ROWS})
         (target,) = (tmp_path / "prometheus").iterdir()
         address = json.loads(target.read_text())[0]["targets"][0]
+        evaluation = {"step": 0, "time": 9.0, "evaluation/reward_mean": 0.5}
+        (tmp_path / "evaluation.jsonl").write_text(json.dumps(evaluation) + "\n")
+        outlets.show({"rows": []})
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-            assert "r3async_reward_mean" in answer.read().decode()
+            lines = answer.read().decode().splitlines()
+        shown = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+        assert "r3async_reward_mean" in shown
+        assert shown["r3async_evaluation_reward_mean"] == 0.5
+        assert shown["r3async_step"] == ROWS[-1]["step"], "that of the run, not of an evaluation before it"
     assert not (tmp_path / "prometheus").exists()
     assert reported == []

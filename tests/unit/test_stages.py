@@ -86,8 +86,10 @@ def test_all_that_a_process_computes_is_booked_to_the_stage_that_it_belongs_to(r
         finally:
             meter.stop()
             await lane.close()
-        expected = {"play": 4, "tokens": 4, "send": 3, "writer": 1, "steps": 3, "loop": 1, "runtime": 1}
+        expected = {"play": 4, "tokens": 4, "send": 3, "writer": 1, "steps": 3, "loop": 1}
         assert {name: round(cpu.get(name, 0.0) / BURST) for name in expected} == expected
+        # "other", and whatever threads earlier tests left in this process.
+        assert round(cpu["runtime"] / BURST) >= 1
         assert sum(cpu.values()) == pytest.approx(process, rel=0.02)
         assert sum(wall.values()) == pytest.approx(passed, rel=0.02)
         assert wall["idle"] >= 0.04

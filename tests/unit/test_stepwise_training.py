@@ -6,8 +6,8 @@ import torch
 
 from r3async.data.records import Sample, TokenTable, Trajectory, Turn
 from r3async.learner.batch.packing import pack
+from r3async.learner.preparation import prepare
 from r3async.learner.torch.backend import TorchLearner
-from r3async.learner.trainer import prepare
 from tests.helpers import torch as ht
 from tests.helpers.stepwise import EPISODES, SHAPE, TURNS, VOCABULARY, Sampler, play
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from r3async.actors import supervise as driver
+from r3async.actors.crew import Crew
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed
 from r3async.actors.supervise import Pipeline, Running, supervise
 from r3async.config import load_config
@@ -18,6 +19,7 @@ from tests.helpers.world import Clock, Outside, StandIn
 LIMIT = 60.0
 ENDED = {"steps": 3, "stopped": False, "updates": 3, "without_update": {}, "model": "model"}
 STALL = 100.0
+RESERVED = ()
 
 
 class Conductor(StandIn):
@@ -96,7 +98,8 @@ def follow(world, tmp_path, monkeypatch):
 
         class Alone(Pipeline):
             def start(self):
-                return Running(self, waiting.pop(0), StandIn(), {})
+                crew = Crew(self.world, self.config, self.run_dir, self.events, lambda name, place: StandIn(), [], [])
+                return Running(self, waiting.pop(0), StandIn(), crew, RESERVED)
 
         overrides = [f"supervise.{name}={value}" for name, value in settings.items()]
         config = load_config(
@@ -124,7 +127,19 @@ async def test_a_run_that_ends_is_shown_to_its_last_row_and_its_actors_are_ended
     assert any(line.startswith("trained model: ") for line in person.said)
     assert [actor for actor, restart in world.killed if actor is conductor and not restart]
     assert (7, "here") in world.killed
-    assert world.disconnected == 1
+    assert (world.released, world.disconnected) == ([RESERVED], 1)
+
+
+@pytest.mark.parametrize("lingers", [3, 10_000])
+async def test_processes_are_killed_once_they_have_had_time_to_end(follow, world, lingers, monkeypatch):
+    """Of one that is killed before, Ray says on the console that a worker died."""
+    monkeypatch.setattr(driver, "EXIT_SECONDS", 0.5)
+    conductor, world.lingers = Conductor(), lingers
+    conductor.ends.set()
+    await follow(Person(), conductor)
+    ends = [("ended", 7)] if lingers == 3 else []
+    assert [what for what in world.killed if 7 in what] == [*ends, (7, "here")]
+    assert (lingers - world.lingers > 3) == (lingers != 3)
 
 
 async def test_a_run_without_an_update_is_not_trained(follow):

@@ -15,7 +15,7 @@ from r3async.learner import build_learner
 from r3async.learner.batch.packing import pack
 from r3async.learner.supervised import supervised_loss, supervised_step
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.lessons import taught
+from r3async.rollout.demonstrations import demonstrate
 from r3async.tools.init_model import byte_tokenizer
 from tests.helpers import lora as hl
 from tests.helpers import models as hm
@@ -134,16 +134,16 @@ TURNS += [{"role": "user", "content": "two?"}, {"role": "assistant", "content": 
 )
 def test_answers_of_all_forms_are_learnt_and_nothing_else(row, settings, answers):
     task = conversation_of(found(**row), DataConfig(path="x", **settings))
-    (sample,) = taught(RENDERER, task.messages, tools_of(task)).samples("row")
+    (sample,) = demonstrate(RENDERER, task.messages, tools_of(task)).samples("row")
     assert spoken(sample) == [f"{answer}<|end|>" for answer in answers]
     assert "one?" in text(sample)
     assert text(sample).startswith("<|system|>Count." if settings.get("system") else "<|user|>one?")
 
 
-def test_a_lesson_is_what_an_episode_would_have_sampled():
+def test_a_demonstration_is_what_an_episode_would_have_sampled():
     """The template that the tokens are of renders the same conversation to the same text."""
     messages = [Message(m["role"], m["content"]) for m in TURNS]
-    (sample,) = taught(RENDERER, messages).samples("row")
+    (sample,) = demonstrate(RENDERER, messages).samples("row")
     rendered = RENDERER.tokenizer.apply_chat_template([m.for_template() for m in messages], tokenize=False)
     assert text(sample) == rendered
 
@@ -155,7 +155,7 @@ def test_a_template_that_strips_history_makes_two_rows():
         "{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    samples = taught(ChatRenderer(tokenizer), [Message(m["role"], m["content"]) for m in TURNS]).samples("row")
+    samples = demonstrate(ChatRenderer(tokenizer), [Message(m["role"], m["content"]) for m in TURNS]).samples("row")
     assert [s.sample_id for s in samples] == ["row", "row/1"]
     assert [spoken(s) for s in samples] == [["1<|end|>"], ["2<|end|>"]]
 

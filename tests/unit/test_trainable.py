@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from r3async.actors.generator import Connected, GeneratorActor, Loaded
 from r3async.config import config_from_dict, to_dict
 from r3async.data.records import Sample, Trajectory, Turn
-from r3async.learner.trainer import prepare, sound
+from r3async.learner.preparation import prepare, sound
 from r3async.schedule.tasks import Quarantine
 from r3async.schedule.validation import (
     InvalidTrajectory,

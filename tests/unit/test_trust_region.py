@@ -11,6 +11,7 @@ import pytest
 
 from r3async.config import RolloutKLConfig
 from r3async.learner.losses.drift import ERROR_LIMIT, TrustRegion
+from r3async.tools.bench.step_response import Plant, respond
 
 TARGET = 0.02
 
@@ -32,21 +33,20 @@ def simulate(
 @pytest.mark.parametrize("half", [0.01, 1.0])
 @pytest.mark.parametrize("delay", [0, 2, 5])
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-def test_drift_converges_to_the_target(power, delay, half):
-    region = TrustRegion(RolloutKLConfig(target=TARGET))
+def test_drift_comes_down_to_the_target_and_stays_below_it(power, delay, half):
+    region = TrustRegion(RolloutKLConfig(target=TARGET, coef_max=100))
     drifts, _ = simulate(region, power, delay, half)
     last = np.asarray(drifts[120:])
-    assert last.mean() == pytest.approx(TARGET, rel=0.15)
+    assert 0.7 * TARGET < last.mean() < 1.05 * TARGET
     assert last.max() < 1.5 * TARGET
-    assert last.min() > TARGET / 1.5
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_mean_is_held_where_single_steps_scatter_by_a_factor_of_two(seed):
+def test_the_mean_stays_below_the_target_where_single_steps_scatter_by_a_factor_of_two(seed):
     """Log-normal scatter whose mean is 1, of the size and the memory measured on the quickstart. Its geometric mean is 0.78."""
     rng, region, drift, scatter, measured = (
         random.Random(seed),
-        TrustRegion(RolloutKLConfig(target=TARGET)),
+        TrustRegion(RolloutKLConfig(target=TARGET, coef_max=100)),
         0.2,
         0.0,
         [],
@@ -56,18 +56,52 @@ def test_the_mean_is_held_where_single_steps_scatter_by_a_factor_of_two(seed):
         scatter = 0.4 * scatter + math.sqrt(1 - 0.4**2) * rng.gauss(0, 0.7)
         measured.append(drift * math.exp(scatter - 0.7**2 / 2))
         region.update(measured[-1])
-    assert np.mean(measured[200:]) == pytest.approx(TARGET, rel=0.1)
+    assert 0.6 * TARGET < np.mean(measured[200:]) < TARGET
+    windows = np.convolve(measured[200:], np.ones(25) / 25, "valid")
+    assert windows.max() < 1.5 * TARGET
+
+
+@pytest.mark.parametrize("delay", [1, 4, 8])
+@pytest.mark.parametrize(("power", "half"), [(1.0, 0.05), (2.0, 0.05), (0.5, 0.01)])
+def test_calm_steps_do_not_disarm_it_and_a_burst_is_tamed_sooner_than_before(delay, power, half):
+    """The same plant for the controller of before, which had two sides and one gain."""
+    new, old = TrustRegion(RolloutKLConfig(target=TARGET)), TwoSided()
+    tamed, before = (respond(c, Plant(power, half, delay), TARGET).tamed for c in (new, old))
+    assert tamed <= 22
+    assert tamed < 0.7 * before
+    assert new.coef <= 1
+
+
+class TwoSided:
+    """`log coef += 0.1 (e + e - e_before)`, within 1e-4 .. 100."""
+
+    def __init__(self) -> None:
+        self.coef, self.error = 0.01, None
+
+    def measured(self, replayed: float, served: float | None) -> float:
+        assert served is not None
+        return served
+
+    def estimate(self, replayed: float) -> float | None:
+        raise AssertionError
+
+    def update(self, measured: float, above: float | None = None) -> None:
+        error = min(measured / TARGET - 1, ERROR_LIMIT)
+        before = error if self.error is None else self.error
+        self.coef = min(max(self.coef * math.exp(0.1 * (error + error - before)), 1e-4), 100)
+        self.error = error
 
 
 def test_a_coefficient_that_is_too_large_comes_down():
-    region = TrustRegion(RolloutKLConfig(target=TARGET, coef=50.0))
+    region = TrustRegion(RolloutKLConfig(target=TARGET, coef_max=100))
+    region.restore({"coef": 50.0, "error": 0.0})
     drifts, coefs = simulate(region, 1.0, 2, 0.1)
     assert coefs[-1] < 5
-    assert np.mean(drifts[120:]) == pytest.approx(TARGET, rel=0.15)
+    assert np.mean(drifts[120:]) < 1.05 * TARGET
 
 
 def test_a_bound_does_not_wind_the_controller_up():
-    region = TrustRegion(RolloutKLConfig(target=TARGET, coef=0.01, coef_min=0.005, coef_max=0.5))
+    region = TrustRegion(RolloutKLConfig(target=TARGET, coef=0.005, coef_max=0.5))
     for _ in range(500):
         region.update(10 * TARGET)
     assert region.coef == 0.5
@@ -76,7 +110,7 @@ def test_a_bound_does_not_wind_the_controller_up():
     assert region.coef < 0.25
     for _ in range(500):
         region.update(0.0)
-    assert region.coef == 0.005
+    assert region.coef == 0.005, "where it started: calm steps do not disarm it"
 
 
 def test_without_a_target_the_coefficient_stays():
@@ -108,21 +142,53 @@ def test_a_step_at_the_target_moves_nothing_and_one_wild_step_little():
     region.update(TARGET)
     assert region.coef == pytest.approx(0.01)
     region.update(1e9)
-    assert region.coef <= 0.01 * math.exp(0.1 * 2 * ERROR_LIMIT + 1e-9)
+    assert region.coef <= 0.01 * math.exp(0.2 * 2 * ERROR_LIMIT + 1e-9)
     region.update(-1.0)  # a k1, say: no drift
     assert region.coef > 0
+
+
+def test_between_two_measurements_the_served_drift_is_as_far_above_the_replayed_one_as_it_was():
+    region = TrustRegion(RolloutKLConfig(target=TARGET))
+    assert region.estimate(0.03) is None
+    assert region.measured(0.03, None) == 0.03
+    region.update(0.05, above=0.02)
+    assert region.estimate(0.03) == pytest.approx(0.05)
+    assert region.measured(0.03, 0.04) == 0.04
+    region.update(0.05, above=math.nan)
+    region.update(0.05)
+    assert region.estimate(0.03) == pytest.approx(0.05)
+    region.update(0.05, above=-0.04)
+    assert region.estimate(0.03) == 0
+    assert TrustRegion(RolloutKLConfig(target=TARGET, measure="replayed")).measured(0.03, 0.05) == 0.03
+
+
+@pytest.mark.parametrize("delay", [1, 4, 8])
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_a_burst_is_tamed_as_soon_where_served_drift_is_measured_in_one_of_four_steps(delay, power):
+    """Served drift is 1.6 times the replayed one, and 2.4 times in the burst."""
+    fresh, some = (
+        respond(TrustRegion(RolloutKLConfig(target=TARGET)), Plant(power, 0.05, delay), TARGET, every=n) for n in (1, 4)
+    )
+    assert fresh.tamed is not None
+    assert some.tamed is not None
+    assert some.tamed <= fresh.tamed + 1
+    assert some.worst <= 1.1 * fresh.worst
 
 
 def test_a_restored_controller_goes_on_as_if_it_had_never_stopped():
     config = RolloutKLConfig(target=TARGET)
     one, other = TrustRegion(config), TrustRegion(config)
     for measured in (0.1, 0.05, 0.03):
-        one.update(measured)
+        one.update(measured, above=measured / 3)
     other.restore(json.loads(json.dumps(one.state())))
     for measured in (0.02, 0.5):
+        assert one.estimate(measured) == other.estimate(measured) > measured
         one.update(measured)
         other.update(measured)
     assert other.coef == one.coef
+    older = TrustRegion(config)
+    older.restore({"coef": one.coef, "error": 0.0})
+    assert older.estimate(0.02) is None
     narrower = TrustRegion(RolloutKLConfig(target=TARGET, coef_max=0.01))
     narrower.restore({"coef": 5.0, "error": 0.0})
     assert narrower.coef == 0.01

@@ -361,8 +361,10 @@ def test_a_process_that_is_held_up_writes_its_stacks_to_its_log(tmp_path):
             until(lambda: "in held_up" in log.read_text())
             assert process.poll() is None
             assert not processes.kill(process.pid, "far")
+            assert (processes.alive(process.pid, processes.host), processes.alive(process.pid, "far")) == (True, False)
             assert processes.kill(process.pid, processes.host)
             assert process.wait(timeout=30) == -signal.SIGKILL
+            assert not processes.alive(process.pid, processes.host)
         finally:
             process.kill()
 

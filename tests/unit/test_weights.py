@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.weights.publish import Publisher, TensorEntry, WeightError, WeightManifest
+from r3async.weights.content import EncodedWeights
+from r3async.weights.manifest import TensorEntry, WeightError, WeightManifest
+from r3async.weights.publish import Publisher
 from r3async.weights.reading import read_verified, verify
 from r3async.world.disk import Disk
 
@@ -46,6 +48,19 @@ def test_what_is_read_is_what_was_published(publisher, dtype):
     assert list(read) == list(tensors())
     assert manifest.nbytes == sum(t.nbytes for t in read.values())
     assert manifest.version == 3
+
+
+def test_what_decides_who_is_chosen_is_never_rounded(publisher):
+    """Engines keep it in float32 whatever they compute in. A plain float32 model, so that all tensors are alike in memory."""
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    given = {"first": torch.arange(4) / 3, bias: torch.arange(4) / 7, "last": torch.arange(4) / 9}
+    manifest = publisher.publish(0, given, torch.bfloat16)
+    read = dict(read_verified(manifest))
+    assert list(read) == list(given)
+    assert [tensor.dtype for tensor in read.values()] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert torch.equal(read[bias], given[bias])
+    assert all(torch.equal(read[name], given[name].bfloat16()) for name in ("first", "last"))
+    assert manifest.nbytes == sum(t.nbytes for t in read.values()) == 4 * (2 + 4 + 2)
 
 
 def test_the_file_is_ordinary_safetensors(publisher):
@@ -183,3 +198,14 @@ def test_a_version_that_an_engine_is_still_reading_outlives_any_number_of_newer_
             "version-6.safetensors",
             "version-7.safetensors",
         ]
+
+
+@pytest.mark.parametrize("bucket", [1, 7, 64, 10**6])
+def test_no_part_is_larger_than_a_bucket_and_all_of_them_are_the_file(bucket):
+    encoded = EncodedWeights(3, tensors(), torch.float32, bucket)
+    header, *parts = [bytes(part) for part in encoded]
+    assert all(len(part) <= max(bucket, 8) for part in parts)  # one element at least
+    manifest = encoded.manifest("")
+    whole = EncodedWeights(3, tensors(), torch.float32, 10**9)
+    assert b"".join([header, *parts]) == b"".join(bytes(part) for part in whole)
+    assert manifest == whole.manifest("")

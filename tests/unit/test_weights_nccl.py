@@ -3,6 +3,7 @@ process, of which some are the sending processes."""
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import time
@@ -16,10 +17,10 @@ from r3async.actors.delivery import choose_backend
 from r3async.config import load_config
 from r3async.rollout.engines import vllm_worker
 from r3async.rollout.engines.vllm_requests import _verify
-from r3async.rollout.engines.vllm_sender import nccl_carrier, read, serve
+from r3async.rollout.engines.vllm_sender import nccl_carrier, published_names, read, serve
 from r3async.rollout.engines.vllm_worker import WorkerExtension
+from r3async.weights.manifest import WeightError, WeightManifest
 from r3async.weights.nccl import NcclReceiver, NcclSender, Offer, Send, ask
-from r3async.weights.publish import WeightError, WeightManifest
 from tests.helpers.nccl import Process
 
 
@@ -116,7 +117,7 @@ def sender(tmp_path, wire, hang):
 
 def fetched(sender, version, receiver, timeout=20.0):
     publication = sender.send(version, tensors(version), torch.bfloat16)
-    return receiver.fetch(publication.manifest, publication.parts, timeout)
+    return asyncio.run(receiver.fetch(publication.manifest, publication.parts, timeout))
 
 
 def install(worker, manifest):
@@ -135,7 +136,7 @@ def test_workers_hold_what_was_published_and_say_which_version(sender, wire, lef
     assert worker.groups[0]["world_size"] == 2
     assert worker.steps == ["start", "finish"] * 2
     restarted = Worker(wire)
-    install(restarted, NcclReceiver("g0").fetch(manifest, [manifest.source.endpoint], 20.0))
+    install(restarted, asyncio.run(NcclReceiver("g0").fetch(manifest, [manifest.source.endpoint], 20.0)))
     assert restarted.groups[0]["master_port"] != 0
     assert restarted.r3_link != worker.r3_link
 
@@ -206,13 +207,30 @@ def test_without_cuda_the_real_process_ends_and_the_worker_gets_the_reason(tmp_p
 def test_what_vllm_cannot_pack_is_refused(sender):
     with pytest.raises(WeightError, match="'scale' is a scalar"):
         sender.send(0, {"scale": torch.tensor(1.0)}, torch.bfloat16)
-    with pytest.raises(WeightError, match="'w' and 'ids' have elements of different sizes"):
-        sender.send(0, {"w": torch.zeros(2), "ids": torch.zeros(2, dtype=torch.int64)}, torch.bfloat16)
+
+
+def test_tensors_of_any_width_travel_in_an_order_that_vllm_can_unpack(sender):
+    """None begins where its elements cannot, in buckets of any size: the widest come first, at both ends."""
+    given = {
+        "a": torch.arange(3.0),
+        "b.e_score_correction_bias": torch.arange(3.0) / 3,
+        "c": torch.arange(5, dtype=torch.int64),
+        "d": torch.arange(7.0),
+    }
+    manifest = sender.send(0, given, torch.bfloat16).manifest
+    found = read(manifest.path)
+    assert list(found) == ["c", "b.e_score_correction_bias", "a", "d"]
+    widths = {name: getattr(torch, entry.dtype).itemsize for name, entry in manifest.tensors.items()}
+    assert published_names(widths) == list(found)
+    packed = torch.cat([tensor.view(torch.uint8).view(-1) for tensor in found.values()])
+    parts = packed.split([tensor.nbytes for tensor in found.values()])
+    for part, tensor in zip(parts, found.values(), strict=True):  # as vLLM's `unpack_tensor` does
+        assert torch.equal(part.contiguous().view(tensor.dtype), tensor)
 
 
 def test_the_way_is_no_part_of_the_contents_and_there_is_no_file_to_verify(sender):
     publication = sender.send(0, tensors(0), torch.bfloat16)
-    manifest = NcclReceiver("g0").fetch(publication.manifest, publication.parts, 1.0)
+    manifest = asyncio.run(NcclReceiver("g0").fetch(publication.manifest, publication.parts, 1.0))
     assert manifest.digest == publication.manifest.digest
     elsewhere = msgspec.structs.replace(manifest, path="/not/here")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(elsewhere), type=WeightManifest) == elsewhere
@@ -260,7 +278,7 @@ def test_vllm_takes_what_it_is_given():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_worker, "ask", lambda *_: offer)
         patch.setattr(vllm_worker, "modules_left_out", lambda model: [])
-        from r3async.weights.publish import NcclSource, TensorEntry
+        from r3async.weights.manifest import NcclSource, TensorEntry
 
         source = NcclSource("tcp://x", "g0", "r", 1.0)
         worker.r3_receive(WeightManifest(0, "", {"w": TensorEntry("bfloat16", (1,), 0)}, 2, source))

@@ -27,7 +27,8 @@ from r3async.learner.trainer import Prepared, TrainedGroups, Trainer
 from r3async.record.reading import read_objects
 from r3async.record.timeline import Timeline
 from r3async.schedule.groups import GroupBuffer
-from r3async.weights.publish import Publication, WeightManifest
+from r3async.weights.manifest import WeightManifest
+from r3async.weights.publish import Publication
 from r3async.world.real import REAL
 from tests.helpers import models as hm
 from tests.helpers.parity import batch, config
@@ -69,7 +70,7 @@ def publication(version: int) -> Publication:
 class Backend:
     """A learner whose `write` takes as long as the test wants; it says in which order things happened."""
 
-    vocab_size = 8
+    vocab_size, restarts = 8, 0
 
     def __init__(self) -> None:
         self.happened: list[str] = []
@@ -98,7 +99,9 @@ class Nothing:
     age_bound, routing = 0, None
 
     def __init__(self) -> None:
-        group = [SimpleNamespace(trajectory_id="t", group_index=0, episode_index=0, task_seed=0, preview=None)]
+        group = [
+            SimpleNamespace(trajectory_id="t", group_index=0, episode_index=0, task_seed=0, preview=None, turns=())
+        ]
         self.buffer = SimpleNamespace(take=lambda indices: ([group], 0), episodes=lambda indices: [group])
 
     async def wait_for_groups(self, since, interrupted):
@@ -124,9 +127,9 @@ def learner(tmp_path, monkeypatch):
     publishing = Publishing(REAL, actor.config, actor.lineage, timeline, backend, *lanes, None)
     monkeypatch.setattr(r3async.actors.learner, "check_ages", lambda *args: None)
     monkeypatch.setattr(r3async.actors.learner, "age_metrics", lambda *args: {})
-    monkeypatch.setattr(Trainer, "prepared", lambda self, groups: Prepared(groups, [], [], [], {}))
+    monkeypatch.setattr(Trainer, "prepared", lambda self, groups: Prepared(groups, [], [], [], {}, []))
     trained = {"optimizer/skipped": 0}
-    monkeypatch.setattr(Trainer, "step", lambda self, n, version, ready: TrainedGroups(trained, ready.groups, []))
+    monkeypatch.setattr(Trainer, "step", lambda self, n, version, ready: TrainedGroups(trained, ready.groups, [], []))
     monkeypatch.setattr(r3async.actors.learner, "episode_metrics", lambda trajectories: {})
     monkeypatch.setattr(r3async.actors.learner, "trained_step", lambda *args: {})
     trainer = Trainer(settings, Cost(), backend, None, actor.events, lambda t: t)
@@ -190,7 +193,14 @@ class RemoteLearner(StandIn):
         metrics = {"batch/trained_tokens": 1, "weights/write_seconds": 0.0}
         metrics |= {"transport/received": self.steps, "learner/wait_seconds": 0.0}
         groups = [self.steps - 1]
-        return {"version": self.steps, "metrics": metrics, "previews": [], "new_weights": True, "groups": groups}
+        return {
+            "version": self.steps,
+            "metrics": metrics,
+            "previews": [],
+            "new_weights": True,
+            "groups": groups,
+            "scores": [],
+        }
 
     async def write(self, reading):
         version = len(self.written) + 1

@@ -57,7 +57,7 @@ def test_packed_columns_can_not_grow_beyond_what_arrived():
         ((frames, edit(*COLUMN, turn, value=["turn", "int32", [1]])), "2 dimensions, not 1"),
         ((frames, edit(*COLUMN, mask, value=["turn", "int32"])), "column comes twice"),
         (packed(longer), "a packed block of .* bytes: Decompression failed"),
-        (packed({n: a[:50] for n, a in table.items()}), "has 1300 bytes, expected 2600"),
+        (packed({n: a[:50] for n, a in table.items()}), "has 1350 bytes, expected 2700"),
         (with_block(b""), "a packed block of 0 bytes"),
         (with_block(b"\xff" * 90), "a packed block of 90 bytes: Decompression failed"),
     ]

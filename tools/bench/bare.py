@@ -155,9 +155,14 @@ def bare_llm(config: Config) -> tuple[Any, Any, int]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from r3async.rollout.engines.vllm_client import on_cpu
+    from r3async.rollout.engines.vllm_core import CPU_BLOCK
+
     arguments = {k: v for k, v in ours._args.items() if k != "worker_extension_cls"}
     arguments["disable_log_stats"] = True
     arguments.setdefault("kv_cache_memory_bytes", int(config.generator.kv_cache_gib * 2**30))
+    if on_cpu():
+        arguments.setdefault("block_size", CPU_BLOCK)
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     end = tokenizer_of(config).eos_token_id
 

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 import typer
 
 from r3async.config import ConfigError
-from r3async.tools.bench.jobs import BenchError, ended_in_order, say_on_stderr
+from r3async.tools.bench.jobs import say_on_stderr
+from r3async.tools.bench.reporting import Json, Quick
+from r3async.tools.bench.reporting import reported as _report
+from r3async.tools.bench.science_command import science
 
 app = typer.Typer(
     add_completion=False, help="Measure a part of r3async: `bench NAME --json`. Without a name: the list."
 )
-
-Json = Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")]
-Quick = Annotated[bool, typer.Option("--quick", help="a small measurement: the path, not the figures")]
-R = TypeVar("R")
 
 
 @app.callback(invoke_without_command=True)
@@ -56,6 +54,23 @@ def replay(
     _report(lambda: run(planned, say_on_stderr), render, json)
 
 
+@app.command(name="replay-map")
+def replay_map(
+    json: Json = False,
+    axes: Annotated[str, typer.Option(help="what to vary, with commas between; default: everything")] = "",
+    seeds: Annotated[str, typer.Option(help="of start model, tasks and sampling")] = "0,1,2,3,4",
+    data: Annotated[
+        Path | None, typer.Option(help="file of runs: those that it has are not made again, new ones are added")
+    ] = None,
+    quick: Quick = False,
+) -> None:
+    """What routing replay is worth to training: KL and reward with off, R2 and R3, against noise, precision, age and more."""
+    from r3async.tools.bench.replay_map import AXES, chosen, quickly, render, run
+
+    points = quickly() if quick else chosen([name for name in axes.split(",") if name] or list(AXES))
+    _report(lambda: run(points, [0, 1] if quick else _seeds(seeds), say_on_stderr, data), render, json)
+
+
 @app.command()
 def loss(
     json: Json = False,
@@ -63,6 +78,14 @@ def loss(
 ) -> None:
     """Memory and time of the loss's log-probs, by chunks, against all logits at once."""
     from r3async.tools.bench.loss import render, run
+
+    _report(lambda: run(quick, say_on_stderr), render, json)
+
+
+@app.command()
+def experts(json: Json = False, quick: Quick = False) -> None:
+    """Experts as stacks of matrices against one after the other: processor time, operations, waits for the device."""
+    from r3async.tools.bench.experts import render, run
 
     _report(lambda: run(quick, say_on_stderr), render, json)
 
@@ -132,12 +155,29 @@ def weights(
     expert_hidden_size: Annotated[int, typer.Option(help="hidden size of each expert")] = 64,
     dtype: Annotated[str, typer.Option(help="of the engine's weights: float32 or bfloat16")] = "float32",
     on_update: Annotated[str, typer.Option(help="keep, recompute or drain")] = "keep",
-    backend: Annotated[str, typer.Option(help="auto, shared_memory, object_store or nccl")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, shared_memory, tcp or nccl")] = "auto",
 ) -> None:
     """What an update of the weights costs learner and engine, in a real run: copy, write, transfer, load, pause."""
     from r3async.tools.bench.weights import WeightsJob, render, run
 
     job = WeightsJob(updates, layers, hidden_size, experts, expert_hidden_size, dtype, on_update, backend)
+    _report(lambda: run(job, say_on_stderr), render, json)
+
+
+@app.command()
+def transfer(
+    json: Json = False,
+    megabytes: Annotated[float, typer.Option(help="of weights in bf16", min=0.1)] = 256.0,
+    versions: Annotated[int, typer.Option(help="of each layout; the first is fetched whole", min=2)] = 4,
+    lr: Annotated[float, typer.Option(help="by which a step moves every weight")] = 3e-6,
+    quick: Quick = False,
+) -> None:
+    """New weights from ranks to engines on one host, two and more: bytes, seconds and memory, whole and as what changed."""
+    from r3async.tools.bench.transfer import TransferJob, render, run
+
+    job = TransferJob(megabytes, versions=versions, lr=lr)
+    if quick:
+        job = TransferJob(4.0, versions=2, lr=lr, engines=(1, 2), spread=(2,), tensors=4)
     _report(lambda: run(job, say_on_stderr), render, json)
 
 
@@ -252,6 +292,42 @@ def e2e(
 
 
 @app.command()
+def drift(
+    json: Json = False,
+    seeds: Annotated[str, typer.Option(help="seeds of model and runs; empty: the simulation alone")] = "0",
+    calm: Annotated[int, typer.Option(help="steps before the burst", min=1)] = 40,
+    burst: Annotated[int, typer.Option(help="steps from then on", min=1)] = 40,
+    factor: Annotated[float, typer.Option(help="of the learning rate, in the burst", min=1)] = 10.0,
+    staleness: Annotated[int, typer.Option(help="bound on the age of samples", min=0)] = 4,
+    quick: Quick = False,
+    keep: Annotated[
+        Path | None, typer.Option(help="directory for models and runs; those that it has are not made again")
+    ] = None,
+) -> None:
+    """Served drift above the replayed one, by age, and what the trust region does in a burst: measured and simulated."""
+    from r3async.tools.bench.drift import Plan, render, run
+
+    chosen = _seeds(seeds) if seeds else []
+    plan = Plan(chosen, calm=calm, burst=burst, factor=factor, staleness=staleness)
+    if quick:
+        plan = Plan(chosen[:1], calm=3, burst=3, staleness=1, groups=2, samples=4, settle=0, warm_steps=1)
+    _report(lambda: run(plan, say_on_stderr, keep=keep), render, json)
+
+
+@app.command()
+def step(
+    json: Json = False,
+    steps: Annotated[int, typer.Option(help="measured batches", min=1)] = 24,
+    seed: Annotated[int, typer.Option(help="of model, tasks and sampling")] = 0,
+    quick: Quick = False,
+) -> None:
+    """What served drift, a limit and a recording add to a learner's step, in turns on the same episodes."""
+    from r3async.tools.bench.step import render, run
+
+    _report(lambda: run(steps, seed, quick, say_on_stderr), render, json)
+
+
+@app.command()
 def start(
     json: Json = False,
     cases: Annotated[str, typer.Option(help="of model, none, help")] = "model,none,help",
@@ -263,6 +339,9 @@ def start(
 
     chosen, times = cases.split(","), 1 if quick else repeats
     _report(lambda: run(chosen, times, say_on_stderr, quick=quick), render, json)
+
+
+app.command()(science)
 
 
 @app.command(name="all")
@@ -292,18 +371,6 @@ def compare(
 
     if _report(lambda: differences(read(before), read(after)), render, json).worse:
         raise typer.Exit(1)
-
-
-def _report(measure: Callable[[], R], render: Callable[[R], str], json: bool) -> R:
-    """Measure, and print. Exit 1 if that failed."""
-    try:
-        with ended_in_order():
-            report = measure()
-    except BenchError as error:
-        typer.echo(f"the benchmark failed: {error}", err=True)
-        raise typer.Exit(1) from error
-    typer.echo(msgspec.json.encode(report) if json else render(report))
-    return report
 
 
 def _seeds(text: str, option: str = "--seeds") -> list[int]:

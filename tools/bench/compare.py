@@ -129,6 +129,15 @@ def _loss(report: Mapping[str, Any]) -> Iterator[Headline]:
     yield Headline("time_ratio", report["time_ratio"], "low")
 
 
+def _sampling(report: Mapping[str, Any]) -> Iterator[Headline]:
+    """KL with the mask, over the KL where all tokens could be sampled (arithmetic alone), and over the KL without the mask."""
+    for other in ("whole", "unmasked"):
+        ratios = [seed["scored"]["masked"]["k3"] / seed["scored"][other]["k3"] for seed in report["seeds"]]
+        ratio = report["k3_masked"] / report[f"k3_{other}"]
+        yield Headline(f"masked_over_{other}", ratio, "low", _spread(ratios, ratio))
+    yield Headline("support_bytes", report["support_bytes"], "low")
+
+
 def _weights(report: Mapping[str, Any]) -> Iterator[Headline]:
     yield Headline("paused_share", report["paused_share"], "low")
 
@@ -148,6 +157,7 @@ HEADLINES: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Headline]]] = {
     "wire": _wire,
     "transport": _transport,
     "loss": _loss,
+    "sampling": _sampling,
     "scale": _scale,
     "weights": _weights,
     "conductor": _conductor,
@@ -161,7 +171,7 @@ HEADLINES: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Headline]]] = {
 
 def measures(peer_python: str, *, quick: bool, say: Say) -> dict[str, Callable[[], Any]]:
     """By name in `HEADLINES`, what makes its report."""
-    from r3async.tools.bench import e2e, loss, packing, scale, transport, weights, wire
+    from r3async.tools.bench import e2e, loss, packing, sampling, scale, transport, weights, wire
     from r3async.tools.bench.e2e_report import Plan
 
     plan = Plan(["a", "b", "c", "own"], [0, 1, 2], "trl", peer_python) if peer_python else Plan(["own"], [0], steps=60)
@@ -171,6 +181,7 @@ def measures(peer_python: str, *, quick: bool, say: Say) -> dict[str, Callable[[
         "wire": lambda: wire.run(quick),
         "transport": lambda: transport.run(quick=quick, rounds=3, say=say),
         "loss": lambda: loss.run(quick, say),
+        "sampling": lambda: sampling.run([0] if quick else [0, 1, 2], quick, say),
         "scale": lambda: scale.run([], quick=quick, say=say),
         "weights": lambda: weights.run(job, say),
         "e2e": lambda: e2e.run(e2e.small(plan) if quick else plan, say),

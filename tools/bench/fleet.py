@@ -22,7 +22,8 @@ from r3async.rollout.engines import InstallReport
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
-from r3async.weights.publish import Publication, TensorEntry, WeightManifest
+from r3async.weights.manifest import TensorEntry, WeightManifest
+from r3async.weights.publish import Publication
 from r3async.world import ActorRef, World
 
 REPORT_SECONDS = 0.25
@@ -198,6 +199,7 @@ class _Generator:
             conductor=_Counted(conductor, self._counts),
             play=self.player.play,
             ended=self._ended,
+            told=[],
             load=self._load,
             check=lambda: None,
         )
@@ -320,6 +322,7 @@ class CountingLearner:
             "version": self._steps,
             "groups": chosen,
             "previews": [],
+            "scores": [],
         }
 
     def missing(self, groups: list[int]) -> dict[int, list[int]]:

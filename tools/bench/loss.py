@@ -93,15 +93,18 @@ def render(report: Report) -> str:
 
 def forms() -> dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]:
     """By name: log-probs of hidden states, the vocabulary's matrix, targets and temperatures."""
-    from r3async.learner.logprobs import token_logprobs, whole_vocabulary
+    import torch
+
+    from r3async.learner.logprobs import token_logprobs
 
     def naive(hidden: Tensor, matrix: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
         """Every logit of every token at once, in float32."""
-        return whole_vocabulary((hidden @ matrix.T).float() / temperatures[:, None], targets, False)[0]
+        every = torch.log_softmax((hidden @ matrix.T).float() / temperatures[:, None], dim=-1)
+        return every.gather(1, targets[:, None])[:, 0]
 
     def chunked(hidden: Tensor, matrix: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
         """As the learner does it."""
-        return token_logprobs(lambda h: h @ matrix.T, hidden, targets, temperatures, len(matrix))[0]
+        return token_logprobs(matrix, hidden, targets, temperatures)[0]
 
     return {"naive": naive, "chunked": chunked}
 

@@ -1,7 +1,9 @@
-"""`python -m r3async.tools.bench.page`: the tables of docs/benchmarks.md, from docs/figures/benchmarks.json.
+"""`python -m r3async.tools.bench.page`: the figures of README.md and docs/ that are made from data in docs/figures.
 
-That file is what `r3async bench all --json` printed. A table stands between `<!-- bench: NAME -->` and `<!-- end of NAME -->`, so
-no figure of it is typed by hand. `--check` writes nothing, and exits 1 if the page is not what would be written.
+A table stands between `<!-- bench: NAME -->` and `<!-- end of NAME -->`, so no figure of it is typed by hand: from
+benchmarks.json, which is what `r3async bench all --json` printed. Between `<!-- science: NAME -->` and `<!-- end of NAME -->`
+it is from science/NAME.json, which `r3async bench science` wrote. Figures within sentences are those of claims.toml
+(`bench/claims.py`). `--check` writes nothing, and exits 1 if a page is not what would be written.
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
-DATA = PAGE.parent / "figures" / "benchmarks.json"
-PLACE = re.compile(r"(<!-- bench: (\w+) -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
+from r3async.tools.bench import claims
+from r3async.views.sweeps import Results, counted, format_estimate
+
+DATA = claims.FIGURES / "benchmarks.json"
+SCIENCE = claims.FIGURES / "science"
+PLACE = re.compile(r"(<!-- (bench|science): ([\w-]+) -->\n)(.*?)(<!-- end of \3 -->)", re.DOTALL)
+SEEDS, MODELS = 5, 3
+"""Of runs, at least, that say something of other runs."""
 
 Cells = Sequence[object]
 
@@ -151,28 +157,63 @@ def _measured(data: Mapping[str, Any], name: str) -> str:
     return f"{small} on {machine['cores']} cores, {versions}; load average before it {data['load'][name]:.1f}.\n"
 
 
+def _science(results: Results) -> Iterator[str]:
+    """Means and paired differences of a sweep, and of what they are."""
+    complete = [run for run in results.runs if run.complete]
+    few = len({run.seed for run in complete}) < SEEDS or len({run.model for run in complete}) < MODELS
+    first = f" These are fewer than {SEEDS} seeds and {MODELS} initial models: a first look, and no result." * few
+    yield f"{counted(results)}, at {results.facts['commit']} on {results.facts['machine']}.{first}\n"
+    shown = list(results.outcomes)
+    yield from _table(
+        ("", *(results.outcomes[name] for name in shown)),
+        [(point.name, *(format_estimate(point.estimates.get(name)) for name in shown)) for point in results.points],
+    )
+    compared = [point for point in results.points if point.differences]
+    if compared:
+        yield "\nDifferences of runs with the same seed and initial model, with 95 % intervals:\n"
+        rows = [
+            (
+                f"{point.name} less {point.base}",
+                *(format_estimate(point.differences.get(name), signed=True) for name in shown),
+            )
+            for point in compared
+        ]
+        yield from _table(("", *(results.outcomes[name] for name in shown)), rows)
+    for run in results.runs:
+        if not run.complete:
+            yield f"\n`{run.name}`: {run.status}{f' ({run.reason})' if run.reason else ''}."
+
+
 def written(page: str, data: Mapping[str, Any]) -> str:
-    """`page`, with the tables that `data` has; the place of another benchmark stays as it is."""
+    """`page`, with the tables that `data` has, and those of sweeps; the place of another benchmark stays as it is."""
 
     def fill(place: re.Match[str]) -> str:
-        begin, name, _, end = place.groups()
-        if name not in data["reports"]:
+        begin, kind, name, _, end = place.groups()
+        if kind == "science" and (path := SCIENCE / f"{name}.json").exists():
+            lines = list(_science(msgspec.json.decode(path.read_bytes(), type=Results)))
+        elif kind == "bench" and name in data["reports"]:
+            lines = [_measured(data, name), *TABLES[name](data["reports"][name])]
+        else:
             return place.group()
-        return "\n".join([begin.rstrip("\n"), _measured(data, name), *TABLES[name](data["reports"][name]), end])
+        return "\n".join([begin.rstrip("\n"), *lines, end])
 
     return PLACE.sub(fill, page)
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or with `--check` compare it."""
-    text = PAGE.read_text()
-    made = written(text, msgspec.json.decode(DATA.read_bytes().rstrip().rpartition(b"\n")[2]))
-    if "--check" in arguments and made != text:
-        print(f"{PAGE} is out of date: run python -m r3async.tools.bench.page", file=sys.stderr)
+    """Write the pages, or with `--check` compare them."""
+    data = msgspec.json.decode(DATA.read_bytes().rstrip().rpartition(b"\n")[2])
+    register, out_of_date = claims.read_register(), []
+    for name, text in claims.pages().items():
+        made = claims.written(name, written(text, data), register)
+        if made != text:
+            out_of_date.append(name)
+            if "--check" not in arguments:
+                (claims.DOCS.parent / name).write_text(made)
+                print(f"wrote {name}")
+    if "--check" in arguments and out_of_date:
+        print(f"{', '.join(out_of_date)}: out of date; run python -m r3async.tools.bench.page", file=sys.stderr)
         return 1
-    if "--check" not in arguments:
-        PAGE.write_text(made)
-        print(f"wrote {PAGE}")
     return 0
 
 

@@ -66,7 +66,7 @@ def settings(job: LearnerJob, dtype: str, replay: str) -> Config:
                 "threads": 1,
                 "max_tokens_per_micro_batch": job.max_tokens_per_micro_batch,
             },
-            "algorithm": {"policy_loss": "tis", "rollout_kl": {"coef": 0.0}},
+            "algorithm": {"policy_loss": "truncated_pg", "rollout_kl": {"coef": 0.0}},
             "routing": {"replay": replay, "min_recorded_fraction": 0.0},
             "episode": {"max_total_tokens": job.max_tokens_per_micro_batch, "max_prompt_tokens": 1},
         }

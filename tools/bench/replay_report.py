@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from r3async.data.statistics import median_ratio_interval
+
 HISTOGRAM_FLOOR = -6
 """log10 of the smallest |Δ| that has a bin of its own; smaller ones are in the first bin."""
 HISTOGRAM_TOP = 1
@@ -300,12 +302,3 @@ def step_time(dtype: str, tokens: int, micro_batches: int, *, route_seconds: flo
         ratio_interval=median_ratio_interval(seconds["cpu_with"], seconds["cpu_without"]),
         route_seconds=route_seconds,
     )
-
-
-def median_ratio_interval(over: Sequence[float], under: Sequence[float], draws: int = 2000) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of median(over) / median(under), where element i of both is one pair."""
-    rng = np.random.default_rng(0)
-    picked = rng.integers(0, len(over), (draws, len(over)))
-    ratios = np.median(np.asarray(over)[picked], axis=1) / np.median(np.asarray(under)[picked], axis=1)
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(low), float(high)

@@ -49,7 +49,7 @@ def rows(quick: bool, say: Say) -> list[Point]:
     """What the learner does with a step's rows before the first forward pass: advantages, minibatches, plan, packing."""
     from r3async.learner.batch.packing import pack_for_ranks
     from r3async.learner.batch.planner import Cost
-    from r3async.learner.trainer import prepare
+    from r3async.learner.preparation import prepare
 
     def both(groups: list[list[Trajectory]], config: Config) -> None:
         for samples in prepare(groups, config)[0]:

@@ -37,12 +37,15 @@ from r3async.tools.chaos.scenarios import SCENARIOS
 ENGINES = ("scripted", "vllm")
 SHOWN = 10
 """Problems, at most."""
+SAID_EVERY = 20
+"""Steps of a replay."""
 
 
 class Report(msgspec.Struct, frozen=True):
     """`problems` is empty if everything was trained once, as it was sent. `faults`: those that the scenario made, by what they
     hit. `damaged`: trajectories that came damaged and were sent again. `duplicates`: those that came twice and were dropped.
-    `generators_lost`: that the conductor saw."""
+    `generators_lost`: that the conductor saw. `replayed`: steps that were made again from the recording, bit by bit the same;
+    None: no recording was made."""
 
     preset: str
     scenario: str
@@ -59,6 +62,7 @@ class Report(msgspec.Struct, frozen=True):
     duplicates: int
     seconds: float
     problems: list[str]
+    replayed: int | None = None
 
 
 def settings(scenario: type[Scenario], kills: int, engine: str) -> list[str]:
@@ -118,9 +122,10 @@ def chaos(
     root: Path = Path("runs"),
     console: Console | None = None,
     roles: Sequence[Role] = (),
+    replayed: bool = False,
 ) -> Report:
     """One run. `kills`: faults that the scenario makes, if it can make more or fewer. `roles`: whom to hit, in order, in place of
-    what the seed draws.
+    what the seed draws. `replayed`: the run is recorded, and its steps are made again afterwards.
 
     Raises `ConfigError`, and what `train` raises where the run does not end well.
     """
@@ -131,7 +136,8 @@ def chaos(
     check_choice("--fault", fault, ("", *FAULTS))
     kind = SCENARIOS[scenario]
     name = "-".join(part for part in ("chaos", preset, scenario * (scenario != "kills"), str(seed), fault) if part)
-    chosen = [*settings(kind, kills, engine), f"seed={seed}", f"name={name}", "resume=none", *overrides]
+    record = ["observe.record=full"] * replayed
+    chosen = [*settings(kind, kills, engine), f"seed={seed}", f"name={name}", "resume=none", *record, *overrides]
     with kind.place(root) as place:
         rehearsal = Rehearsal(preset, chosen, scenario, seed, fault, place, console or Console(file=sys.stderr))
         return rehearsal.run(kind, kills, msgspec.structs.replace(noise or Noise(), seed=seed), roles)
@@ -162,7 +168,7 @@ class Rehearsal:
         if not config.model.path:
             model = make_model(self.preset, self.chosen, directory / "init", self.console.print)
             config = load_config(self.preset, [*self.chosen, model])
-        scenario = kind(run_dir, faults, random.Random(self.seed), self.console.print, roles)
+        scenario = kind(run_dir, faults, random.Random(self.seed), self.console.print, roles, config.steps)
         began = time.monotonic()
         try:
             train(config, self.preset, self.console, self.root, pipeline=chaos_pipeline(self.fault, scenario.begin))
@@ -170,7 +176,29 @@ class Rehearsal:
             scenario.end()
         report = look_into(config, self, run_dir, scenario.done, time.monotonic() - began)
         unmet = [] if self.fault else scenario.problems()
-        return msgspec.structs.replace(report, problems=[*report.problems, *unmet])
+        report = msgspec.structs.replace(report, problems=[*report.problems, *unmet])
+        return report if config.observe.record == "off" else made_again(report, run_dir, self.console.print)
+
+
+def made_again(report: Report, run_dir: Path, say: Callable[[str], object]) -> Report:
+    """With the steps of the run's recording made again: each digest of every stage of every step has to be the same."""
+    from r3async.record.recording import RecordingError
+    from r3async.tools.replay import describe as told
+    from r3async.tools.replay import replay
+
+    def shown(recorded: Any, metrics: Any) -> None:
+        if recorded.step % SAID_EVERY == 0:
+            say(f"chaos: replayed {recorded.step} of {report.steps} steps")
+
+    try:
+        done = replay(run_dir, progress=shown)
+    except RecordingError as error:
+        return msgspec.structs.replace(report, replayed=0, problems=[*report.problems, f"replay: {error}"])
+    equal = done.last - (done.difference is not None)
+    problems = [] if done.difference is None else [f"replay: {told(done).splitlines()[0]}"]
+    if done.difference is None and equal != report.steps:
+        problems = [f"replay: the recording has {equal} of {report.steps} steps"]
+    return msgspec.structs.replace(report, replayed=equal, problems=[*report.problems, *problems])
 
 
 def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter[str], seconds: float) -> Report:
@@ -261,6 +289,8 @@ def describe(report: Report) -> str:
         f"on the wire: {report.sent} sent, {report.acknowledged} acknowledgements, {report.damaged} came damaged and "
         f"{report.duplicates} came twice",
     ]
+    if report.replayed is not None:
+        lines.append(f"replayed: {report.replayed} steps, every digest of every stage the same")
     if not report.problems:
         return "\n".join(
             [*lines, "everything is right: each trained once, as it was sent; nothing acknowledged was lost"]

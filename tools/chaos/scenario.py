@@ -19,6 +19,8 @@ from r3async.record.steps import TRAINED
 
 Role = Literal["generator", "learner", "conductor", "environment"]
 WAIT_SECONDS = 0.05
+TAIL = 8
+"""Steps after the last fault, at least."""
 
 
 class Scenario(threading.Thread, ABC):
@@ -26,7 +28,8 @@ class Scenario(threading.Thread, ABC):
     `wait` or `wait_for` says that the run is over.
 
     `faults`: how many, for a scenario that can have more or fewer. `rng`: of the seed, and of nothing else. `report(text)` is
-    called with each fault, for the person who watches. `roles`: whom to hit, in order, in place of what the seed draws.
+    called with each fault, for the person who watches. `roles`: whom to hit, in order, in place of what the seed draws. `steps`:
+    of the run; by default as many as `steps(faults)`.
     """
 
     settings: ClassVar[Sequence[str]] = ()
@@ -39,9 +42,11 @@ class Scenario(threading.Thread, ABC):
         rng: random.Random,
         report: Callable[[str], object],
         roles: Sequence[Role] = (),
+        steps: int | None = None,
     ):
         super().__init__(name="chaos", daemon=True)
         self.run_dir, self.faults, self.rng, self.report, self.roles = run_dir, faults, rng, report, roles
+        self.length = self.steps(faults) if steps is None else steps
         self.done: Counter[str] = Counter()
         """Faults made so far, by what they hit."""
         self.failure: BaseException | None = None
@@ -52,7 +57,7 @@ class Scenario(threading.Thread, ABC):
     def steps(cls, faults: int) -> int:
         """Steps of a run that gives time for so many faults. The last one comes up to a second after its step, and a second is
         several steps."""
-        return 2 * (faults + 1) + 8
+        return 2 * (faults + 1) + TAIL
 
     @classmethod
     def place(cls, root: Path) -> AbstractContextManager[Path]:

@@ -18,7 +18,7 @@ import psutil
 from r3async.config import ConfigError
 from r3async.record.reading import read_objects
 from r3async.record.steps import TRAINED
-from r3async.tools.chaos.scenario import Role, Scenario
+from r3async.tools.chaos.scenario import TAIL, Role, Scenario
 
 # -- kills: processes of every role, one after the other, by `kill -9` --------------------------------------------------
 
@@ -37,12 +37,14 @@ def draw_roles(kills: int, rng: random.Random) -> list[Role]:
 
 
 class Kills(Scenario):
-    """Each when `STEPS_PER_KILL` more steps were trained than at the one before, and up to a second later."""
+    """Spread over the run: each when so many more steps were trained than at the one before, `STEPS_PER_KILL` at least, and up to
+    a second later."""
 
     def disturb(self) -> None:
         self.roles = self._drawn()
+        apart = max(STEPS_PER_KILL, (self.length - TAIL) // (len(self.roles) + 1))
         for number, role in enumerate(self.roles):
-            if not self.wait_for_step(1 + STEPS_PER_KILL * number) or not self.wait(self.rng.uniform(0, 1)):
+            if not self.wait_for_step(1 + apart * number) or not self.wait(self.rng.uniform(0, 1)):
                 return
             if not self.kill(role):
                 return

@@ -30,7 +30,19 @@ def facts_of(trajectory: Trajectory, keys: Keys, routing: RoutingShape | None, n
         for name in sorted(sample.table):
             content = zlib.crc32(np.ascontiguousarray(sample.table[name]).data, content)
     versions = tuple(sorted(found))
-    return Facts(t.trajectory_id, t.group_index, t.episode_index, t.lineage, versions, content, nbytes, wrong)
+    reward = t.reward if t.turns else None
+    return Facts(
+        t.trajectory_id,
+        t.group_index,
+        t.episode_index,
+        t.lineage,
+        versions,
+        content,
+        nbytes,
+        wrong,
+        t.task_seed,
+        reward,
+    )
 
 
 def _wrong(sample: Sample, mask: np.ndarray, lineage: int, keys: Keys, routing: RoutingShape | None) -> str:

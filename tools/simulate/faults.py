@@ -35,6 +35,7 @@ Kind = Literal[
     "failing_start",
     "clock",
     "stop",
+    "scale",
 ]
 
 
@@ -63,6 +64,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     `failing_start`   a share of `amount` of processes that start end at once
     `clock`           the wall clock of host `target` jumps by `amount` seconds
     `stop`            the person stops the run, and begins it again when it has ended
+    `scale`           the person asks for `amount` generators
     """
 
     at: float
@@ -117,7 +119,11 @@ SHAPES: dict[Kind, _Shape] = {
     "failing_start": _Shape(1, "none", (5, 40), (0.2, 0.8)),
     "clock": _Shape(1, "host", amount=(-3600, 3600)),
     "stop": _Shape(1, "none"),
+    "scale": _Shape(0, "none"),  # drawn beside the others
 }
+SCALED = 0.3
+"""Share of the runs whose fleet grows and shrinks."""
+MOST_GENERATORS = 5
 MOST = 8
 """Faults of one run."""
 LOADED_SECONDS = 8.0
@@ -145,7 +151,18 @@ def draw_faults(workload: Workload, kinds: Sequence[Kind] = tuple(SHAPES)) -> li
         if kind == "kill_again":  # the run is not to be over before that
             fault = msgspec.structs.replace(fault, at=round(rng.uniform(0, max(loaded, last - fault.seconds)), 3))
         faults.append(fault)
+    if "scale" in kinds:
+        faults += _draw_scaling(workload, loaded, last)
     return sorted(faults, key=lambda fault: fault.at)
+
+
+def _draw_scaling(workload: Workload, loaded: float, last: float) -> list[Fault]:
+    """By numbers of its own, so that a seed still draws what it drew before there was this."""
+    rng = random.Random(f"scaling/{workload.seed}")
+    if rng.random() >= SCALED:
+        return []
+    times = (round(rng.uniform(loaded / 2, last), 3) for _ in range(rng.randint(1, 4)))
+    return [Fault(at, "scale", amount=rng.randint(1, MOST_GENERATORS)) for at in times]
 
 
 def _draw(rng: random.Random, kind: Kind, at: float, workload: Workload) -> Fault:

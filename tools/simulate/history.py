@@ -14,7 +14,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
 
     `versions`: of the weights that sampled its trained tokens, ascending; empty for a stand-in. `content`: checksum of all
     that is trained of it. `nbytes`: what it takes in memory. `wrong`: why its tokens cannot be of the weights, or have the
-    routes, that it says; "" if they can."""
+    routes, that it says; "" if they can. `task`: its seed. `reward`: None if nothing of it was played."""
 
     trajectory_id: str
     group: int
@@ -24,6 +24,8 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     content: int
     nbytes: int = 0
     wrong: str = ""
+    task: int = 0
+    reward: float | None = None
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,10 +11,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from r3async.actors.crew import Wish, write_wish
 from r3async.tools.simulate.faults import Fault, quiet_after
 from r3async.tools.simulate.history import Acknowledged, Event, Injected, Quiet, Taken
 from r3async.tools.simulate.observe import Watched
 from r3async.world.simulated.disk import WRITING, SimulatedDisk
+from r3async.world.simulated.loop import Killed
 from r3async.world.simulated.processes import HostProcess
 from r3async.world.simulated.sockets import ANY
 
@@ -29,6 +32,7 @@ class Injector:
         self.injected: Counter[str] = Counter()
         self._active: dict[str, list[Fault]] = {}
         self._rng = simulation.rng("faults")
+        self._scaled = 0
         self._traps: list[tuple[Fault, Counter[str]]] = []
         self._again: list[tuple[Fault, int]] = []
         """What is to end once more, when a lineage after that one has begun to train."""
@@ -63,6 +67,7 @@ class Injector:
             "failing_start": self._lasts,
             "clock": self._step_clock,
             "stop": lambda fault: stop(),
+            "scale": self._scale,
         }
         for fault in faults:
             self._at(fault.at, self._begin, fault)
@@ -223,6 +228,17 @@ class Injector:
         seconds, fails = self._start(actor)
         fails = fails or any(self._rng.random() < fault.amount for fault in self._active.get("failing_start", ()))
         return seconds + self._most("slow_start"), fails
+
+    def _scale(self, fault: Fault) -> None:
+        """By a command on the first host, which fails where its disk does."""
+        host = next(iter(self._simulation.hosts.values()))
+        if host.lost:
+            return
+        self._scaled += 1
+        process = self._simulation.begin_process("person", host)
+        with contextlib.suppress(OSError, Killed):
+            write_wish(RUNS / "run", Wish(int(fault.amount), f"{self._scaled}"), files=host.disk.files(process))
+        self._simulation.end(process, "the command has ended")
 
     def _step_clock(self, fault: Fault) -> None:
         self._simulation.step_clock(self._simulation.hosts[fault.target], fault.amount)

@@ -34,9 +34,11 @@ from r3async.tools.simulate.history import (
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What the run's configuration promises. `window`: `schedule.window`. `urgent`: groups from the oldest that credit and disk
-    always let through. `durable`: what an acknowledged trajectory outlives: `nothing`, the end of any `process`, or a failure of
-    `power`. `first_seconds`, `step_seconds`: within which the first step after the last fault is made, and each later one."""
+    """What the run's configuration promises. `window`: `schedule.window`. `more_groups`: a step takes more to have enough tokens;
+    `replaced_groups`: so many more at most, in place of those without contrast. `urgent`: groups from the oldest that credit and
+    disk always let through. `durable`: what an acknowledged trajectory outlives: `nothing`, the end of any `process`, or a
+    failure of `power`. `first_seconds`, `step_seconds`: within which the first step after the last fault is made, and each later
+    one."""
 
     steps: int
     groups_per_step: int
@@ -47,6 +49,7 @@ class Rules(msgspec.Struct, frozen=True):
     window: int = 1
     urgent: int = 1
     more_groups: bool = False
+    replaced_groups: int = 0
     durable: Literal["nothing", "process", "power"] = "nothing"
     credit_bytes: float = math.inf
     disk_bytes: float = math.inf

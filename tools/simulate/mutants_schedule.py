@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 from typing import Any
 
 import msgspec
@@ -16,8 +17,33 @@ from r3async.actors.leasing import Gate
 from r3async.actors.ranks import LocalLearner
 from r3async.data.versions import Lineage
 from r3async.schedule.admission import Admission, GroupLease
+from r3async.schedule.difficulty import TaskHistory
 from r3async.schedule.groups import GroupBuffer
 from r3async.tools.simulate.planting import mutant, plant
+
+# -- tasks -------------------------------------------------------------------------------------------------------------
+
+
+@mutant(TaskHistory, "pose")
+def part_plays_another_task(pose: Any) -> Any:
+    """What a group poses is chosen for every lease of a part of it."""
+    leases = itertools.count()
+
+    def each(self: TaskHistory, group: int, tasks: Any) -> int:
+        return int(next(itertools.islice(tasks, next(leases) % 3, None)))
+
+    return each
+
+
+@mutant(reception.Reception, "_has_contrast")
+def groups_replaced_for_nothing(has_contrast: Any) -> Any:
+    """A step replaces groups that have contrast, too."""
+
+    def never(self: reception.Reception, group: Any) -> bool:
+        return False
+
+    return never
+
 
 # -- leases and slots --------------------------------------------------------------------------------------------------
 

@@ -195,6 +195,8 @@ def the_run_ends_whole(known: Known, event: Finished) -> str:
     rules, branch = known.rules, known.branch
     if event.steps != rules.steps or len(branch.steps) != rules.steps:
         return f"the run says {event.steps} steps, {len(branch.steps)} were made, of {rules.steps}"
-    if not rules.more_groups and sorted(branch.trained) != list(range(rules.steps * rules.groups_per_step)):
+    if not (rules.more_groups or rules.replaced_groups) and sorted(branch.trained) != list(
+        range(rules.steps * rules.groups_per_step)
+    ):
         return f"the run ended, and trained groups {sorted(branch.trained)}"
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from r3async.data.records import trajectory_name
+from r3async.schedule.admission import most_groups
 from r3async.tools.simulate.branches import leads_to, same_weights
 from r3async.tools.simulate.history import Began, Installed, Published, Sent, Taken, Trained
 from r3async.tools.simulate.known import Known
@@ -72,15 +73,51 @@ def no_group_twice(known: Known, event: Taken | Trained) -> str:
 @rule(TRAINING, "whole", Trained)
 def groups_are_whole(known: Known, event: Trained) -> str:
     """A step trains whole groups, each episode once and in order: as many as the schedule says, and more only to have enough
-    tokens."""
+    tokens, or others in place of some."""
     rules, count = known.rules, len(event.groups)
-    if not rules.groups_per_step <= count <= (rules.slots if rules.more_groups else rules.groups_per_step):
+    most = rules.slots if rules.more_groups else rules.groups_per_step + rules.replaced_groups
+    if not rules.groups_per_step <= count <= most:
         return f"step {event.step} trains {count} groups, and schedule.groups_per_step is {rules.groups_per_step}"
     for members in event.groups:
         group = members[0].group
         names = [trajectory_name(group, i) for i in range(rules.samples_per_group)]
         if [f.trajectory_id for f in members] != names:
             return f"step {event.step} trains {[f.trajectory_id for f in members]} for group {group}"
+    return ""
+
+
+@rule(TRAINING, "replaced", Trained)
+def groups_are_replaced_for_want_of_contrast(known: Known, event: Trained) -> str:
+    """With `schedule.replaced_groups`, a step takes groups until enough of them have contrast, and stops before only where the
+    budget, or what may be in flight, ends."""
+    rules, branch = known.rules, known.branch
+    if not rules.replaced_groups:
+        return ""
+    wanted, count = rules.groups_per_step, len(event.groups)
+    differ = [len({f.reward for f in members if f.reward is not None}) > 1 for members in event.groups]
+    since = [step for step in branch.steps if step.version == branch.version]
+    in_flight = most_groups(
+        slots=rules.slots,
+        groups_per_step=wanted,
+        steps_left=rules.steps_per_publication - len(since),
+        consumed_since=sum(len(step.groups) for step in since),
+    )
+    budget = min(wanted + rules.replaced_groups, in_flight)
+    if count > budget:
+        return f"step {event.step} trains {count} groups, and may take {budget}"
+    if sum(differ[:-1]) >= wanted:
+        return f"step {event.step} takes group {event.groups[-1][0].group}, though {wanted} before it have contrast"
+    if sum(differ) < wanted and count < budget:
+        return f"step {event.step} trains {count} groups, {sum(differ)} with contrast, and may take {budget}"
+    return ""
+
+
+@rule(TRAINING, "task", Trained)
+def a_group_plays_one_task(known: Known, event: Trained) -> str:
+    """All episodes of a group play the same task, whoever plays them, and whenever."""
+    for members in event.groups:
+        if len(tasks := sorted({f.task for f in members})) > 1:
+            return f"step {event.step} trains group {members[0].group}, whose episodes play tasks {tasks}"
     return ""
 
 

@@ -29,7 +29,8 @@ class Workload(msgspec.Struct, frozen=True):
     """Driver, learner and conductor are on the first host, generators on the others if there are any. `seconds`, of a call of the
     environment at most; `token_seconds`, of an engine; a step takes `least_train_seconds` to `train_seconds`. `slowness`: how
     many times longer than with a small model processes take to start, and threads and messages take. Limits of the
-    configuration follow from `stall_seconds` and `silence_seconds`."""
+    configuration follow from `stall_seconds` and `silence_seconds`. `flat`, `tasks`: of the environment (`Errand`); where tasks
+    come again, past rewards say which are posed."""
 
     seed: int
     steps: int = 8
@@ -43,6 +44,10 @@ class Workload(msgspec.Struct, frozen=True):
     split: Literal["idle", "capacity"] = "idle"
     steps_per_publication: int = 1
     tokens_per_step: int = 0
+    replaced_groups: int = 0
+    epochs_per_step: int = 1
+    flat: int = 0
+    tasks: int = 0
     checkpoint_every: int = 2
     checkpoints_kept: int = 2
     asynchronous: bool = True
@@ -75,6 +80,11 @@ class Workload(msgspec.Struct, frozen=True):
         return [f"host-{i}" for i in range(self.hosts)]
 
     @property
+    def replaces(self) -> int:
+        """`schedule.replaced_groups`, where that can be."""
+        return self.replaced_groups if self.max_staleness and not self.tokens_per_step else 0
+
+    @property
     def expected_seconds(self) -> float:
         """Roughly, of a run without faults, loading not counted."""
         waves = -(-self.groups_per_step * self.samples_per_group // (self.generators * self.concurrency))
@@ -94,7 +104,9 @@ class Workload(msgspec.Struct, frozen=True):
             "model": {"path": model},
             "env": {
                 "name": "r3async.tools.simulate.environment:Errand",
-                "args": {"turns": self.turns, "seconds": self.seconds, "tail": self.tail, "failing": self.failing},
+                "args": {
+                    name: getattr(self, name) for name in ("turns", "seconds", "tail", "failing", "flat", "tasks")
+                },
             },
             "episode": {
                 "max_turns": self.turns,
@@ -120,7 +132,11 @@ class Workload(msgspec.Struct, frozen=True):
                 "samples_per_group": self.samples_per_group,
                 "steps_per_publication": self.steps_per_publication,
                 "tokens_per_step": self.tokens_per_step,
+                "replaced_groups": self.replaces,
+                "epochs_per_step": self.epochs_per_step,
+                "difficulty": {"groups": 1, "settled_share": 0.2, "target": 0.4} if self.tasks else {},
             },
+            "algorithm": {"filter_zero_variance": bool(self.replaces)},
             "routing": {"trace": "off"},
             "learner": {
                 "backend": "scripted",
@@ -128,8 +144,8 @@ class Workload(msgspec.Struct, frozen=True):
                 "start_timeout": 2 * self.stall_seconds,
             },
             "weights": {
-                "backend": "object_store",
-                "install_timeout": self.stall_seconds / 2,
+                "backend": "tcp",
+                "install_timeout": self.stall_seconds,  # the longest cut is two thirds of it
                 "write_timeout": self.stall_seconds,
                 "directory": "/memory/weights",
                 "probe": self.probe,
@@ -180,8 +196,9 @@ class Workload(msgspec.Struct, frozen=True):
             age_bound=age_bound(schedule),
             steps_per_publication=self.steps_per_publication,
             window=self.window,
-            urgent=(slots if self.tokens_per_step else self.groups_per_step) + self.window - 1,
+            urgent=(slots if schedule.takes_more else self.groups_per_step) + self.window - 1,
             more_groups=bool(self.tokens_per_step),
+            replaced_groups=self.replaces,
             durable=kept if self.durability == "disk" else "nothing",
             credit_bytes=self.credit_bytes,
             disk_bytes=self.disk_bytes,
@@ -233,6 +250,11 @@ def draw_workload(seed: int) -> Workload:
         stall_seconds=rng.choice([120.0, 180.0]),
         silence_seconds=rng.choice([20.0, 40.0, 60.0]),
         probe=rng.random() < 0.3,
+        # Behind what was drawn before there were these, so that a seed still draws what it drew.
+        replaced_groups=rng.choice([0, 0, 1, 2, 3]),
+        epochs_per_step=rng.choice([1, 1, 2]),
+        flat=rng.choice([0, 2, 3]),
+        tasks=rng.choice([0, 0, 4, 10]),
     )
     share = 0.1 if ahead else 1.3 if behind else rng.choice([0.2, 0.5, 1.0])
     return msgspec.structs.replace(drawn, seconds=_call_seconds(drawn, share * train))

@@ -85,7 +85,7 @@ def submit(
 
 
 def _refuse_what_does_not_fit(plan: Any, config: Any, jobs: Any) -> None:
-    from r3async.tools.plan import ask_cluster, check_fit
+    from r3async.tools.fit import ask_cluster, check_fit
     from r3async.tools.submit.jobs import SubmitError
 
     fit = check_fit(plan, config, ask_cluster(jobs.dashboard))
@@ -167,7 +167,8 @@ def cluster(
     token_file: Token = "",
 ) -> None:
     """What a run needs beside what a Ray cluster has; exit code 1 if it does not fit."""
-    from r3async.tools.plan import ask_cluster, check_fit, describe_fit, make_plan
+    from r3async.tools.fit import ask_cluster, check_fit, describe_fit
+    from r3async.tools.plan import make_plan
 
     config = load_command(preset, overrides or [])
     plan = make_plan(config)

@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from r3async.record.reading import EVALUATION
 from r3async.tools.submit.launch import entrypoint
 from r3async.tools.tail.lines import RemoteError
 
@@ -38,7 +39,7 @@ say("config.toml", open(os.path.join(found[0], "config.toml"), "rb").read())
 places, end, whole, last = {}, time.time() + life, False, b""
 while time.time() < end:
     news = False
-    for file in ("events.jsonl", "metrics.jsonl"):
+    for file in ("events.jsonl", "metrics.jsonl", "evaluation.jsonl"):
         try:
             with open(os.path.join(found[0], file), "rb") as lines:
                 at = places.get(file, 0)
@@ -148,7 +149,7 @@ class RemoteRun:
         elif kind == "name":
             self.run_dir = self.directory / Path(data.decode()).name
             self.run_dir.mkdir(parents=True, exist_ok=True)
-        elif kind in ("config.toml", "events.jsonl", "metrics.jsonl") and self.run_dir is not None:
+        elif kind in ("config.toml", "events.jsonl", "metrics.jsonl", EVALUATION) and self.run_dir is not None:
             with (self.run_dir / kind).open("ab") as file:
                 file.write(data)
         elif kind == "whole":

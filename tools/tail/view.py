@@ -15,7 +15,7 @@ from r3async.record.catalogue import METRICS, Metric, in_order
 from r3async.record.events import event_details
 from r3async.schedule.health import why_no_update
 from r3async.tools.tail.draw import bar, plot, spark
-from r3async.views.charts import CHARTS, Chart
+from r3async.views.charts import CHARTS, EVALUATED, PASSES, Chart, numbers_after
 from r3async.views.follow import FollowedRun
 from r3async.views.summary import COLORS, KINDS, format_number, format_percent, format_seconds
 
@@ -84,6 +84,15 @@ def _reward(run: FollowedRun, known: Metric) -> Shown:
     return format_number(run.metrics.last(known.name)), note, "bold green"
 
 
+def _evaluated(run: FollowedRun) -> Shown:
+    """Of the newest evaluation, of its first set."""
+    last = run.evaluations.last
+    most = max(numbers_after(PASSES, run.evaluations), key=int, default="")
+    solved = f"pass@{most} {format_number(last(PASSES + most), 2)}" if most else ""
+    note = _join(f"step {format_number(last('step'))}", solved)
+    return format_number(last(EVALUATED)), note, "bold"
+
+
 def _contrast(run: FollowedRun, known: Metric) -> Shown:
     without, groups = run.metrics.last("advantage/zero_variance_groups"), run.metrics.last("batch/groups")
     value = "-" if without is None or groups is None else f"{groups - without:.0f} of {groups:.0f}"
@@ -92,7 +101,9 @@ def _contrast(run: FollowedRun, known: Metric) -> Shown:
 
 
 def _drift(run: FollowedRun, known: Metric) -> Shown:
-    drift, target = run.metrics.last(known.name), run.setting("algorithm.rollout_kl.target")
+    served = run.metrics.last("served_kl/k3") if run.setting("algorithm.rollout_kl.measure") == "served" else None
+    drift = run.metrics.last(known.name) if served is None else served
+    target = run.setting("algorithm.rollout_kl.target")
     limit, coef = run.setting("algorithm.rollout_kl.max"), run.metrics.last("rollout_kl/coef")
     style = "bold"
     if drift is not None and limit is not None and drift > limit:
@@ -157,7 +168,7 @@ def _arrived(run: FollowedRun, known: Metric) -> Shown:
 
 def _generators(run: FollowedRun, known: Metric) -> Shown:
     restarts = run.history.generators_lost + run.history.run_restarts
-    count = run.setting("generator.count") or len(run.generators)
+    count = run.wanted or run.setting("generator.count") or len(run.generators)
     lost = [name for name, state in run.generators.items() if state == "lost"]
     playing = len(run.generators) - len(lost)
     silent = [name for name, state in run.generators.items() if state == "silent"]
@@ -206,15 +217,21 @@ def overview(run: FollowedRun, width: int, window: int | None = None) -> list[Te
     """The gauges, one a line, with sparklines over the last `window` steps (or all) in the cells that are left."""
     lines = []
     free = width - LABEL - VALUE - NOTE - 6
-    for known in GAUGES:
-        value, note, style = gauge(run, known)
-        line = Text(f" {known.gauge:<{LABEL}} ", style="dim")
+
+    def add(label: str, shown: Shown, values: np.ndarray) -> None:
+        value, note, style = shown
+        line = Text(f" {label:<{LABEL}} ", style="dim")
         line.append(f"{value:>{VALUE}}", style=f"not dim {style}")
         line.append(f"  {note:<{NOTE}} ")
         line.truncate(width - max(free, 0), overflow="ellipsis", pad=True)
         if free >= 8:
-            line.append(spark(run.metrics.values(known.name, window), free), style="not dim cyan")
+            line.append(spark(values, free), style="not dim cyan")
         lines.append(clip(line, width))
+
+    for known in GAUGES:
+        add(known.gauge, gauge(run, known), run.metrics.values(known.name, window))
+        if known.gauge == "reward" and run.evaluations.rows:
+            add("evaluated", _evaluated(run), run.evaluations.values(EVALUATED))
     return lines
 
 

@@ -22,6 +22,9 @@ api=http://127.0.0.1:$dashboard
 job=slurm-${SLURM_JOB_ID:-$$}
 head='' workers=''
 
+# A mistake in the command line is named before anything starts.
+"$bin/r3async" train "$@" --dry-run || exit 2
+
 # A cluster has its own token: other users of these hosts cannot start anything on it.
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$PWD/.$job.token
 (umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
@@ -40,7 +43,7 @@ if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then
   workers=$!
 fi
 
-# The nodes join one by one: until they hold the run, `cluster` exits with 1 and the reason, and with 2 for a mistake.
+# The nodes join one by one: until they hold the run, `cluster` exits with 1 and the reason.
 until "$bin/r3async" cluster "$@" --address "$api"; do
   kill -0 "$head" || { echo "the head of the Ray cluster ended" >&2; exit 1; }
   [ $SECONDS -lt "$wait_s" ] || { echo "the cluster does not hold the run after $wait_s s" >&2; exit 1; }

@@ -52,6 +52,23 @@ def k3(delta: Tensor) -> Tensor:
     return torch.where(delta.abs() < 1e-2, series, torch.expm1(bounded) - bounded + tangent)
 
 
+def measured_k3(delta: Tensor, limit: float) -> Tensor:
+    """k3, of one token no more than `limit` (`rollout_kl.token_limit`), so that one does not decide the mean of a step. What is
+    not finite stays so."""
+    values = k3(delta)
+    return torch.where(values.isfinite(), values.clamp(max=limit), values)
+
+
+def bounded_k3(delta: Tensor, limit: float) -> Tensor:
+    """k3, and above `delta` where it is `limit` its tangent there: so the gradient is bounded, and does not vanish. Below it k3
+    is nearly a line by itself, of slope -1."""
+    edge = min(math.sqrt(2 * limit), math.log1p(2 * limit) + 1)
+    for _ in range(30):  # Newton's method from above, on a convex function
+        edge -= (math.expm1(edge) - edge - limit) / math.expm1(edge)
+    beyond = (delta - edge).clamp(min=0)
+    return k3(delta - beyond) + math.expm1(edge) * beyond
+
+
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": torch.neg, "abs": torch.abs, "k2": k2, "k3": k3}
 """By the names of `algorithm.rollout_kl.estimator`. Each maps a tensor of deltas to one of the same shape and dtype."""
 
@@ -68,7 +85,8 @@ def correction_mask(
     config: CorrectionConfig,
     max_token_age: int | None = None,
 ) -> Tensor:
-    """bool `[M]`: the tokens that the policy loss keeps. Arguments as in `TokenBatch`; `logprobs` are pi's.
+    """bool `[M]`: the tokens that the policy loss keeps. Arguments as in `TokenBatch`; `logprobs` are pi's: the learner's now, or
+    before the step with `correction.anchor = "recomputed"`, as in the sources of all but the last two of these.
 
     Per token: `icepop`, a band on `e^delta` (IcePop: "Small Leak Can Sink a Great Ship", Ant Group 2025; Ring-1T, arXiv
     2510.18855, with 0.5 and 5); `max(binary_kl(pi, mu), binary_kl(mu, pi)) <= kpop` (KPop: "Taming Training-Inference
@@ -100,8 +118,23 @@ def correction_mask(
     return ~(left_out | episodes[sequence])
 
 
+def correction_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, sequence: Tensor, sequences: int, config: CorrectionConfig
+) -> Tensor:
+    """`[M]`, without gradient, of the dtype of `old_logprobs`: what the policy loss of each token is multiplied by. `token`:
+    `min(e^delta, weight_cap)`; `sequence`: `min(e^sum(delta), weight_cap)` over the trained tokens of its episode, with
+    `delta = log pi_old - log mu` clamped to -20..20. Truncated importance sampling by token and by sequence: Liu, Li et al.,
+    "When Speed Kills Stability", 2025, the `rollout_is` of verl."""
+    delta = old_logprobs.detach().double() - rollout_logprobs.double()
+    if config.weight == "sequence":
+        delta = episode_sums(delta, sequence, sequences)[sequence]
+    return bounded_exp(delta).clamp(max=config.weight_cap).to(old_logprobs.dtype)
+
+
 def judges_episodes(config: CorrectionConfig) -> bool:
-    """Whether what is left out depends on other tokens of the episode."""
+    """Whether what is left out, or a weight, depends on other tokens of the episode."""
+    if config.weight == "sequence":
+        return True
     bounds = (config.geometric_low, config.geometric_high, config.product_low, config.product_high, config.max_token_kl)
     return any(bound is not None for bound in bounds)
 
@@ -125,35 +158,51 @@ def _outside(log_ratio: Tensor, low: float | None, high: float | None) -> Tensor
 class TrustRegion:
     """Coefficient of one run's KL term, and which step is refused. The same measurements give the same coefficients.
 
-    What is measured after each step is the mean of k3 over its trained tokens (`rollout_kl/k3`): the same whatever estimator
-    the loss uses. With a `target`, after each step, for the error `e = min(measured / target - 1, 3)`:
+    What is measured after each step is the mean of k3 over its trained tokens, served or replayed (`measure`): the same whatever
+    estimator the loss uses. With a `target`, after each step, for the error `e = min(measured / target - 1, 3)` and
+    `v = e + e - e_before`:
 
-        log coef += gain * (e + e - e_before), within log coef_min .. log coef_max
+        log coef += (gain if v > 0 else gain_down) * v, within log of the configured coef .. log coef_max
 
-    A proportional-integral controller of log coef in velocity form, so that a bound does not wind it up. Drift falls by a
-    power (0 to 2, roughly) of the coefficient, some steps late: staleness delays what a step changes until its tokens
-    are trained. In logarithms that is a delay, and a gain of at most 2, for which a `gain` of 0.1 is stable up to a delay of
-    8 steps. (PPO's penalty, arXiv 1707.06347, eq. 8, doubles or halves its coefficient instead, and oscillates.)
+    A proportional-integral controller of log coef in velocity form, so that a bound does not wind it up. It has one side: the
+    coefficient of the configuration is its floor, so calm steps do not disarm it. With a floor of 1e-4 a hundred of them took it
+    down by two decades, and a burst then had 30 to 40 steps to itself. It rises faster than it
+    falls. As single steps scatter by a factor of two, upwards most, the mean of the drift then settles below the target, at 0.7
+    to 0.95 of it: the target is a bound of the mean, not its value.
 
-    Near the target the error is `log(measured / target)`. It is not that logarithm, since single steps scatter by a factor of
-    two about their mean, upwards most: a controller of logarithms holds their geometric mean, and the mean is a quarter more.
+    Drift falls by a power (0 to 2, roughly) of the coefficient, some steps late: staleness delays what a step changes until its
+    tokens are trained. (PPO's penalty, arXiv 1707.06347, eq. 8, doubles or halves its coefficient instead, and oscillates.)
     """
 
     def __init__(self, config: RolloutKLConfig):
         self._config = config
         self._error: float | None = None
+        self._above: float | None = None
         self.coef = config.coef
         """Of the next step."""
 
-    def update(self, measured: float) -> None:
-        """Once after each step. A measurement that is not finite changes nothing."""
+    def update(self, measured: float, above: float | None = None) -> None:
+        """Once after each step. A measurement that is not finite changes nothing. `above`: of the served drift over the replayed
+        one, if this step measured it."""
+        if above is not None and math.isfinite(above):
+            self._above = above
         target = self._config.target
         if target is None or not math.isfinite(measured):
             return
         error = min(max(measured, 0.0) / target - 1, ERROR_LIMIT)
-        before = error if self._error is None else self._error
-        step = self._config.gain * (error + error - before)
-        self.coef, self._error = self._bounded(self.coef * math.exp(step)), error
+        speed = error + error - (error if self._error is None else self._error)
+        gain = self._config.gain if speed > 0 else self._config.gain_down
+        self.coef, self._error = self._bounded(self.coef * math.exp(gain * speed)), error
+
+    def measured(self, replayed: float, served: float | None) -> float:
+        """What `update` and `breaks` are given, of a step's two drifts. `served`: as measured or estimated; None where nothing is
+        known of it."""
+        return replayed if served is None or self._config.measure == "replayed" else served
+
+    def estimate(self, replayed: float) -> float | None:
+        """Of the served drift of a step that did not measure it: as far above the replayed one, which is of this step, as it was
+        when it last was measured. None: it never was."""
+        return None if self._above is None else max(replayed + self._above, 0.0)
 
     def breaks(self, measured: float) -> bool:
         """Whether a step with that drift must make no optimizer update: above `max`, or not finite. Never without `max`."""
@@ -162,12 +211,13 @@ class TrustRegion:
 
     def state(self) -> TrustRegionState:
         """What `restore` reads."""
-        return {"coef": self.coef, "error": self._error}
+        return {"coef": self.coef, "error": self._error, "above": self._above}
 
     def restore(self, state: TrustRegionState) -> None:
         """Continue from a `state`, within the bounds of this configuration; without a `target` its coefficient holds."""
+        self._above = state.get("above")
         if self._config.target is not None:
             self.coef, self._error = self._bounded(state["coef"]), state["error"]
 
     def _bounded(self, coef: float) -> float:
-        return min(max(coef, self._config.coef_min), self._config.coef_max)
+        return min(max(coef, self._config.coef), self._config.coef_max)

@@ -23,10 +23,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from r3async.config import AlgorithmConfig
+from r3async.config import AlgorithmConfig, RolloutKLConfig
+from r3async.config.algorithm import ReferenceKLConfig
 from r3async.learner.figures import ObjectiveSums
-from r3async.learner.losses.drift import ESTIMATORS, correction_mask, judges_episodes, k3
-from r3async.learner.losses.policy_loss import BY_TOKEN, LossInputs, needs_old_logprobs, policy_loss
+from r3async.learner.losses.drift import (
+    ESTIMATORS,
+    bounded_k3,
+    correction_mask,
+    correction_weights,
+    judges_episodes,
+    k3,
+)
+from r3async.learner.losses.policy_loss import BY_TOKEN, LossInputs, bounded_exp, needs_old_logprobs, policy_loss
 
 
 def takes_episodes(config: AlgorithmConfig) -> bool:
@@ -137,16 +145,21 @@ def objective(
         if needs and getattr(batch, name) is None:
             raise ValueError(f"the configured loss needs `{name}`, and the batch has none")
 
-    kept = correction_mask(
-        logprobs, rollout, batch.ages, batch.sequence, batch.sequences, config.correction, max_token_age
-    )
+    correction, old, episodes = config.correction, batch.old_logprobs, (batch.sequence, batch.sequences)
+    compared = old if old is not None and correction.looks_back else logprobs
+    kept = correction_mask(compared, rollout, batch.ages, *episodes, correction, max_token_age)
     inputs = _loss_inputs(logprobs, batch, kept, config)
     policy = policy_loss(config.policy_loss)(inputs)
-    terms = {"policy": torch.where(kept, policy.value, 0.0)}
+    value = policy.value
+    if correction.weight != "none":
+        value = value * correction_weights(compared, rollout, *episodes, correction)
+    terms = {"policy": torch.where(kept, value, 0.0)}
     if rollout_kl_coef:
-        terms["rollout_kl"] = rollout_kl_coef * ESTIMATORS[config.rollout_kl.estimator](logprobs - rollout)
+        terms["rollout_kl"] = rollout_kl_coef * rollout_kl(logprobs - rollout, config.rollout_kl)
     if reference is not None and config.reference_kl.coef:
-        terms["reference_kl"] = config.reference_kl.coef * k3(reference - logprobs)
+        terms["reference_kl"] = config.reference_kl.coef * reference_kl(
+            logprobs, rollout, reference, config.reference_kl
+        )
     if config.entropy_coef:
         terms["entropy_bonus"] = -config.entropy_coef * torch.where(kept, entropies, 0.0)
 
@@ -173,10 +186,31 @@ def objective(
         sequence=batch.sequence,
         sequences=batch.sequences,
         open=batch.open,
+        token_limit=config.rollout_kl.token_limit,
     )
     for name, value in weighted.items():
         setattr(sums, name, torch.where(own, value.detach(), 0.0).sum(dtype=torch.float64))
     return loss, sums
+
+
+def rollout_kl(delta: Tensor, config: RolloutKLConfig) -> Tensor:
+    """`[M]`: the estimate of KL(rollout || learner) at each token, for `delta = log pi - log mu` `[M]`; see `drift`."""
+    if config.estimator == "k3":
+        return bounded_k3(delta, config.token_limit)
+    return ESTIMATORS[config.estimator](delta)
+
+
+def reference_kl(logprobs: Tensor, rollout: Tensor, reference: Tensor, config: ReferenceKLConfig) -> Tensor:
+    """`[M]`: the estimate of KL(pi || reference) at each token, sampled from mu: `min(r, weight_cap) k3(log ref - log pi)` with
+    `r = e^clamp(log pi - log mu, -20, 20)`.
+
+    The mean of `r k3` under mu is KL(pi || reference), however old mu is, and so is that of its gradient, `-r (log ref - log pi)`
+    by `log pi`: the ratio has a gradient, too. DeepSeek-V3.2 (arXiv 2512.02556), "unbiased KL estimate". Where it is
+    truncated it has none. Without `weighted` it is GRPO's term (arXiv 2402.03300, eq. 4): biased for tokens that are not pi's,
+    and of the gradient of KL(reference || pi).
+    """
+    distance = k3(reference - logprobs)
+    return bounded_exp(logprobs - rollout).clamp(max=config.weight_cap) * distance if config.weighted else distance
 
 
 def _loss_inputs(logprobs: Tensor, batch: TokenBatch, kept: Tensor, config: AlgorithmConfig) -> LossInputs:

@@ -20,7 +20,8 @@ on that token's own columns alone says so with `@by_token`, and is spared it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -28,8 +29,11 @@ import torch
 from torch import Tensor
 
 from r3async.config import AlgorithmConfig, ClipConfig, import_policy_loss
+from r3async.config.algorithm import PPOConfig
 
 LOG_RATIO_LIMIT = 20.0
+CLIPPED_BY_ROUNDING = 0.1
+"""Share of clipped tokens in the first step above which GSPO's range is too narrow."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +108,13 @@ def episode_sums(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
 
 
 @by_token
-def tis(inputs: LossInputs) -> PolicyLoss:
-    """Truncated importance sampling: `-sg(min(r, ratio_cap)) A log pi`.
+def truncated_pg(inputs: LossInputs) -> PolicyLoss:
+    """The policy gradient with truncated importance weights: `-sg(min(r, cap)) A log pi`.
 
-    Its gradient is the importance-weighted policy gradient with weights capped from above, which bounds the variance
-    and leaves the sign of every token's gradient alone (IMPALA's truncated rho, arXiv 1802.01561; for engine and
-    trainer mismatch: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025).
+    Weights capped from above bound the variance and leave the sign of every token's gradient alone (IMPALA's truncated rho, arXiv
+    1802.01561). The same as `cispo` with `clip_low` = 1 and `clip_high` = cap - 1.
     """
-    ratio, cap = inputs.ratio().detach(), inputs.config.ratio_cap
+    ratio, cap = inputs.ratio().detach(), inputs.config.truncated_pg.cap
     return PolicyLoss(-ratio.clamp(max=cap) * inputs.advantages * inputs.logprobs, ratio > cap)
 
 
@@ -124,16 +127,35 @@ def ppo(inputs: LossInputs) -> PolicyLoss:
     return _clipped(inputs.ratio(), inputs.advantages, settings, settings.dual_clip)
 
 
+@by_token
+def tis(inputs: LossInputs) -> PolicyLoss:
+    """Truncated importance sampling: `-sg(min(pi_old / mu, cap)) min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)` with
+    `u = pi / pi_old`, the ratio to the learner before the step, whatever `algorithm.anchor`. F. Yao et al., "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training", 2025: PPO as the trainer would make it alone, and a capped weight
+    for the engine's part. `decoupled_ppo` has the same formula from another source, with another cap.
+    """
+    return _behaviour_weighted(inputs, inputs.config.tis, inputs.config.tis.cap)
+
+
 def gspo(inputs: LossInputs) -> PolicyLoss:
     """PPO's clip on the length-normalised ratio of the episode: `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` with
     `log s = clamp(mean over the episode's tokens of (log pi - log pi_a), -20, 20)`. GSPO, arXiv 2507.18071, section 4.
 
     In the token form of its section 4.3, `s_t = sg(s) pi / sg(pi)`: equal to GSPO in value and, where A and the weight are
     the same all over an episode, in gradient; and right for advantages that differ between turns too.
+
+    Its range is narrow: with the rollout's anchor the rounding of bf16 between engine and learner alone is wider for short
+    episodes. With `noise`, the standard deviation of a token's log-ratio that rounding causes, that of the mean over n tokens is
+    `noise / sqrt(n)`, and neither bound is nearer to 1 than three of them.
     """
+    settings = inputs.config.gspo
     log_ratio = inputs.episode_mean((inputs.logprobs - inputs.anchor_logprobs).detach())
     ratio = bounded_exp(log_ratio).to(inputs.logprobs.dtype)
-    return _clipped(ratio * (inputs.logprobs - inputs.logprobs.detach()).exp(), inputs.advantages, inputs.config.gspo)
+    ratio = ratio * (inputs.logprobs - inputs.logprobs.detach()).exp()
+    least = 3 * settings.noise * inputs.episode_sum(inputs.mask).clamp(min=1).rsqrt().to(ratio.dtype)
+    return _clipped_to(
+        ratio, inputs.advantages, 1 - least.clamp(min=settings.clip_low), 1 + least.clamp(min=settings.clip_high)
+    )
 
 
 @by_token
@@ -178,31 +200,40 @@ def decoupled_ppo(inputs: LossInputs) -> PolicyLoss:
     before the step, whatever `algorithm.anchor`, and `w = min(exp(clamp(log pi_old - log mu, -20, 20)), behaviour_cap)`
     corrects for the policy mu that sampled. Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, section 5.2.
     """
+    return _behaviour_weighted(inputs, inputs.config.decoupled_ppo, inputs.config.decoupled_ppo.behaviour_cap)
+
+
+def _behaviour_weighted(inputs: LossInputs, settings: PPOConfig, cap: float) -> PolicyLoss:
+    """PPO with the ratio to the learner before the step, times `min(pi_old / mu, cap)`."""
     assert inputs.old_logprobs is not None
-    settings = inputs.config.decoupled_ppo
     behaviour = bounded_exp(inputs.old_logprobs - inputs.rollout_logprobs)
     ratio = bounded_exp(inputs.logprobs - inputs.old_logprobs)
     surrogate, high = _clipped(ratio, inputs.advantages, settings, settings.dual_clip), ratio.detach() > 1
-    cap = settings.behaviour_cap
     capped = behaviour > cap
     return PolicyLoss(behaviour.clamp(max=cap) * surrogate.value, surrogate.clipped | capped, high | capped)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, settings: ClipConfig, dual_clip: float | None = None) -> PolicyLoss:
     """`-min(r A, clip(r) A)`, where A < 0 at most `-dual_clip A`; without gradient where a bound is what counts."""
-    low, high = 1 - settings.clip_low, 1 + settings.clip_high
-    clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
-    value = -torch.where(clipped, ratio.detach().clamp(low, high), ratio) * advantages
-    high = ratio.detach() > 1
+    low, high = (torch.full_like(ratio, bound) for bound in (1 - settings.clip_low, 1 + settings.clip_high))
+    loss = _clipped_to(ratio, advantages, low, high)
     if dual_clip is None:
-        return PolicyLoss(value, clipped, high)
+        return loss
     cut = (advantages < 0) & (ratio > dual_clip)
-    return PolicyLoss(torch.where(cut, -dual_clip * advantages, value), clipped | cut, high)
+    return PolicyLoss(torch.where(cut, -dual_clip * advantages, loss.value), loss.clipped | cut, loss.high)
+
+
+def _clipped_to(ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> PolicyLoss:
+    """`-min(r A, clip(r, low, high) A)`, bounds `[M]`."""
+    clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    bounded = torch.minimum(torch.maximum(ratio.detach(), low), high)
+    return PolicyLoss(-torch.where(clipped, bounded, ratio) * advantages, clipped, ratio.detach() > 1)
 
 
 POLICY_LOSSES: dict[str, PolicyLossFunction] = {
-    "tis": tis,
+    "truncated_pg": truncated_pg,
     "ppo": ppo,
+    "tis": tis,
     "gspo": gspo,
     "cispo": cispo,
     "sapo": sapo,
@@ -218,4 +249,17 @@ def policy_loss(name: str) -> PolicyLossFunction:
 
 def needs_old_logprobs(config: AlgorithmConfig) -> bool:
     """Whether the learner must compute `old_logprobs` before the step's first update."""
-    return config.anchor == "recomputed" or config.policy_loss == "decoupled_ppo"
+    return "recomputed" in (config.anchor, config.correction.anchor) or config.policy_loss in ("tis", "decoupled_ppo")
+
+
+def rounding_clips(algorithm: AlgorithmConfig, metrics: Mapping[str, float]) -> str:
+    """Of the first step, where engine and learner have equal weights and ratios are 1 but for rounding: why GSPO's range is too
+    narrow, and what to set; empty if it is not, or with another loss. The noise of a token's log-ratio is `sqrt(2 k3)`."""
+    clipped = metrics["rollout_corr/clipped_fraction"]
+    if algorithm.policy_loss != "gspo" or algorithm.anchor != "rollout" or clipped <= CLIPPED_BY_ROUNDING:
+        return ""
+    noise = math.sqrt(2 * metrics.get("rollout_kl/k3_age_0", 0.0))
+    return (
+        f"{clipped:.0%} of the tokens are clipped by rounding alone, of which a token's log-ratio has {noise:.2g}: set "
+        f'algorithm.gspo.noise={noise:.2g}, which widens the range of short episodes, or algorithm.anchor="recomputed"'
+    )

@@ -27,10 +27,15 @@ def adapt(model: HiddenStatesModel, linked: Sequence[Link], config: Config) -> A
     if not learner.lora.rank:
         return None
     matrices = [
-        Candidate(link.parameter, held(link), _divided(link), id(link.parameter) in routers)
+        Candidate(
+            link.parameter,
+            held(link, sharded=learner.shard_optimizer),
+            _divided(link),
+            id(link.parameter) in routers,
+        )
         for link in linked
         # Only the vocabulary has padded rows.
-        if link.parameter.ndim == 2 and link.rows is None and link.parameter.requires_grad
+        if link.parameter.ndim >= 2 and link.rows is None and link.parameter.requires_grad
     ]
     names = {(name, one.router) for one in matrices for name in one.names}
     if learner.parallel.world > 1:  # a rank has the layers of its stage, and its experts

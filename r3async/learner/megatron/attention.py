@@ -19,6 +19,7 @@ from torch import Tensor
 
 from r3async.learner.attention import AttentionPlan, packed_attention, plan_attention
 from r3async.learner.batch.packing import MicroBatch
+from r3async.learner.megatron.context import Context
 from r3async.learner.trained import Rotary, TrainedShape
 
 
@@ -26,18 +27,28 @@ from r3async.learner.trained import Rotary, TrainedShape
 class PackedPlan(PackedSeqParams):
     """What every attention layer needs for one micro-batch: how it attends, and the rotary angles.
 
-    `cos`, `sin`: `[N, 1, R / 2]` in the compute dtype, where the first `R` values of a head turn.
+    `cos`, `sin`: `[n, 1, R / 2]` in the compute dtype, where the first `R` values of a head turn, of the tokens that this rank
+    has; with `context` other ranks have the others.
     """
 
     attention: AttentionPlan | None = None
+    context: Context | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
 
 
-def make_plan(micro_batch: MicroBatch, *, rotary: Rotary, dtype: torch.dtype, device: torch.device) -> PackedPlan:
+def make_plan(
+    micro_batch: MicroBatch,
+    *,
+    rotary: Rotary,
+    dtype: torch.dtype,
+    device: torch.device,
+    context: Context | None = None,
+) -> PackedPlan:
     """Plan for the samples of a micro-batch."""
     frequency = torch.tensor(rotary.frequencies, dtype=torch.float32)
-    angle = torch.from_numpy(micro_batch.positions).float()[:, None, None] * frequency
+    here = context.part(micro_batch.tokens) if context else slice(None)
+    angle = torch.from_numpy(micro_batch.positions[here]).float()[:, None, None] * frequency
     cu = torch.from_numpy(micro_batch.cu_seqlens.astype(np.int32)).to(device)
     longest = int(micro_batch.lengths.max())
     return PackedPlan(
@@ -47,6 +58,7 @@ def make_plan(micro_batch: MicroBatch, *, rotary: Rotary, dtype: torch.dtype, de
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         attention=plan_attention(micro_batch.cu_seqlens, device, micro_batch.prefixes),
+        context=context,
         cos=(angle.cos() * rotary.scale).to(device, dtype),
         sin=(angle.sin() * rotary.scale).to(device, dtype),
     )
@@ -89,6 +101,17 @@ def rotated(x: Tensor, plan: PackedPlan) -> Tensor:
     return torch.cat([_Rotate.apply(x[..., :turning], plan.cos, plan.sin), x[..., turning:]], dim=-1)
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor, plan: PackedPlan, scale: float | None) -> Tensor:
+    """Attention over the whole micro-batch, of this rank's tokens: `query [n, heads, D]`, `key` and `value` `[n, groups, D]` ->
+    `[n, heads, D]`."""
+    assert plan.attention is not None
+    context = plan.context
+    if context is None:
+        return packed_attention(query, key, value, plan.attention, scale)
+    query, key, value = (context.to_heads(x) for x in (query, key, value))
+    return context.to_tokens(packed_attention(query, key, value, plan.attention, scale))
+
+
 class PackedAttention(torch.nn.Module):
     """Megatron core attention over packed samples (`qkv_format="thd"`), causal, with rotary embedding.
 
@@ -115,9 +138,7 @@ class PackedAttention(torch.nn.Module):
         """`query [N, heads, D]`, `key` and `value` `[N, groups, D]` -> `[N, heads, D]`. Masks are implied by the plan."""
         plan = packed_seq_params
         assert isinstance(plan, PackedPlan), "samples are packed; their plan goes in packed_seq_params"
-        query, key = rotated(query, plan), rotated(key, plan)
-        assert plan.attention is not None
-        return packed_attention(query, key, value, plan.attention, self._scale)
+        return attend(rotated(query, plan), rotated(key, plan), value, plan, self._scale)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -213,7 +234,6 @@ class LatentAttention(torch.nn.Module):
         """`hidden_states [N / tp, 1, hidden]` -> the same shape, and no bias."""
         plan, s = packed_seq_params, self._shape
         assert isinstance(plan, PackedPlan), "samples are packed; their plan goes in packed_seq_params"
-        assert plan.attention is not None
         low = self.q_layernorm(self.linear_q_down_proj(hidden_states)) if s.query_rank else hidden_states
         query = self.linear_q_up_proj(low)[0].view(-1, self._heads, s.qk_dim)
         latent, turning = self.linear_kv_down_proj(hidden_states).split([s.kv_rank, s.rope_dim], dim=-1)
@@ -225,7 +245,7 @@ class LatentAttention(torch.nn.Module):
         alike = self._turned(turning, plan).expand(-1, self._heads, -1)
         key = torch.cat([key, alike], dim=-1)
         query = torch.cat([query[..., :fixed], self._turned(query[..., fixed:], plan)], dim=-1)
-        out = packed_attention(query, key, value.contiguous(), plan.attention, s.attention_scale)
+        out = attend(query, key, value.contiguous(), plan, s.attention_scale)
         return self.linear_proj(out.flatten(1)[:, None])[0], None
 
     def _turned(self, x: Tensor, plan: PackedPlan) -> Tensor:

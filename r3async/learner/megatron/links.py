@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from r3async.checkpoint.tensors import Place
+from r3async.data.architectures import CHOICE_BIAS
 from r3async.learner import LearnerError
 from r3async.learner.megatron.modules import HiddenStatesModel
 from r3async.learner.state import Held
-from r3async.learner.trained import CHOICE_BIAS, TrainedShape, check_tensors, shapes_of
+from r3async.learner.trained import TrainedShape, check_tensors, shapes_of
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ class Link:
         return torch.cat(parts, self.dim)[: self.rows]
 
 
-def held(link: Link) -> Held:
-    """Where the parts of that parameter of this rank lie in the tensors of a checkpoint."""
+def held(link: Link, *, sharded: bool = False) -> Held:
+    """Where the parts of that parameter of this rank lie in the tensors of a checkpoint. `sharded`: each data-parallel copy hands
+    in its share, and not the first one everything."""
     rank, ranks = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
     places = []
     for name, part in zip(link.names, link.split(link.parameter.detach()), strict=True):
@@ -79,8 +81,8 @@ def held(link: Link) -> Held:
             size[link.dim] = min(size[link.dim], shape[link.dim] - offset[link.dim])
         places.append(Place(name, tuple(shape), tuple(offset), tuple(size)))
     divided = link.dim is not None
-    first = ps.get_expert_data_parallel_rank() if link.expert else ps.get_data_parallel_rank()
-    mine = first == 0 and (divided or link.expert or rank == 0)
+    copy = ps.get_expert_data_parallel_rank() if link.expert else ps.get_data_parallel_rank(with_context_parallel=True)
+    mine = (sharded or copy == 0) and (divided or link.expert or rank == 0)
     return Held(tuple(places), split=link.split, join=link.join, writes=mine and not link.copy)
 
 
@@ -89,9 +91,9 @@ def same(parameter: Parameter, name: str, **how: Any) -> Link:
     return Link(parameter, (name,), lambda tensors: tensors[0], lambda weight: [weight], **how)
 
 
-def stacked(parameter: Parameter, prefix: str, gate: str = "gate_proj", up: str = "up_proj", **how: Any) -> Link:
+def stacked(parameter: Parameter, prefix: str, **how: Any) -> Link:
     """fc1 is the gate projection over the up projection."""
-    names = (f"{prefix}{gate}.weight", f"{prefix}{up}.weight")
+    names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
     return Link(parameter, names, torch.cat, lambda weight: list(weight.chunk(2)), **how)
 
 
@@ -166,9 +168,16 @@ def _mixture(mlp: MoELayer, prefix: str, shape: TrainedShape) -> Iterator[Link]:
     a = shape.architecture
     gate, up, down = a.projections
     yield same(mlp.router.weight, f"{prefix}gate.weight")
-    for e, expert in zip(mlp.local_expert_indices, mlp.experts.local_experts, strict=True):
-        yield stacked(expert.linear_fc1.weight, f"{prefix}experts.{e}.", gate, up, expert=True)
-        yield same(expert.linear_fc2.weight, f"{prefix}experts.{e}.{down}.weight", expert=True)
+    here = [f"{prefix}experts.{e}." for e in mlp.local_expert_indices]
+    yield Link(
+        mlp.experts.weight1,
+        tuple(f"{expert}{name}.weight" for expert in here for name in (gate, up)),
+        lambda tensors: torch.cat(tensors).view(len(here), -1, tensors[0].shape[-1]),
+        lambda weight: list(weight.flatten(0, 1).chunk(2 * len(here))),
+        expert=True,
+    )
+    names = tuple(f"{expert}{down}.weight" for expert in here)
+    yield Link(mlp.experts.weight2, names, torch.stack, lambda weight: list(weight.unbind()), expert=True)
     if mlp.shared_experts is not None:
         yield from _gated(mlp.shared_experts, f"{prefix}{a.shared}.")
         if shape.shared_gate:
@@ -181,7 +190,7 @@ def choice_biases(model: HiddenStatesModel, shape: TrainedShape) -> list[Link]:
         return []
     mixtures = {layer.layer_number - 1: layer.mlp for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)}
     where = shape.architecture.mixture
-    return [same(m.router.expert_bias, f"model.layers.{i}.{where}.{CHOICE_BIAS}") for i, m in mixtures.items()]
+    return [same(m.router.expert_bias, f"model.layers.{i}.{where}.gate.{CHOICE_BIAS}") for i, m in mixtures.items()]
 
 
 @torch.no_grad()
@@ -202,6 +211,31 @@ def load_weights(plan: Sequence[Link], shape: TrainedShape, files: Mapping[str, 
 
 
 @torch.no_grad()
+def own_weights(
+    plan: Sequence[Link], value: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach()
+) -> Iterator[tuple[str, Tensor]]:
+    """Of all weights, or of `value` of them, those that this rank hands in, whole: on all ranks together each once. Where tensor-
+    and data-parallel ranks have a parameter, they take turns. Views of the parameters where these can be. Collective."""
+    expert = ps.get_expert_data_parallel_rank() == 0
+    tensor, data = ps.get_tensor_model_parallel_rank(), ps.get_data_parallel_rank(with_context_parallel=True)
+    tensors = ps.get_tensor_model_parallel_world_size()
+    datas = ps.get_data_parallel_world_size(with_context_parallel=True)
+    turn = 0
+    for link in plan:
+        if link.copy:
+            continue
+        if not link.expert:
+            turn += 1
+            if turn // tensors % datas != data:
+                continue  # for all ranks that a tensor is divided among
+        mine = expert if link.expert else turn % tensors == tensor
+        for name, part in zip(link.names, link.split(value(link.parameter)), strict=True):
+            whole = link.whole(part)
+            if mine:
+                yield name, whole
+
+
+@torch.no_grad()
 def gather_weights(
     plan: Sequence[Link],
     value: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach(),
@@ -213,17 +247,8 @@ def gather_weights(
     A collective operation. With one rank the copies are on the model's device, with several on the host. Without `copy`, views
     of the parameters where these can be.
     """
-    mine: dict[str, Tensor] = {}
-    # Of the ranks that have a parameter, one hands it in.
-    expert = ps.get_expert_data_parallel_rank() == 0
-    other = ps.get_data_parallel_rank() == 0 and ps.get_tensor_model_parallel_rank() == 0
-    for link in plan:
-        if link.copy:
-            continue
-        for name, part in zip(link.names, link.split(value(link.parameter)), strict=True):
-            whole = link.whole(part)
-            if expert if link.expert else other:
-                mine[name] = whole.clone(memory_format=torch.contiguous_format) if copy else whole
+    form = torch.contiguous_format
+    mine = {n: t.clone(memory_format=form) if copy else t for n, t in own_weights(plan, value)}
     return mine if dist.get_world_size() == 1 else _collect(mine)
 
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from r3async.learner.megatron.attention import LatentAttention, NormOfHeads, PackedAttention, TorchRMSNorm
+from r3async.learner.megatron.experts import GroupedExperts, send_locally
 from r3async.learner.replay import RoutingReplay
 from r3async.learner.trained import TrainedShape
 
@@ -37,6 +38,8 @@ def layer_spec(config: TransformerConfig, shape: TrainedShape, *, moe: bool) -> 
         elif shape.query_norm == "whole":
             attention.q_layernorm = ModuleSpec(module=NormOfHeads, params={"heads": shape.heads})
             attention.k_layernorm = ModuleSpec(module=NormOfHeads, params={"heads": shape.kv_heads})
+    if moe:
+        spec.submodules.mlp.submodules.experts = GroupedExperts
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TorchRMSNorm
     return spec
 
@@ -59,7 +62,7 @@ def build_model(config: TransformerConfig, shape: TrainedShape) -> HiddenStatesM
     first = get_transformer_layer_offset(config)
     here = shape.moe_pattern[first : first + get_num_layers_to_build(config)]
     specs = [layer_spec(config, shape, moe=moe) for moe in here]
-    return HiddenStatesModel(
+    model = HiddenStatesModel(
         config=config,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -70,6 +73,8 @@ def build_model(config: TransformerConfig, shape: TrainedShape) -> HiddenStatesM
         position_embedding_type="none",
         share_embeddings_and_output_weights=shape.tied,
     )
+    send_locally(model.decoder.layers, config)
+    return model
 
 
 def hold_padding(model: HiddenStatesModel, token: int | None, shard: tuple[int, int]) -> None:
@@ -137,12 +142,13 @@ class ReplayedRouter(RouterReplay):
 
 
 def attach(
-    model: HiddenStatesModel, *, moe_layers: Sequence[int], shard: tuple[int, int], **settings: Any
+    model: HiddenStatesModel, *, moe_layers: Sequence[int], shard: tuple[int, int], context: int = 1, **settings: Any
 ) -> RoutingReplay:
     """Put `RoutingReplay` into the routers of the decoder's layers that this rank has, found by global layer number.
 
     `moe_layers`: global numbers (from 1) of all MoE layers of the model, in order: column `l` of a record belongs to
-    `moe_layers[l]`. Routers elsewhere, such as those of multi-token prediction, stay as they are.
+    `moe_layers[l]`. `context`: among how many ranks the tokens are divided that the model is given. Routers elsewhere, such
+    as those of multi-token prediction, stay as they are.
     """
     routers = {
         layer.layer_number: layer.mlp.router for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)
@@ -152,5 +158,5 @@ def attach(
     for index, router in enumerate(routers.values()):
         router.router_replay = ReplayedRouter(replay, index, pre_softmax=model.config.moe_router_pre_softmax)
     # Before any collective: ranks that wait for each other's tokens would wait for ever.
-    model.register_forward_pre_hook(lambda module, args: replay.check_tokens(args[0].numel()))
+    model.register_forward_pre_hook(lambda module, args: replay.check_tokens(context * args[0].numel()))
     return replay

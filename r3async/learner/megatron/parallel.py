@@ -17,19 +17,19 @@ from torch import Tensor
 from r3async.config import ParallelConfig
 from r3async.learner import LearnerError
 from r3async.learner.backend import Ranks
+from r3async.learner.megatron.context import Context
 from r3async.learner.megatron.links import Link
 from r3async.learner.optimizer import Gradients
-
-BUCKET_ELEMENTS = 2**26
-"""Gradient elements that are reduced by one collective: 256 MiB in float32."""
+from r3async.learner.shares import WHOLE, Share, buckets, gather_shares, sum_into_shares
 
 
 @dataclass(frozen=True)
 class Layout(Ranks):
-    """This rank's place. Megatron's order of ranks: tp varies fastest, then dp, then pp."""
+    """This rank's place. Megatron's order of ranks: tp varies fastest, then cp, dp and pp."""
 
     parallel: ParallelConfig
     tp_rank: int
+    cp_rank: int
     dp_rank: int
     pp_rank: int
     owns_group: bool
@@ -38,11 +38,17 @@ class Layout(Ranks):
 
     @property
     def is_first_copy(self) -> bool:
-        return self.tp_rank == self.pp_rank == 0
+        return self.tp_rank == self.cp_rank == self.pp_rank == 0
 
     @property
     def holds_loss(self) -> bool:
-        return self.pp_rank == self.parallel.pp - 1 and self.tp_rank == 0
+        return self.pp_rank == self.parallel.pp - 1 and self.tp_rank == self.cp_rank == 0
+
+    @property
+    def context(self) -> Context | None:
+        """The ranks that divide each micro-batch's tokens, if they do."""
+        p = self.parallel
+        return Context(self.cp_rank, p.cp, ps.get_context_parallel_group()) if p.cp > 1 else None
 
     def close(self) -> None:
         """Undo what `start` did."""
@@ -104,7 +110,7 @@ def start(parallel: ParallelConfig, device: torch.device) -> Layout:
         if dist.get_world_size() != parallel.world:
             p = parallel
             raise LearnerError(
-                f"learner.parallel wants dp {p.dp} x tp {p.tp} x pp {p.pp} = {p.world} ranks, but there "
+                f"learner.parallel wants dp {p.dp} x cp {p.cp} x tp {p.tp} x pp {p.pp} = {p.world} ranks, but there "
                 f"{'is' if dist.get_world_size() == 1 else 'are'} {dist.get_world_size()}"
             )
         before = _groups()
@@ -113,6 +119,7 @@ def start(parallel: ParallelConfig, device: torch.device) -> Layout:
                 ps.initialize_model_parallel(
                     tensor_model_parallel_size=parallel.tp,
                     pipeline_model_parallel_size=parallel.pp,
+                    context_parallel_size=parallel.cp,
                     expert_model_parallel_size=parallel.ep,
                     # Experts are divided whole: tensor-parallel ranks take different ones, or different tokens.
                     expert_tensor_parallel_size=1,
@@ -129,6 +136,7 @@ def start(parallel: ParallelConfig, device: torch.device) -> Layout:
         torch.device("cpu"),
         parallel,
         ps.get_tensor_model_parallel_rank(),
+        ps.get_context_parallel_rank(),
         ps.get_data_parallel_rank(),
         ps.get_pipeline_model_parallel_rank(),
         owns_group,
@@ -140,64 +148,88 @@ class GradientSum:
     """Sums gradients over the ranks that hold a copy of a parameter.
 
     Losses are divided by global denominators, so sums, not means, are the gradient of the whole step. Sequence-parallel
-    ranks see different tokens: what they hold in common (norms, routers) gets a part of its gradient on each. Experts are
+    and context-parallel ranks see different tokens: what they hold in common gets a part of its gradient on each. Experts are
     copied among all ranks of a stage that do not divide them.
+
+    Data-parallel copies divide the rows of a gradient among them (`shares`): each sums its own, over all who have some of it.
+    With `sharded` that is all, and `gather` gives a rank the parameters that others update. Without, every copy is given the
+    whole sum. So both have the same sums, bit by bit, on any number of ranks.
     """
 
-    def __init__(self, links: Sequence[Link], layout: Layout):
+    def __init__(self, links: Sequence[Link], layout: Layout, *, sharded: bool = False):
         p = layout.parallel
-        tp, dp = ps.get_tensor_model_parallel_group(), ps.get_data_parallel_group()
+        tp, dp = ps.get_tensor_model_parallel_group(), ps.get_data_parallel_group(with_context_parallel=True)
+        copies = p.dp * p.cp
         expert_dp = ps.get_expert_data_parallel_group()
-        self._world = p.world
-        self._groups: list[list[dist.ProcessGroup]] = []
-        """Of each link: over whose ranks its gradient is summed, one group after the other."""
-        self._counts: list[int] = []
-        """Of each link: how many ranks hold a copy."""
+        self._world, self._sharded = p.world, sharded
+        self._data: list[dist.ProcessGroup | None] = []
+        """Of each link: the data-parallel ranks that hold copies, if there are several."""
+        self._others: list[list[dist.ProcessGroup]] = []
+        """Of each link: over whose ranks its gradient is summed after that, one group after the other."""
+        self._weights: list[float] = []
+        """Of each link: one divided by how many ranks hold the same rows of it."""
         for link in links:
-            if link.expert:
-                groups = [(expert_dp, p.dp * p.tp // p.ep)]
-            elif link.dim is not None:
-                groups = [(dp, p.dp)]
-            else:
-                groups = [(dp, p.dp), (tp, p.tp)]
+            groups = [(expert_dp, copies * p.tp // p.ep) if link.expert else (dp, copies)]
+            if not link.expert and link.dim is None:
+                groups.append((tp, p.tp))
             if link.twice:
                 groups.append((ps.get_embedding_group(), 2))
-            self._groups.append([g for g, n in groups if n > 1])
-            self._counts.append(math.prod(n for _, n in groups))
+            (first, several), *rest = groups
+            self._data.append(first if several > 1 else None)
+            self._others.append([g for g, n in rest if n > 1])
+            self._weights.append(1.0 / math.prod(n for _, n in rest))
+        self._own = [WHOLE if g is None else Share(dist.get_rank(g), dist.get_world_size(g)) for g in self._data]
+        self.shares = self._own if sharded else [WHOLE] * len(self._own)
 
     def reduce(self, gradients: Gradients) -> None:
         """In place; `gradients` in the order of the links, all of them there."""
-        for depth in range(max(map(len, self._groups), default=0)):
-            by_group: dict[Any, list[Tensor]] = {}
-            for gradient, groups in zip(gradients, self._groups, strict=True):
-                if len(groups) > depth:
-                    by_group.setdefault(groups[depth], []).append(gradient)
-            # Every rank of a group has the same parameters, so the order of groups is the only thing to agree on.
-            for group in sorted(by_group, key=lambda g: tuple(dist.get_process_group_ranks(g))):
-                for bucket in _buckets(by_group[group]):
-                    flat = torch.cat([g.reshape(-1) for g in bucket])
-                    dist.all_reduce(flat, group=group)
-                    for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                        gradient.copy_(part.view_as(gradient))
+        for group, some in _by_group(gradients, self._data):
+            sum_into_shares(some, group)
+        parts = [share.of(gradient) for share, gradient in zip(self._own, gradients, strict=True)]
+        for depth in range(max(map(len, self._others), default=0)):
+            there = [groups[depth] if len(groups) > depth else None for groups in self._others]
+            for group, some in _by_group(parts, there):
+                _sum(some, group)
+        if not self._sharded:
+            self._gather(gradients)
+
+    def gather(self, parameters: Sequence[Tensor]) -> None:
+        """Each rank's rows of them, in the order of the links, on all ranks that hold copies. Collective, if `sharded`."""
+        if self._sharded:
+            self._gather(parameters)
+
+    def _gather(self, tensors: Sequence[Tensor]) -> None:
+        for group, some in _by_group(tensors, self._data):
+            gather_shares(some, group)
 
     def squared_norm(self, gradients: Gradients) -> float:
         """Sum of squares over the whole model, from gradients that have been reduced: what is held by several ranks counts
-        once."""
-        norms = torch.stack(torch._foreach_norm(gradients)).double().cpu()
-        weights = torch.tensor([1.0 / count for count in self._counts], dtype=torch.float64)
+        once. Of this rank's rows alone, so that it does not depend on who has the others."""
+        parts = [share.of(gradient) for share, gradient in zip(self._own, gradients, strict=True)]
+        norms = torch.stack(torch._foreach_norm(parts)).double().cpu() if parts else torch.zeros(0, dtype=torch.float64)
+        weights = torch.tensor(self._weights, dtype=torch.float64)
         total = (norms.square() * weights).sum()
         if self._world > 1:
             dist.all_reduce(total)
         return float(total)
 
 
-def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
-    buckets: list[list[Tensor]] = [[]]
-    held = 0
-    for tensor in tensors:
-        if buckets[-1] and held + tensor.numel() > BUCKET_ELEMENTS:
-            buckets.append([])
-            held = 0
-        buckets[-1].append(tensor)
-        held += tensor.numel()
-    return buckets
+def _by_group(
+    tensors: Sequence[Tensor], groups: Sequence[dist.ProcessGroup | None]
+) -> Iterator[tuple[dist.ProcessGroup, list[Tensor]]]:
+    """The tensors of each group that there is. Every rank of a group has the same parameters, so the order of groups is the only
+    thing to agree on."""
+    found: dict[Any, list[Tensor]] = {}
+    for tensor, group in zip(tensors, groups, strict=True):
+        if group is not None:
+            found.setdefault(group, []).append(tensor)
+    for group in sorted(found, key=lambda g: tuple(dist.get_process_group_ranks(g))):
+        yield group, found[group]
+
+
+def _sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    for bucket in buckets(tensors):
+        flat = torch.cat([t.reshape(-1) for t in bucket])
+        dist.all_reduce(flat, group=group)
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from r3async.checkpoint.tensors import Place
 from r3async.config import Config, LearnerConfig
+from r3async.data.architectures import declared
 from r3async.learner import LearnerError
 from r3async.learner.backend import ALONE, LearnerBackend, Ranks, Scores
 from r3async.learner.batch.packing import MicroBatch
+from r3async.learner.expert_biases import ExpertBias
 from r3async.learner.logprobs import supports_of
 from r3async.learner.lora import Adapters, Candidate, Divided, targeted
 from r3async.learner.optimizer import Gradients, MasterAdamW, local, squared_norm, total_updates
@@ -68,12 +70,16 @@ class TorchLearner(LearnerBackend):
             ),
             parameters=model.parameters(),
             adapters=adapters,
+            biases=[
+                ExpertBias(name, column, tensor, ranks.rank == 0)
+                for column, (name, tensor) in enumerate(model.choice_biases())
+            ],
         )
 
     @classmethod
-    def load(cls, config: Config, model_path: Path) -> TorchLearner:
-        """Load the model, with the other ranks where there are any. Raises `LearnerError` for one that this backend would train
-        wrongly."""
+    def load(cls, config: Config, model_path: Path, *, frozen: bool = False) -> TorchLearner:
+        """Load the model, with the other ranks where there are any; nothing of a `frozen` one is trained. Raises `LearnerError`
+        for one that this backend would train wrongly."""
         ranks, source = join(config.learner.parallel.dp), Path(model_path)
         if ranks.device.type == "cpu":
             torch.set_num_threads(config.learner.threads)
@@ -84,9 +90,13 @@ class TorchLearner(LearnerBackend):
         model.entropy_gradient = config.algorithm.entropy_coef != 0
         replay = RoutingReplay.whole(model.routing, enabled=config.routing.replay != "off", device=ranks.device)
         if model.routing:
-            attach_replay(model.routers, model.routing, replay)
+            known = declared(described.get("model_type", ""))
+            logits = known is not None and known.score == "logits"
+            attach_replay(model.routers, model.routing, replay, logits=logits)
         model.recompute(config.learner.recompute)
         chosen = freeze(model, config.learner)
+        if frozen:
+            model.requires_grad_(False)
         if ranks.world > 1:
             shard(model, ranks, dtype)
         else:
@@ -132,6 +142,13 @@ class TorchLearner(LearnerBackend):
         """In host memory."""
         dtype = getattr(torch, self.config.learner.dtype)
         return self.model.checkpoint_tensors(partial(whole, ranks=self.ranks), dtype, copy=copy)
+
+    def share(self) -> Iterator[tuple[str, Tensor]]:
+        """A layer at a time: whole on the rank whose turn it is."""
+        dtype = getattr(torch, self.config.learner.dtype)
+        for number, names in enumerate(self.model.layers_of_names()):
+            gather = partial(whole, ranks=self.ranks, to=number % self.ranks.world)
+            yield from self.model.checkpoint_tensors(gather, dtype, copy=False, names=names).items()
 
 
 def join(dp: int) -> Ranks:
@@ -221,9 +238,9 @@ def shard(model: PackedModel, ranks: Ranks, dtype: torch.dtype) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def whole(tensor: Tensor, dtype: torch.dtype, ranks: Ranks) -> Tensor | None:
-    """The whole of a weight in `dtype` (integers stay as they are), in host memory of rank 0; None elsewhere. Collective."""
+def whole(tensor: Tensor, dtype: torch.dtype, ranks: Ranks, to: int = 0) -> Tensor | None:
+    """The whole of a weight in `dtype` (integers stay as they are), in host memory of rank `to`; None elsewhere. Collective."""
     tensor = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype)
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    return tensor.cpu() if ranks.rank == 0 else None
+    return tensor.cpu() if ranks.rank == to else None

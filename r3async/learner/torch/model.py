@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from r3async.data.architectures import CHOICE_BIAS
 from r3async.data.model_shape import moe_geometry
 from r3async.data.records import Sample, TokenTable
 from r3async.data.supports import Supports
@@ -41,7 +42,7 @@ def _attend(
     dropout: float = 0.0,
     *,
     attention_plan: AttentionPlan | None = None,
-    attention_calls: list[tuple[nn.Module, int | None]] | None = None,
+    attention_calls: list[nn.Module] | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -54,22 +55,17 @@ def _attend(
     name = type(module).__name__
     if attention_plan is None:
         raise LearnerError(f"{name} is not handed the keyword arguments of the model: use learner.backend=megatron")
-    extras = {"a mask of its own": attention_mask, "soft-capping": softcap, "attention sinks": s_aux}
+    extras = {"a mask of its own": attention_mask, "soft-capping": softcap}
     for what, given in extras.items():
         if given is not None:
             raise LearnerError(f"{name} uses {what}, which packed attention does not have")
     if dropout or not getattr(module, "is_causal", True):
         raise LearnerError(f"{name} uses {'dropout' if dropout else 'attention that is not causal'}")
-    longest = max(width for _, width, _ in attention_plan.buckets)
-    if sliding_window and longest > sliding_window:
-        raise LearnerError(
-            f"{name}: a sample of {longest} tokens is longer than the model's sliding window of {sliding_window}, which "
-            "packed attention does not have: lower episode.max_total_tokens"
-        )
     if attention_calls is not None:
-        attention_calls.append((module, sliding_window or None))
+        attention_calls.append(module)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed_attention(q, k, v, attention_plan, scaling)[None], None
+    window = sliding_window or None
+    return packed_attention(q, k, v, attention_plan, scaling, sinks=s_aux, window=window)[None], None
 
 
 AttentionInterface.register(ATTENTION, _attend)
@@ -151,28 +147,28 @@ class PackedModel(nn.Module):
         self.entropy_gradient = False
         """Whether the loss has an entropy term."""
         layers = getattr(causal.base_model, "layers", None)
-        if not isinstance(layers, nn.ModuleList) or causal.get_output_embeddings() is None:
-            raise LearnerError(f"{type(causal).__name__} has no list of decoder layers, or no output layer")
+        if not isinstance(layers, nn.ModuleList) or not isinstance(causal.get_output_embeddings(), nn.Linear):
+            raise LearnerError(f"{type(causal).__name__} has no list of decoder layers, or no linear output layer")
         self.layers = list(layers)
         self.vocab_size: int = causal.get_output_embeddings().weight.shape[0]
         self.routing, moe_layers = moe_geometry(config)
         _refuse_length_dependence(causal.config, longest)
-        found = self._probe(longest)
+        found = self._probe()
         self.routers = [] if found is None else check_routers(found, self.routing, moe_layers)
 
     @torch.no_grad()
-    def _probe(self, longest: int) -> dict[int, list[nn.Module]] | None:
+    def _probe(self) -> dict[int, list[nn.Module]] | None:
         """Run one short sample to see what the model does; returns the modules that choose experts, by layer. Of a model whose
         tensors have no values, what its code does with shapes alone; None if that cannot be run.
 
         Raises `LearnerError` if a layer mixes tokens by anything but one call of packed attention (recurrent and
         convolutional layers would mix the samples of a micro-batch), if the logits are not the output layer's (they are
-        scaled or capped), if a router takes weights from masked scores, or for a sliding window below `longest`.
+        scaled or capped), or if a router takes weights from masked scores.
         """
         sample = Sample("probe", TokenTable.of_tokens(np.arange(3) % self.vocab_size))
         shapes_only = self.causal.get_output_embeddings().weight.is_meta
         packed = Packed.of(collate([sample]), torch.device("meta" if shapes_only else "cpu"))
-        calls: list[tuple[nn.Module, int | None]] = []
+        calls: list[nn.Module] = []
         hidden: list[Tensor] = []
         handle = self.causal.base_model.register_forward_hook(lambda m, i, out: hidden.append(out.last_hidden_state))
         try:
@@ -188,18 +184,12 @@ class PackedModel(nn.Module):
             handle.remove()
         where = {id(module): index for index, layer in enumerate(self.layers) for module in layer.modules()}
         for index in range(len(self.layers)):
-            times = sum(where.get(id(module)) == index for module, _ in calls)
+            times = sum(where.get(id(module)) == index for module in calls)
             if times != 1:
                 raise LearnerError(
                     f"layer {index} of {type(self.causal).__name__} calls attention {times} times instead of once: samples "
                     "packed into one micro-batch would not be kept apart"
                 )
-        windows = [window for _, window in calls if window is not None]
-        if windows and min(windows) < longest:
-            raise LearnerError(
-                f"the model's sliding window is {min(windows)} tokens, which packed attention does not have: set "
-                f"episode.max_total_tokens, which is {longest}, to at most that"
-            )
         if shapes_only:
             return search.routers
         if not torch.isfinite(logits).all():
@@ -232,17 +222,27 @@ class PackedModel(nn.Module):
         hidden = self.causal.base_model(**packed.arguments()).last_hidden_state[0]
         if routes is not None:
             hidden = routes.follow(hidden)
+        head = self.causal.get_output_embeddings()
         logprobs, entropies = token_logprobs(
-            self.causal.get_output_embeddings(),
+            head.weight,
             before(hidden),
             packed.ids.index_select(0, rows),
             temperatures,
-            self.vocab_size,
+            bias=head.bias,
             entropy_gradient=self.entropy_gradient,
             supports=supports,
         )
         # A view of all logits, which FSDP warns of: changed in place, it would lose FSDP's hook.
         return logprobs.clone(), entropies
+
+    def choice_biases(self) -> list[tuple[str, Tensor]]:
+        """Of each router the biases that decide, with its scores, who is chosen: the name, and float32 `[experts]`. Empty if
+        one has none."""
+        named = {
+            id(buffer): (name, buffer) for name, buffer in self.causal.named_buffers() if name.endswith(CHOICE_BIAS)
+        }
+        found = [[named[id(b)] for b in router.buffers() if id(b) in named] for router in self.routers]
+        return [one for (one,) in found] if all(len(some) == 1 for some in found) else []
 
     def recompute(self, which: str) -> None:
         """Make activations again in the backward pass: of MoE blocks (`selective`), of whole layers (`full`), or none."""
@@ -251,17 +251,35 @@ class PackedModel(nn.Module):
             # As in transformers' own layers: within `forward`, so that FSDP's hooks run once.
             module.forward = partial(_recomputed, module.forward)
 
+    def _exported(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, torch.dtype]]:
+        """Parameters and persistent buffers, by our names, and the dtype in which they are exported."""
+        ours = {name: (tensor, dtype) for name, tensor in self.causal.named_parameters()}
+        buffers = dict(self.causal.named_buffers())
+        return ours | {n: (buffers[n], buffers[n].dtype) for n in self.causal.state_dict() if n in buffers}
+
+    def layers_of_names(self) -> list[set[str]]:
+        """Our names of what is exported, layer by layer, and what belongs to none."""
+        layers: dict[str, set[str]] = {}
+        for name in self._exported(torch.float32):
+            number = next((part for part in name.split(".") if part.isdigit()), "")
+            layers.setdefault(number, set()).add(name)
+        return list(layers.values())
+
     def checkpoint_tensors(
-        self, gather: Callable[[Tensor, torch.dtype], Tensor | None], dtype: torch.dtype, *, copy: bool = True
+        self,
+        gather: Callable[[Tensor, torch.dtype], Tensor | None],
+        dtype: torch.dtype,
+        *,
+        copy: bool = True,
+        names: Collection[str] | None = None,
     ) -> dict[str, Tensor]:
         """All weights in `dtype`, and persistent buffers as they are (what a router adds to its scores is float32 in any model),
         under their checkpoint names, contiguous copies; without `copy` whatever they are.
 
-        `gather` makes a whole tensor of ours, or nothing where this rank is not the one that exports.
+        `gather` makes a whole tensor of ours, or nothing where this rank is not the one that exports. `names`: ours, if
+        not all.
         """
-        ours = {name: (tensor, dtype) for name, tensor in self.causal.named_parameters()}
-        buffers = dict(self.causal.named_buffers())
-        ours |= {n: (buffers[n], buffers[n].dtype) for n in self.causal.state_dict() if n in buffers}
+        ours = {n: each for n, each in self._exported(dtype).items() if names is None or n in names}
         whole = {name: t for name, (tensor, of) in ours.items() if (t := gather(tensor.detach(), of)) is not None}
         named = revert_weight_conversion(self.causal, whole)
         if not copy:

@@ -21,7 +21,7 @@ from r3async.learner.replay import RoutingReplay
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
-def _is_choice(scores: Tensor, ids: Tensor, shape: RoutingShape | None) -> bool:
+def is_choice(scores: Tensor, ids: Tensor, shape: RoutingShape | None) -> bool:
     """Whether a top-k over `scores` that gave `ids` chose experts; routers may also call top-k over groups of experts.
 
     Any top-k over rows may be a choice of experts in a model that `config.json` does not say to have any.
@@ -29,7 +29,7 @@ def _is_choice(scores: Tensor, ids: Tensor, shape: RoutingShape | None) -> bool:
     return scores.ndim == 2 and (shape is None or (scores.shape[1], ids.shape[1]) == (shape.num_experts, shape.top_k))
 
 
-class _Choices(TorchFunctionMode):
+class Choices(TorchFunctionMode):
     """While in force, the caller of a top-k gets what `seen` makes of its result."""
 
     def __torch_function__(
@@ -46,7 +46,7 @@ class _Choices(TorchFunctionMode):
         raise NotImplementedError
 
 
-class RouterSearch(_Choices):
+class RouterSearch(Choices):
     """While in force, notes which module of which layer chooses experts.
 
     `routers`: by layer index, the modules in whose forward a choice was made, one for each time. `grouped`: those that chose
@@ -85,14 +85,14 @@ class RouterSearch(_Choices):
         if not self._running:
             return result
         index, module = self._running[-1]
-        if not _is_choice(scores, result.indices, self._shape):
+        if not is_choice(scores, result.indices, self._shape):
             self.grouped.add(module)
             return result
         self.routers.setdefault(index, []).append(module)
         return _result(torch.full_like(result.values, torch.nan), result.indices) if module in self.grouped else result
 
 
-class _ReplayedChoice(_Choices):
+class _ReplayedChoice(Choices):
     """While in force, scores and chosen experts are what `choose`, given the router's own, returns."""
 
     def __init__(self, shape: RoutingShape, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]):
@@ -101,7 +101,7 @@ class _ReplayedChoice(_Choices):
         self._shape, self._choose = shape, choose
 
     def seen(self, scores: Tensor, result: Any) -> Any:
-        if not _is_choice(scores, result.indices, self._shape):
+        if not is_choice(scores, result.indices, self._shape):
             return result
         self.choices += 1
         balanced, chosen = self._choose(scores, result.indices)
@@ -145,13 +145,14 @@ def check_routers(
     return [found[index][0] for index in expected]
 
 
-def attach_replay(routers: Sequence[nn.Module], shape: RoutingShape, replay: RoutingReplay) -> None:
-    """From now on the routers ask `replay` for their experts whenever a micro-batch is bound.
+def attach_replay(routers: Sequence[nn.Module], shape: RoutingShape, replay: RoutingReplay, *, logits: bool) -> None:
+    """From now on the routers ask `replay` for their experts whenever a micro-batch is bound. `logits`: they choose among these,
+    and not among probabilities.
 
     Their `forward` is replaced, and not hooked, so that a recomputed forward pass goes through it as well.
     """
     for index, router in enumerate(routers):
-        router.forward = partial(_routed, router.forward, type(router).__name__, index, shape, replay)
+        router.forward = partial(_routed, router.forward, type(router).__name__, index, shape, replay, logits)
 
 
 def _routed(
@@ -160,6 +161,7 @@ def _routed(
     index: int,
     shape: RoutingShape,
     replay: RoutingReplay,
+    logits: bool,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -168,7 +170,8 @@ def _routed(
         return forward(*args, **kwargs)
 
     def choose(scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        return routes.balance(index, scores, _probabilities), routes.choose(index, own)
+        probabilities = partial(torch.softmax, dim=-1) if logits else _probabilities
+        return routes.balance(index, scores, probabilities), routes.choose(index, own)
 
     with _ReplayedChoice(shape, choose) as mode:
         output = forward(*args, **kwargs)

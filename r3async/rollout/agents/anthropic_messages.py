@@ -19,7 +19,15 @@ from r3async.rollout.agents.protocol import (
     joined_text,
     offered,
     read_fields,
+    stop_strings,
 )
+from r3async.rollout.agents.rendering import with_effort
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """What is honoured of `output_config`."""
+
+    effort: str | None = None
 
 
 class CountRequest(msgspec.Struct):
@@ -29,23 +37,23 @@ class CountRequest(msgspec.Struct):
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
     """What is honoured of `/v1/messages`."""
 
     max_tokens: int
+    stop_sequences: list[str] | None = None
     stream: bool | None = None
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),
-    "stop_sequences": ([],),
     "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
     "container": (),
-    "output_config": ({},),
 }
 """Parameters that cannot be granted, and the values with which they ask for nothing."""
 
@@ -76,6 +84,7 @@ def read_anthropic(body: Any, settings: EpisodeConfig, remembered: Remembered) -
             "the last message is the assistant's: an answer that was begun cannot be continued", param="messages"
         )
     read.limit, read.stream = asked.max_tokens, bool(asked.stream)
+    read.stop = stop_strings(asked.stop_sequences, "stop_sequences")
     return read
 
 
@@ -98,6 +107,7 @@ def _read(asked: CountRequest) -> Asked:
     return Asked(
         messages,
         offered(tools, kind if kind in ("auto", "none") else choice),
+        template_args=with_effort({}, asked.output_config.effort if asked.output_config else None),
         one_call=bool(choice.get("disable_parallel_tool_use")),
     )
 
@@ -169,7 +179,8 @@ def anthropic_answer(asked: Asked, answer: Answer) -> dict[str, Any]:
         function = call["function"]
         given = msgspec.json.decode(function["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})
-    ended = {"stop": "end_turn", "length": "max_tokens"}[answer.sampled.finish]
+    sampled = answer.sampled
+    ended = "stop_sequence" if sampled.stop else {"stop": "end_turn", "length": "max_tokens"}[sampled.finish]
     return {
         "id": answer.id,
         "type": "message",
@@ -177,10 +188,10 @@ def anthropic_answer(asked: Asked, answer: Answer) -> dict[str, Any]:
         "model": answer.model,
         "content": content,
         "stop_reason": "tool_use" if answer.calls else ended,
-        "stop_sequence": None,
+        "stop_sequence": sampled.stop or None,
         "usage": {
-            "input_tokens": answer.sampled.prompt_tokens,
-            "output_tokens": len(answer.sampled.token_ids),
+            "input_tokens": sampled.prompt_tokens,
+            "output_tokens": len(sampled.token_ids),
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
         },
@@ -194,7 +205,7 @@ def anthropic_events(asked: Asked, body: Mapping[str, Any]) -> Iterator[tuple[st
         return name, {"type": name, **data}
 
     usage = body["usage"]
-    begun = {**body, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
+    begun = {**body, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
     yield event("message_start", message=begun)
     for i, block in enumerate(body["content"]):
         if block["type"] == "text":
@@ -205,7 +216,7 @@ def anthropic_events(asked: Asked, body: Mapping[str, Any]) -> Iterator[tuple[st
         yield event("content_block_start", index=i, content_block=empty)
         yield event("content_block_delta", index=i, delta=delta)
         yield event("content_block_stop", index=i)
-    ended = {"stop_reason": body["stop_reason"], "stop_sequence": None}
+    ended = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
     yield event("message_delta", delta=ended, usage={"output_tokens": usage["output_tokens"]})
     yield event("message_stop")
 

@@ -17,7 +17,9 @@ from r3async.rollout.agents.protocol import (
     Remembered,
     offered,
     read_fields,
+    stop_strings,
 )
+from r3async.rollout.agents.rendering import with_effort
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` in `/v1/completions`. In chat the default is what the context has left."""
@@ -32,6 +34,9 @@ class ChatRequest(msgspec.Struct):
     parallel_tool_calls: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = None
@@ -47,6 +52,7 @@ class CompletionRequest(msgspec.Struct):
 
     prompt: str | list[Any]
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
+    stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     logprobs: int | None = None
@@ -74,7 +80,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "stop": ([], ""),
     "suffix": ("",),
     "echo": (False,),
     "functions": ([],),
@@ -89,6 +94,8 @@ def read_chat(body: Any, settings: EpisodeConfig, remembered: Remembered) -> Ask
         asked.messages,
         offered(asked.tools, asked.tool_choice),
         asked.limit,
+        stop_strings(asked.stop),
+        with_effort(asked.chat_template_kwargs, asked.reasoning_effort),
         stream=bool(asked.stream),
         one_call=asked.parallel_tool_calls is False,
         request=asked,

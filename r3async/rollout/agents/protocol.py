@@ -47,14 +47,21 @@ def openai_error(refused: Refused) -> dict[str, Any]:
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """One answer. `text` leaves the stop token out; `finish` is `stop` or `length`; `turn` counts the answers of the session."""
+    """One answer. `own_words`: what the policy sampled, without its stop token. `stop`: the stop string of the request that ended
+    it, if one did. `finish` is `stop` or `length`; `turn` counts the answers of the session."""
 
     turn: int
     prompt_tokens: int
     token_ids: list[int]
     logprobs: np.ndarray
-    text: str
+    own_words: str
     finish: str
+    stop: str = ""
+
+    @property
+    def text(self) -> str:
+        """What is handed out: up to the stop string."""
+        return self.own_words.partition(self.stop)[0] if self.stop else self.own_words
 
     @property
     def usage(self) -> dict[str, int]:
@@ -68,12 +75,15 @@ class Sampled(msgspec.Struct, frozen=True):
 
 class Asked(msgspec.Struct):
     """A request, whatever protocol it came by. `messages` and `tools` are in the form of `/v1/chat/completions`; `limit`: of new
-    tokens; `one_call`: hand out the first tool call of an answer only; `request`: what else its protocol has to know to answer.
-    `remembered`: the conversation that a later request may go on from by the answer's id, if there is to be one."""
+    tokens; `stop`: strings that end the answer and are not handed out; `template_args`: variables of the chat template, beside
+    the episode's; `one_call`: hand out the first tool call of an answer only; `request`: what else its protocol has to know to
+    answer. `remembered`: the conversation that a later request may go on from by the answer's id, if there is to be one."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     limit: int | None = None
+    stop: tuple[str, ...] = ()
+    template_args: Mapping[str, Any] = {}
     stream: bool = False
     one_call: bool = False
     request: Any = None
@@ -110,8 +120,9 @@ class Edge(msgspec.Struct, frozen=True):
     end: bytes = b""
 
 
-SAMPLED = ("temperature", "top_p", "top_k", "min_p", "stop")
+SAMPLED = ("temperature", "top_p", "top_k", "min_p")
 """What a request may ask for only as the episode has it."""
+MOST_STOPS = 16
 
 
 def read_fields(kind: Any, body: Any, settings: EpisodeConfig, neutral: Mapping[str, tuple[Any, ...]]) -> Any:
@@ -135,20 +146,13 @@ def read_fields(kind: Any, body: Any, settings: EpisodeConfig, neutral: Mapping[
 
 
 def _check_sampling(body: Mapping[str, Any], settings: EpisodeConfig, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises `Refused` for a request that asks for other tokens than the episode samples, or for another rendering."""
-    template = settings.template_args
-    ours = {name: (f"episode.{name}", getattr(settings, name)) for name in SAMPLED}
-    ours["reasoning_effort"] = "episode.template_args.reasoning_effort", template.get("reasoning_effort")
-    wanted = {name: body.get(name) for name in ours}
-    kwargs = body.get("chat_template_kwargs")
-    for name, value in kwargs.items() if isinstance(kwargs, Mapping) else ():
-        ours[name], wanted[name] = (f"episode.template_args.{name}", template.get(name)), value
-    for name, (setting, value) in ours.items():
-        asked = [wanted[name]] if name == "stop" and isinstance(wanted[name], str) else wanted[name]
-        if asked is None or wanted[name] in neutral.get(name, ()) or _same(asked, value):
+    """Raises `Refused` for a request that asks for other tokens than the episode samples."""
+    for name in SAMPLED:
+        asked, value = body.get(name), getattr(settings, name)
+        if asked is None or asked in neutral.get(name, ()) or _same(asked, value):
             continue
         raise Refused(
-            f"{name} = {wanted[name]!r}: this episode is sampled at {setting} = {value!r}. Leave it out, or change that "
+            f"{name} = {asked!r}: this episode is sampled at episode.{name} = {value!r}. Leave it out, or change that "
             "setting of the run.",
             param=name,
             code="unsupported_value",
@@ -159,6 +163,14 @@ def _same(asked: Any, value: Any) -> bool:
     if isinstance(asked, float) and isinstance(value, (int, float)):
         return math.isclose(asked, value, rel_tol=1e-6)
     return bool(asked == value)
+
+
+def stop_strings(asked: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:
+    """Strings that end an answer. They change where it ends, and no token before that. Raises `Refused` for too many."""
+    found = tuple(filter(None, [asked] if isinstance(asked, str) else asked or ()))
+    if len(found) > MOST_STOPS:
+        raise Refused(f"{param} has {len(found)} strings, more than {MOST_STOPS}", param=param)
+    return found
 
 
 def offered(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> Sequence[Mapping[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,8 +22,16 @@ from r3async.rollout.agents.protocol import (
     offered,
     read_fields,
 )
+from r3async.rollout.agents.rendering import with_effort
 
 TEXTS = ("input_text", "output_text", "text")
+
+
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a response. No summary is made; `auto` asks for the best that there is."""
+
+    effort: str | None = None
+    summary: Literal["auto"] | None = None
 
 
 class ResponseRequest(msgspec.Struct):
@@ -36,6 +44,7 @@ class ResponseRequest(msgspec.Struct):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
+    reasoning: Reasoning | None = None
     stream: bool | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -48,7 +57,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "prompt": (),
     "max_tool_calls": (),
-    "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
     "text": ({}, {"format": {"type": "text"}}),
     "truncation": ("disabled",),
     "include": ([], ["reasoning.encrypted_content"]),
@@ -75,6 +83,7 @@ def read_response(body: Any, settings: EpisodeConfig, remembered: Remembered) ->
         [*system, *talk],
         offered([_tool(i, tool) for i, tool in enumerate(asked.tools or [])], asked.tool_choice),
         asked.max_output_tokens,
+        template_args=with_effort({}, asked.reasoning.effort if asked.reasoning else None),
         stream=bool(asked.stream),
         one_call=asked.parallel_tool_calls is False,
         request=asked,
@@ -144,7 +153,7 @@ def response_answer(asked: Asked, answer: Answer) -> dict[str, Any]:
         "output": _items(answer, "incomplete" if cut else "completed"),
         "parallel_tool_calls": not asked.one_call,
         "previous_response_id": request.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
         "store": asked.remembered is not None,
         "temperature": None,
         "text": {"format": {"type": "text"}},

@@ -24,7 +24,15 @@ from r3async.rollout.agents.chat_completions import (
     completion_events,
     read_completion,
 )
-from r3async.rollout.agents.protocol import Answer, Asked, Edge, Refused, Sampled, openai_error, read_messages
+from r3async.rollout.agents.protocol import (
+    Answer,
+    Asked,
+    Edge,
+    Refused,
+    Sampled,
+    openai_error,
+    stop_strings,
+)
 from r3async.rollout.agents.responses import RESPONSES
 from r3async.rollout.agents.session import Session, closed_refusal
 from r3async.rollout.agents.tool_parsers import Parse, builtin, tool_parser
@@ -229,8 +237,7 @@ class AgentServer:
         session = self._session(request)
         asked = edge.read(await self._body(request), self.settings, session.remembered)
         self._refuse_many(messages=asked.messages, tools=asked.tools)
-        messages = session.read(asked.messages)
-        sampled, message = await session.chat(messages, asked.tools, asked.limit, asked.one_call)
+        sampled, message = await session.chat(session.read(asked.messages), asked)
         answer = self._answer(edge.kind, session, sampled, message)
         if asked.remembered is not None:
             session.remembered[answer.id] = [*asked.remembered, message]
@@ -242,7 +249,7 @@ class AgentServer:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         asked = read_completion(await self._body(request), self.settings)
-        sampled = await session.complete(asked.one_prompt, asked.max_tokens)
+        sampled = await session.complete(asked.one_prompt, asked.max_tokens, stop_strings(asked.stop))
         body = completion_answer(asked, self._answer("cmpl", session, sampled, {}))
         if asked.stream:
             return await self._stream(request, list(completion_events(asked, body)), DONE)
@@ -252,7 +259,7 @@ class AgentServer:
         session = self._session(request)
         asked: Asked = read_count(await self._body(request), self.settings)
         self._refuse_many(messages=asked.messages, tools=asked.tools)
-        return web.json_response({"input_tokens": await session.count(read_messages(asked.messages), asked.tools)})
+        return web.json_response({"input_tokens": await session.count(asked)})
 
     def _answer(self, kind: str, session: Session, sampled: Sampled, message: dict[str, Any]) -> Answer:
         return Answer(

@@ -18,12 +18,14 @@ from r3async.config import EpisodeConfig
 from r3async.data.records import Trajectory
 from r3async.envs import Message
 from r3async.rollout.agents.protocol import (
+    Asked,
     MessageReader,
     Refused,
     Sampled,
     SpokenMessages,
     read_messages,
 )
+from r3async.rollout.agents.rendering import rendering
 from r3async.rollout.agents.tool_parsers import Parse, builtin
 from r3async.rollout.chat import ChatRenderer, Conversation, Piece, Prompt, TemplateError, TextTooLong
 from r3async.rollout.engines import Engine, EngineError
@@ -34,6 +36,8 @@ from r3async.world.real import REAL
 _TOKENIZER = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 """One: a tokenizer is not for several threads at once, and a second one would only take turns with the first."""
 
+PLAIN = Asked(())
+"""Without tools, limits or anything else."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -47,9 +51,11 @@ REWARD_CALL = 'POST /v1/r3async/reward {"reward": 1.0}'
 
 
 class _Talk(msgspec.Struct, eq=False):
-    """A conversation with the agent. `asked`: its messages, as the agent sent them. `answer`: the last one, in the policy's own
-    words, once a request may continue it; None while it is in flight, and after it failed."""
+    """A conversation with the agent. `asked`: its messages, as the agent sent them. `renderer`: with the variables that it asked
+    for. `answer`: the last one, in the policy's own words, once a request may continue it; None while it is in flight, and
+    after it failed."""
 
+    renderer: ChatRenderer
     conversation: Conversation
     tools: Sequence[Mapping[str, Any]]
     asked: Sequence[Message]
@@ -112,50 +118,53 @@ class Session:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
-        max_tokens: int | None = None,
-        one_call: bool = False,
-    ) -> tuple[Sampled, dict[str, Any]]:
-        """The answer, and the message that it is handed out as, with the first of its calls only if `one_call`. Raises `Refused`.
-        Cancelling it aborts the request."""
+    async def chat(self, messages: Sequence[Message], asked: Asked = PLAIN) -> tuple[Sampled, dict[str, Any]]:
+        """The answer to the `messages` that `read` made of those of `asked`, and the message that it is handed out as. Raises
+        `Refused`. Cancelling it aborts the request."""
         try:
             # Rendering and tokenising take a second a MiB: off the event loop, which others wait for too.
-            talk, prompt = await in_tokenizer(self._conversation, messages, tools)
+            talk, prompt = await in_tokenizer(self._conversation, messages, asked.tools, asked.template_args)
         except TextTooLong as error:
             raise self._too_long(f"{error.characters} characters") from error
-        sampled = await self._sample(prompt, max_tokens)
+        sampled = await self._sample(prompt, asked.limit, asked.stop)
         try:
-            content, calls = await self._parse(sampled.text, tools)
+            content, calls = await self._parse(sampled.text, asked.tools)
         except (EngineError, TimeoutError) as error:
             self.failure = error
             raise Refused(f"the engine failed: {error!r}", status=500, kind="server_error") from error
-        if one_call:
+        if asked.one_call:
             calls = calls[:1]
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
         await in_tokenizer(self._answered, talk, sampled)
-        self._spoken.add(sampled.text, Message("assistant", content, tool_calls=_with_objects(calls)))
-        self._show(messages[-1].role, messages[-1].content, sampled.text)
+        self._spoken.add(sampled.own_words, Message("assistant", content, tool_calls=_with_objects(calls)))
+        self._show(messages[-1].role, messages[-1].content, sampled.own_words)
         return sampled, message
-
-    async def count(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> int:
-        """Tokens of a prompt, as if nothing of it had been said here. Raises `Refused`."""
-        try:
-            return await in_tokenizer(lambda: len(self.renderer.encode(self.renderer.render(messages, tools))))
-        except TemplateError as error:
-            raise Refused(str(error), param="messages") from error
 
     def read(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Those of a request; see `read_messages`."""
         return self._reader.read(messages)
 
-    def _conversation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[_Talk, Prompt]:
+    async def count(self, asked: Asked) -> int:
+        """Tokens of a prompt, as if nothing of it had been said here. Raises `Refused`."""
+        messages = read_messages(asked.messages)
+
+        def counted() -> int:
+            renderer = rendering(self.renderer, asked.template_args)
+            return len(renderer.encode(renderer.render(messages, asked.tools)))
+
+        try:
+            return await in_tokenizer(counted)
+        except TemplateError as error:
+            raise Refused(str(error), param="messages") from error
+
+    def _conversation(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]
+    ) -> tuple[_Talk, Prompt]:
         """In the tokenizer's thread."""
-        talk = self._continued(messages, tools)
+        renderer = rendering(self.renderer, template_args)
+        talk = self._continued(messages, tools, renderer)
         if talk is not None:
             talk.answer = None
             talk.conversation.observe([self._spoken.restored(m) for m in messages[len(talk.asked) + 1 :]])
@@ -165,17 +174,19 @@ class Session:
                 return talk, prompt
         own_words = [self._spoken.restored(message) for message in messages]
         try:
-            return self._begin(messages, own_words, tools)
+            return self._begin(messages, own_words, tools, renderer)
         except TemplateError as error:
             # Some templates insist on seeing the call before its result.
             if own_words == list(messages):
                 raise Refused(str(error), param="messages") from error
         try:
-            return self._begin(messages, messages, tools)
+            return self._begin(messages, messages, tools, renderer)
         except TemplateError as error:
             raise Refused(str(error), param="messages") from error
 
-    def _continued(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Talk | None:
+    def _continued(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], renderer: ChatRenderer
+    ) -> _Talk | None:
         """The conversation that these messages repeat with its answer, and go on with."""
         for talk in reversed(self._talks):
             known = len(talk.asked)
@@ -186,18 +197,23 @@ class Session:
                 and talk.asked == messages[:known]
                 and talk.answer == self._spoken.restored(messages[known])
                 and talk.tools == tools
+                and talk.renderer is renderer
             ):
                 return talk
         return None
 
     def _begin(
-        self, asked: Sequence[Message], shown: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self,
+        asked: Sequence[Message],
+        shown: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        renderer: ChatRenderer,
     ) -> tuple[_Talk, Prompt]:
         """The agent `asked` this, and the template is `shown` that."""
         most = self.settings.max_prompt_tokens
-        conversation = Conversation(self.renderer, shown, tools, most, self._answers)
+        conversation = Conversation(renderer, shown, tools, most, self._answers)
         conversation.begin_like([talk.conversation for talk in self._talks])
-        return _Talk(conversation, tools, asked), conversation.prompt()
+        return _Talk(renderer, conversation, tools, asked), conversation.prompt()
 
     def _answered(self, talk: _Talk, sampled: Sampled) -> None:
         """In the tokenizer's thread. The answer may be continued if the template is shown it in the policy's own words."""
@@ -205,7 +221,9 @@ class Session:
         talk.answer = Message("assistant", text)
         self._talks = [*(other for other in self._talks if other is not talk), talk]
 
-    async def complete(self, prompt: str | Sequence[int], max_tokens: int | None = None) -> Sampled:
+    async def complete(
+        self, prompt: str | Sequence[int], max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Sampled:
         """Continue a text, or token ids. What a text repeats from its beginning, with its answer, keeps its tokens."""
         most = self.settings.max_prompt_tokens
         if isinstance(prompt, str):
@@ -223,19 +241,20 @@ class Session:
             prompt = self.renderer.decode(ids)
         if not ids or min(ids) < 0 or max(ids) >= len(self.renderer.tokenizer):
             raise Refused(f"the prompt must be text or ids of 0..{len(self.renderer.tokenizer) - 1}", param="prompt")
-        sampled = await self._sample(Prompt(np.asarray(ids, np.int32)), max_tokens)
-        spoken = sampled.token_ids[:-1] if sampled.finish == "stop" else sampled.token_ids
-        self._texts.append((prompt + sampled.text, [*ids, *spoken]))
-        self._show("user", prompt, sampled.text)
+        sampled = await self._sample(Prompt(np.asarray(ids, np.int32)), max_tokens, stop)
+        ended = sampled.token_ids[-1] in self.renderer.stop_token_ids
+        spoken = sampled.token_ids[:-1] if ended else sampled.token_ids
+        self._texts.append((prompt + sampled.own_words, [*ids, *spoken]))
+        self._show("user", prompt, sampled.own_words)
         return sampled
 
     def _show(self, role: str, content: str, answer: str) -> None:
         if self.task.episode_index == 0:
             self._preview += [{"role": role, "content": content}, {"role": "assistant", "content": answer}]
 
-    async def _sample(self, prompt: Prompt, max_tokens: int | None) -> Sampled:
+    async def _sample(self, prompt: Prompt, max_tokens: int | None, stop: Sequence[str]) -> Sampled:
         capacity = self._capacity(len(prompt.token_ids), max_tokens)
-        asking = asyncio.ensure_future(self._engine.answer(prompt, capacity))
+        asking = asyncio.ensure_future(self._engine.answer(prompt, capacity, stop))
         self._calls.add(asking)
         try:
             turn, generation = await asking
@@ -251,13 +270,16 @@ class Session:
         finally:
             self._calls.discard(asking)
         ids = generation.token_ids.tolist()
+        text = self.renderer.text(ids)
+        places = sorted((text.find(one), one) for one in stop if one in text)
         return Sampled(
             turn=turn,
             prompt_tokens=len(prompt.token_ids),
             token_ids=ids,
             logprobs=generation.logprobs,
-            text=self.renderer.text(ids),
-            finish="stop" if ids[-1] in self.renderer.stop_token_ids else "length",
+            own_words=text,
+            finish=generation.stop_reason,
+            stop=places[0][1] if places else "",
         )
 
     def _capacity(self, prompt_tokens: int, max_tokens: int | None) -> int:

@@ -15,8 +15,11 @@ from r3async.config.generation import ours
 from r3async.data.model_shape import RoutingShape
 from r3async.data.supports import Supports
 from r3async.data.versions import VersionSpan
+from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.probe import SampledProbe, probe_positions
-from r3async.weights.publish import Difference, WeightManifest
+
+NAMES = "tensor-names.json"
+"""In a model directory without weights: the names of its tensors, a list. An engine then begins with made-up weights."""
 
 
 class EngineError(RuntimeError):

@@ -24,7 +24,7 @@ from r3async.data.routes import route_dtype
 from r3async.data.supports import Supports
 from r3async.data.versions import SpanRecorder, expand
 from r3async.rollout.engines import EngineError, Generation, GenerationRequest, InstallReport
-from r3async.weights.publish import Difference, WeightManifest
+from r3async.weights.manifest import Difference, WeightManifest
 
 Script = Callable[[GenerationRequest, int], Sequence[int]] | Sequence[Sequence[int]]
 """The answer to call number `call_index`, or a table of answers that is begun again at its end."""

@@ -22,11 +22,11 @@ from r3async.config.generation import ours
 from r3async.data.model_shape import moe_geometry
 from r3async.data.routes import RoutingError, check_ids, route_dtype
 from r3async.data.supports import Supports
-from r3async.rollout.engines import EngineError, Generation, GenerationRequest, InstallReport
+from r3async.rollout.engines import NAMES, EngineError, Generation, GenerationRequest, InstallReport
 from r3async.rollout.engines.vllm_client import Core
 from r3async.rollout.engines.vllm_messages import sampling
 from r3async.rollout.engines.vllm_requests import CALL_TIMEOUT, Requests, Running, differences, install
-from r3async.weights.publish import Difference, WeightManifest
+from r3async.weights.manifest import Difference, WeightManifest
 from r3async.world.stages import begin_task
 
 SCORE_TIMEOUT = 120.0
@@ -76,6 +76,8 @@ class VllmEngine:
             use_tqdm_on_load=False,
             worker_extension_cls="r3async.rollout.engines.vllm_worker.WorkerExtension",
         )
+        if (Path(model_path) / NAMES).is_file():
+            own |= ours(load_format="dummy")
         self._args: dict[str, Any] = own | dict(engine_args or {})
         if not self._args["enable_return_routed_experts"]:
             self.routing = None
@@ -198,6 +200,19 @@ class VllmEngine:
         async with self._installing:
             return await differences(self._requests, manifest, timeout)
 
+    async def stages(self, token_ids: np.ndarray, path: Path) -> tuple[np.ndarray, str]:
+        """Score a text as `score` does, alone in the engine, and write what its model computed of each stage to `path`
+        (safetensors, see `stages.Stages`). Returns the log-probs and the dtype that it computes in. Raises `EngineError`; with
+        CUDA graphs nothing is seen, so the engine must be eager."""
+        if not self._args["enforce_eager"]:
+            raise EngineError("stages of a model in CUDA graphs cannot be seen: set enforce_eager=true")
+        async with self._installing:
+            await self._llm.collective_rpc("r3_watch")
+            logprobs = await self.score(token_ids)
+            async with asyncio.timeout(CALL_TIMEOUT):
+                dtypes = await self._llm.collective_rpc("r3_watched", args=(str(path),))
+        return logprobs, dtypes[0]
+
     async def tool_calls(
         self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[tuple[str, str, str]]]:
@@ -318,10 +333,12 @@ def lineage(pid: int) -> Iterator[psutil.Process]:
 
 
 def checkpoint_names(directory: Path) -> frozenset[str]:
-    """Names of the tensors in a safetensors checkpoint."""
+    """Names of the tensors in a safetensors checkpoint, also one without its weights (`NAMES`)."""
     from safetensors import safe_open
 
     names: set[str] = set()
+    if (directory / NAMES).is_file():
+        names.update(json.loads((directory / NAMES).read_text()))
     for path in directory.glob("*.safetensors"):
         with safe_open(path, framework="np") as file:
             names.update(file.keys())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from r3async.weights.publish import Difference, WeightManifest
+from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.reading import read_verified
 
 Tensors = Iterable[tuple[str, torch.Tensor]]

@@ -38,13 +38,16 @@ from r3async.config.generation import ours
 from r3async.data.supports import Supports
 from r3async.rollout.engines import EngineError, vllm_messages
 from r3async.rollout.engines.vllm_client import on_cpu
-from r3async.rollout.engines.vllm_cpu import multiply_small_as_they_are
+from r3async.rollout.engines.vllm_cpu import mend_cpu
 from r3async.rollout.engines.vllm_owner import OwnedConfig
 from r3async.rollout.engines.vllm_stops import StopStrings
 from r3async.rollout.engines.vllm_tools import ToolCalls
 
 LOAD_SECONDS = 0.1
 """How often a busy engine sends its load."""
+CPU_BLOCK = 32
+"""Tokens of a block of the cache on CPU, the fewest that its attention takes. Only whole blocks are found again: with 128, which
+vLLM has there, each turn of a short conversation would feed all of it."""
 MASKS = "r3async_masks"
 """In vLLM's `additional_config`: whether supports are recorded."""
 _NO_IDS = np.empty((0, 0), np.int32)
@@ -263,9 +266,9 @@ def run(args: dict[str, Any], address: str, owner: int, kv_cache_bytes: int) -> 
     raises.
     """
     check_names()
-    multiply_small_as_they_are()
+    mend_cpu()
     if on_cpu():
-        args = ours(kv_cache_memory_bytes=kv_cache_bytes) | args
+        args = ours(kv_cache_memory_bytes=kv_cache_bytes, block_size=CPU_BLOCK) | args
     masks = args.pop("return_sampling_mask", False)
     config = AsyncEngineArgs(**args).create_engine_config()
     # Its own check refuses what `vllm_masks` adds to the first model runner.

@@ -1,4 +1,5 @@
-"""Weights in vLLM's CPU engine: experts that are packed again after a reload, small matrices that are not packed at all."""
+"""vLLM's CPU engine: experts that are packed again after a reload, small matrices that are not packed at all, and rotary
+positions of all heads."""
 
 from __future__ import annotations
 
@@ -57,6 +58,31 @@ def is_repacked(module: torch.nn.Module) -> bool:
 def multiplied_as_it_is(module: torch.nn.Module) -> bool:
     """A linear layer on CPU computes with its `weight`, and with nothing that was made of it."""
     return getattr(module, "cpu_linear", None) is torch.nn.functional.linear
+
+
+def mend_cpu() -> None:
+    """What has to be otherwise in a process that runs vLLM on CPU. Called before a model is loaded. Idempotent."""
+    multiply_small_as_they_are()
+    turn_every_head()
+
+
+def turn_every_head() -> None:
+    """In this process vLLM turns all heads of a query that has a dimension for them.
+
+    Its kernel for the CPU (0.30) reads the number of heads from the last dimension: of queries `[tokens, heads, D]`, as
+    latent attention hands them over, it turns the first head alone, without an error. Only YaRN does not go through it.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    kernel = RotaryEmbedding.forward_cpu
+
+    def forward(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        if query.dim() == 3:
+            return self.forward_native(positions, query, key)
+        return kernel(self, positions, query, key)
+
+    if kernel.__module__ != __name__:
+        RotaryEmbedding.forward_cpu = forward
 
 
 def multiply_small_as_they_are() -> None:

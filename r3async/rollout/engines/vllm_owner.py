@@ -31,9 +31,9 @@ class OwnedConfig(dict[str, Any]):
 def _owned_config(owner: int, values: dict[str, Any]) -> OwnedConfig:
     if owner != os.getpid():
         exit_with(owner)
-        from r3async.rollout.engines.vllm_cpu import multiply_small_as_they_are
+        from r3async.rollout.engines.vllm_cpu import mend_cpu
 
-        multiply_small_as_they_are()
+        mend_cpu()
     return OwnedConfig(owner, values)
 
 

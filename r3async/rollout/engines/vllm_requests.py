@@ -21,7 +21,7 @@ import numpy as np
 from r3async.data.supports import Supports
 from r3async.data.versions import SpanRecorder
 from r3async.rollout.engines import EngineError, InstallReport
-from r3async.weights.publish import Difference, WeightError, WeightManifest
+from r3async.weights.manifest import Difference, WeightError, WeightManifest
 from r3async.weights.reading import verify
 
 CALL_TIMEOUT = 30.0

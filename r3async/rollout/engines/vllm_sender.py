@@ -7,14 +7,14 @@ workers, but here the generator does that, between pause and resume.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import zmq
 
+from r3async.weights.manifest import WeightError
 from r3async.weights.nccl import Send, Sent, Up, decode, encode
-from r3async.weights.publish import WeightError
 
 POLL_MILLISECONDS = 60_000
 
@@ -45,9 +45,12 @@ def serve(endpoint: str, link: str, carrier: Carrier, stop: Callable[[], bool] =
                 dealer.send(encode(Sent(link, job.version)))
 
 
-def published_names(names: Any) -> list[str]:
-    """The order in which tensors travel: sender and workers know the names, but not in one order."""
-    return sorted(names)
+def published_names(widths: Mapping[str, int]) -> list[str]:
+    """The order in which tensors travel: sender and workers know the names, but not in one order. `widths`: bytes of an element.
+
+    The widest come first: vLLM packs tensors one behind the other, and none may begin where its elements cannot.
+    """
+    return sorted(widths, key=lambda name: (-widths[name], name))
 
 
 def nccl_carrier() -> Carrier:
@@ -103,7 +106,8 @@ def read(path: str) -> dict[str, torch.Tensor]:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt", device="cpu") as file:
-        return {name: file.get_tensor(name) for name in published_names(file.keys())}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return {name: tensors[name] for name in published_names({name: t.itemsize for name, t in tensors.items()})}
 
 
 class _Led:

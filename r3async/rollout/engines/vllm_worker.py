@@ -15,13 +15,14 @@ from typing import Any
 import msgspec
 import torch
 
+from r3async.rollout.engines.stages import Stages
 from r3async.rollout.engines.vllm_contents import differences
 from r3async.rollout.engines.vllm_cpu import repack_cpu_experts, repack_cpu_tied, tied_modules
 from r3async.rollout.engines.vllm_masks import keep_masks
 from r3async.rollout.engines.vllm_plan import Plan, Watch, digests
 from r3async.rollout.engines.vllm_sender import check_group, published_names
+from r3async.weights.manifest import WeightError, WeightManifest
 from r3async.weights.nccl import ask
-from r3async.weights.publish import WeightError, WeightManifest
 from r3async.weights.reading import VersionFile, map_privately
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,8 @@ class WorkerExtension:
     """The NCCL group that this worker has joined."""
     r3_plan: Plan | None = None
     """What loads files like the one that was loaded last."""
+    r3_stages: Stages | None = None
+    """What the model computes is seen."""
     weight_transfer_engine: Any
     """The worker's own."""
 
@@ -184,7 +187,8 @@ class WorkerExtension:
             )
             check_group(engine)
             self.r3_link = offer.link
-        entries = [(name, published.tensors[name]) for name in published_names(published.tensors)]
+        widths = {name: getattr(torch, entry.dtype).itemsize for name, entry in published.tensors.items()}
+        entries = [(name, published.tensors[name]) for name in published_names(widths)]
         with all_loaded(engine.model, published):
             self.start_weight_update()  # type: ignore[attr-defined]
             self.update_weights(  # type: ignore[attr-defined]
@@ -226,3 +230,19 @@ class WorkerExtension:
             self.r3_after_load()
 
         return msgspec.msgpack.encode(differences(runner.model, published, load))
+
+    def r3_watch(self) -> None:
+        """From now on, see what the model computes, stage by stage; until `r3_watched`."""
+        self.r3_stages = Stages(self.model_runner.model)  # type: ignore[attr-defined]
+
+    def r3_watched(self, path: str) -> str:
+        """Write what was seen to a safetensors file, if this is the first worker; returns the dtype that it computes in."""
+        from safetensors.torch import save_file
+
+        stages, self.r3_stages = self.r3_stages, None
+        if stages is None:
+            return ""
+        seen = stages.take()
+        if self.rank == 0:  # type: ignore[attr-defined]
+            save_file(seen, path)
+        return stages.dtype

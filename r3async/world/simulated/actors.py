@@ -13,10 +13,11 @@ from contextvars import Context
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
-from r3async.world import ActorLost, ActorRef, Placement
+from r3async.world import ActorLost, ActorRef, Bundle, Node, Placement, Reservation
 from r3async.world.simulated.loop import PROCESS, Future
 from r3async.world.simulated.network import draw
 from r3async.world.simulated.processes import HostProcess
+from r3async.world.simulated.reserved import SimulatedReservation, nodes, release
 
 if TYPE_CHECKING:
     from r3async.world.simulated.world import Simulation
@@ -272,8 +273,19 @@ class SimulatedActors:
         self._process.check()
         self._connected = True
 
-    def gpus(self) -> float:
-        return self._process.simulation.gpus
+    def nodes(self) -> list[Node]:
+        return nodes(self._process.simulation, self._process.host)
+
+    def reserve(self, plan: Callable[[Sequence[Node]], Sequence[Bundle]], seconds: float) -> SimulatedReservation:
+        """A process cannot block here: what is not free at once is refused."""
+        self._process.check()
+        return SimulatedReservation(self._process, plan(self.nodes()))
+
+    def release(self, reservation: Reservation, bundle: int | None = None) -> None:
+        release(reservation, bundle)
+
+    def address(self, interface: str = "") -> str:
+        return self._process.host.name
 
     def spawn(self, kind: type, *args: Any, name: str, placement: Placement = PLACEMENT) -> SimulatedRef:
         process = self._process
@@ -323,6 +335,8 @@ class SimulatedActors:
             self._connected = False
             for actor in self._process.spawned:
                 actor.kill("the cluster has ended", restart=False)
+            for reservation in self._process.reserved:
+                release(reservation)
 
 
 __all__ = ["Actor", "Shared", "SimulatedActors", "SimulatedRef"]

@@ -226,7 +226,7 @@ class SimulatedFiles:
         self._enter("remove", path)
         try:
             parent, name = self._tree.parent(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         node = parent.names.get(name)
         if node is None:

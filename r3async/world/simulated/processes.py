@@ -12,6 +12,7 @@ from r3async.world.simulated.loop import Process
 
 if TYPE_CHECKING:
     from r3async.world.simulated.actors import Actor
+    from r3async.world.simulated.reserved import SimulatedReservation
     from r3async.world.simulated.world import Host, SimulatedWorld, Simulation
 import functools
 from collections import deque
@@ -40,6 +41,8 @@ class HostProcess(Process):
         self._rngs: dict[str, Random] = {}
         self.spawned: list[Actor] = []
         """They end when it does."""
+        self.reserved: list[SimulatedReservation] = []
+        """Of hosts, until it ends."""
         self.arrivals: dict[Actor, float] = {}
         """When the last call to an actor arrives: calls do not overtake each other."""
         self.disk_seconds = 0.0
@@ -100,6 +103,9 @@ class SimulatedProcesses:
         if found is not None:
             self._process.simulation.log.event(self._process.name, "stacks_asked", of=found.name)
         return found is not None
+
+    def alive(self, pid: int, host: str) -> bool:
+        return self._find(pid, host) is not None
 
     def kill(self, pid: int, host: str) -> bool:
         found = self._find(pid, host)

@@ -16,6 +16,7 @@ from r3async.world.simulated.disk import SimulatedDisk
 from r3async.world.simulated.loop import VirtualLoop
 from r3async.world.simulated.network import Delays, SimulatedNetwork, draw
 from r3async.world.simulated.processes import HostProcess, SimulatedProcesses, SimulatedThreads
+from r3async.world.simulated.reserved import SimulatedReservation, host_within, release
 from r3async.world.simulated.sockets import Route
 
 EPOCH = 1_700_000_000.0
@@ -80,7 +81,8 @@ class Simulation:
     """Everything that is simulated together.
 
     `hosts`: their names; actors are placed on them in turn, the first being for processes that are begun by `begin_process` and
-    what is placed `beside` them. `callbacks`, `seconds`: limits of the loop. `details`: keep every line of the log.
+    what is placed `beside` them; `gpus` of each. `callbacks`, `seconds`: limits of the loop. `details`: keep every line of the
+    log.
     """
 
     loop_kind: Callable[..., VirtualLoop] = VirtualLoop
@@ -94,7 +96,7 @@ class Simulation:
         callbacks: int | None = None,
         seconds: float | None = None,
         details: bool = False,
-        gpus: float = 0.0,
+        gpus: int = 0,
     ):
         self.seed, self.delays, self.gpus = seed, delays or Delays(), gpus
         self.loop = self.loop_kind(callbacks=callbacks, seconds=seconds)
@@ -108,6 +110,7 @@ class Simulation:
         self.network.delay = lambda rng: draw(self.delays.message, rng)
         self.actors: list[Actor] = []
         self.shared: list[Shared] = []
+        self.reservations: list[SimulatedReservation] = []
         self.processes: list[HostProcess] = []
         """Those that have not ended, in the order of their beginning."""
         self.cuts: dict[tuple[str, str], float] = {}
@@ -136,7 +139,12 @@ class Simulation:
         return process
 
     def place(self, actor: Actor) -> Host | None:
-        """On the spawner's host if it has to be beside it; else on the host with the fewest processes. None if none is left."""
+        """Where its bundle is, unless that moves from a host that is lost; on the spawner's host if it has to be beside it;
+        else on the host with the fewest processes. None if none is left."""
+        if (within := actor.placement.within) is not None:
+            host, stays = host_within(self, within)
+            if host is not None or stays:
+                return host
         if actor.placement.beside:
             return None if actor.spawner.host.lost else actor.spawner.host
         there = [host for host in self.hosts.values() if not host.lost]
@@ -170,6 +178,8 @@ class Simulation:
         del process.host.processes[process.pid]
         for actor in process.spawned:
             actor.kill(f"{process.name} ended, which spawned it", restart=False)
+        for reservation in process.reserved:
+            release(reservation)
         if process.actor is not None:
             process.actor.process_ended(reason)
 

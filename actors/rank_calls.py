@@ -1,0 +1,141 @@
+"""The actors of a learner's ranks: how they are started, and called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from r3async.actors.places import rank_placement
+from r3async.actors.ranks import RankActor
+from r3async.config import Config, to_dict
+from r3async.learner import LearnerError
+from r3async.world import ActorLost, ActorRef, Actors, Placement, World
+
+NOTICE_SECONDS = 10.0
+"""A rank whose connection broke learns of it at once; that the process at its other end has ended is known a little later."""
+COLLECTIVE = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""What a collective operation raises if another rank does not take part in it contains one of these."""
+
+
+class RankLost(LearnerError, ActorLost):
+    """The process of a rank was lost, or stopped answering, and with it what all ranks had in memory."""
+
+
+class RankCalls:
+    """Calls on the ranks' actors. A rank that fails leaves the others waiting for it in a collective operation: the first failure
+    ends all of them and is raised as `LearnerError`; as `RankLost` where ranks that are started again may do better."""
+
+    def __init__(self, actors: Actors, ranks: Sequence[ActorRef]):
+        self._actors, self.ranks = actors, ranks
+
+    def begin(self, rank: int, method: str, *args: Any, lane: str = "", **kwargs: Any) -> Any:
+        """Begin a method of the actor of `rank`."""
+        return self._actors.begin(self.ranks[rank], method, *args, lane=lane, **kwargs)
+
+    def on_all(
+        self,
+        method: str,
+        *args: Any,
+        lane: str = "",
+        timeout: float | None = None,
+        alone: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """What the actors' method returns, on every rank."""
+        calls = [self.begin(rank, method, *args, lane=lane, **kwargs) for rank in range(len(self.ranks))]
+        return self.wait(calls, timeout, alone=alone)
+
+    def wait(self, calls: Sequence[Any], timeout: float | None = None, *, alone: bool = False) -> list[Any]:
+        """What the calls return; the first is of rank 0, and so on. `alone`: they need no other rank, so one that fails ends
+        nothing, and what it failed with is raised when all have ended."""
+        waiting, failed = list(calls), list[LearnerError]()
+        while waiting:
+            ready, waiting = self._actors.wait(waiting, timeout)
+            if not ready:
+                self.kill()
+                raise RankLost(f"{len(waiting)} ranks of the learner did not answer within {timeout:.0f} s")
+            for call in ready:
+                try:
+                    self._actors.get(call)
+                except Exception as error:
+                    cause = self._cause(calls.index(call), error, {calls.index(other): other for other in waiting})
+                    if not alone or isinstance(cause, RankLost):
+                        self.kill()
+                        raise cause from error
+                    failed.append(cause)
+        if failed:
+            raise failed[0]
+        return [self._actors.get(call) for call in calls]
+
+    def _cause(self, rank: int, error: Exception, waiting: dict[int, Any]) -> LearnerError:
+        """Of the failure of `rank`: if that only lost its connection to another one, which of those still `waiting` was lost."""
+        if not isinstance(error, ActorLost):
+            if not any(words in str(error) for words in COLLECTIVE):
+                return LearnerError(f"rank {rank} of the learner failed: {error}")
+            while waiting:
+                ready, _ = self._actors.wait(list(waiting.values()), NOTICE_SECONDS)
+                if not ready:
+                    break
+                for other in [r for r, call in waiting.items() if call in ready]:
+                    try:
+                        self._actors.get(waiting.pop(other))
+                    except ActorLost as lost:
+                        return RankLost(f"rank {other} of the learner was lost: {lost}")
+                    except Exception:  # it lost its connection, too
+                        continue
+            return RankLost(f"rank {rank} of the learner waited in vain for another one: {error}")
+        return RankLost(f"rank {rank} of the learner was lost: {error}")
+
+    def share(self, value: Any) -> Any:
+        """A reference to `value`, which many calls may be given."""
+        return self._actors.put(value)
+
+    def kill(self) -> None:
+        """End the ranks' processes."""
+        for rank in self.ranks:
+            self._actors.kill(rank)
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """One start of the ranks. `processes`: id and host of each."""
+
+    calls: RankCalls
+    vocab_size: int
+    processes: Sequence[tuple[int, str]]
+
+    @property
+    def one_host(self) -> bool:
+        return len({host for _, host in self.processes}) == 1
+
+
+def start_ranks(
+    kind: type[RankActor],
+    config: Config,
+    model_path: Path,
+    run_dir: Path,
+    places: Sequence[Placement],
+    world: World,
+) -> Ranks:
+    """At these `places`, or all beside this process; they meet and load the model. Blocking. Raises `LearnerError`."""
+    learner, plain = config.learner, to_dict(config)
+    actors = [
+        world.actors.spawn(
+            kind,
+            rank,
+            plain,
+            str(model_path),
+            str(run_dir),
+            name=f"learner-rank-{rank}",
+            placement=place,
+        )
+        for rank, place in enumerate(places or [rank_placement(config)] * learner.parallel.world)
+    ]
+    calls = RankCalls(world.actors, actors)
+    processes = calls.on_all("whereabouts", timeout=learner.start_timeout)
+    alone = len({host for _, host in processes}) == 1
+    ((address, port),) = calls.wait([calls.begin(0, "open_store", alone)], learner.start_timeout)
+    loaded = calls.on_all("load", address, port, alone, timeout=learner.start_timeout)
+    return Ranks(calls, loaded[0], processes)

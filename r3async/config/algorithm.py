@@ -1,0 +1,290 @@
+"""Sections about advantages, losses, corrections and the trust region."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from r3async.config.section import Positive, PositiveInt, Section, Share, Signed, did_you_mean
+
+
+class RolloutKLConfig(Section):
+    """The trust region: a term `coef * KL(rollout || learner)` on every trained token, and bounds of the drift."""
+
+    estimator: Literal["k1", "abs", "k2", "k3"] = "k2"
+    """Of the term in the loss. What is measured, for `target` and `max`, is always k3's mean over trained tokens."""
+    coef: float = 0.01
+    """Weight of the term; with `target`, where it starts, and the least that it is."""
+    target: Positive | None = None
+    """Drift, in nats per token, above which the coefficient is raised after a step. Unset: the coefficient stays."""
+    limit: Positive | None = None
+    """The hard bound: a step after which the served drift of held-out episodes would be above this is shortened before it is
+    published. Unset: twice the `target`, if there is one."""
+    max: Positive | None = None
+    """A step whose measured drift is above this, or not finite, makes no optimizer update. Unset: none is refused."""
+    measure: Literal["served", "replayed"] = "served"
+    """Which drift `target` and `max` are about: `served_kl/k3`, with the routers' own choice, or `rollout_kl/k3`, with the routes
+    of the rollout. `limit` is always about what is served."""
+    probe_share: Share = 0.04
+    """Share of a step's tokens on which served drift is measured, by a forward pass more; with a `limit` these episodes are held
+    out of training. 0: it is not measured."""
+    probe_every: PositiveInt = 4
+    """Steps from one such pass to the next. In between, `target` is held against the replayed drift and what the served one was
+    above it in the last of them; with `max` and no `limit` there is one in every step. `limit` has its own after every step."""
+    token_limit: Positive = 100.0
+    """The most that one token's k3 counts in what is measured; k3 as the `estimator` is a straight line from there."""
+    coef_max: Positive = 1.0
+    """The most that the adapted coefficient is."""
+    gain: Positive = 0.2
+    """Of the adaptation: e-folds by which the coefficient rises in a step when drift is twice its target."""
+    gain_down: Positive = 0.1
+    """The same where it falls, back to `coef` at the least."""
+
+    @property
+    def bound(self) -> float | None:
+        """Above which a step is shortened."""
+        return self.limit if self.limit is not None or self.target is None else 2 * self.target
+
+    @property
+    def measured_every(self) -> int:
+        """Steps from one measurement of served drift before the update to the next. With a `limit` it is always predicted, so a
+        failure that routes alone show waits for none; with `max` alone every step is measured."""
+        return 1 if self.measure == "served" and self.max is not None and self.bound is None else self.probe_every
+
+    @property
+    def bounds_served(self) -> bool:
+        """Whether a bound needs served drift: then there is always a probed episode."""
+        soft = self.measure == "served" and (self.target is not None or self.max is not None)
+        return soft or self.bound is not None
+
+    def check(self) -> None:
+        if self.target is not None and not 0 < self.coef <= self.coef_max:
+            raise ValueError("with `target`, `coef` must be more than 0, as it starts there, and at most `coef_max`")
+        if self.target is not None and self.max is not None and self.max <= self.target:
+            raise ValueError("`max` must be more than `target`, or every other step makes no update")
+        if self.limit is not None and not self.probe_share:
+            raise ValueError("`limit` needs `probe_share`: the drift after a step is predicted on these episodes")
+        if self.target is not None and self.limit is not None and self.limit < self.target:
+            raise ValueError("`limit` must be at least `target`, or every other step is shortened")
+
+
+class ReferenceKLConfig(Section):
+    coef: float = 0.0
+    """Weight of KL(learner || frozen reference model); 0 does without that model."""
+    weighted: bool = True
+    """Weigh each token's term by learner / rollout, with gradient: right for tokens that older weights sampled, in value and
+    gradient (DeepSeek-V3.2). Off is GRPO's term, which takes them for the learner's own."""
+    weight_cap: Positive = 5.0
+    """Truncation of these weights."""
+
+
+class DistillationConfig(Section):
+    """On-policy distillation: a teacher judges each token that was sampled. The difference of its log-prob and the engine's is
+    added to the token's advantage: in the mean, the gradient of KL(learner || teacher)."""
+
+    teacher: str = ""
+    """Directory of a Hugging Face model with the same tokenizer, which each rank of the learner holds beside its own part of the
+    model, frozen; empty: none."""
+    coef: Positive = 1.0
+    """What that difference is multiplied by."""
+    rewards: bool = True
+    """Whether what follows from rewards is trained as well."""
+
+
+class ClipConfig(Section):
+    """Ratios are clipped to `1 - clip_low .. 1 + clip_high`."""
+
+    clip_low: Positive = 0.2
+    clip_high: Positive = 0.2
+    """DAPO (arXiv 2503.14476) takes 0.28."""
+
+
+class TruncatedPGConfig(Section):
+    cap: Positive = 2.0
+    """Truncation of the importance weights."""
+
+
+class PPOConfig(ClipConfig):
+    dual_clip: float | None = None
+    """If set, bounds the loss of tokens with negative advantage to this many times the advantage (3 in arXiv 1912.09729)."""
+
+    def check(self) -> None:
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError("`dual_clip` must be more than 1")
+
+
+class DecoupledPPOConfig(PPOConfig):
+    behaviour_cap: Positive = 5.0
+    """Truncation of the behaviour weights, recomputed / rollout."""
+
+
+class TISConfig(PPOConfig):
+    cap: Positive = 2.0
+    """Truncation of the weights recomputed / rollout."""
+
+
+class GSPOConfig(ClipConfig):
+    clip_low: Positive = 3e-4
+    clip_high: Positive = 4e-4
+    noise: float = 0.0
+    """Standard deviation of a token's log-ratio between equal weights, as the square root of twice `rollout_kl/k3_age_0` has it.
+    The range of an episode of n tokens is no narrower than 3 noise / sqrt(n) to each side, so that rounding alone clips none."""
+
+
+class CISPOConfig(ClipConfig):
+    clip_low: Positive = 1.0
+    """1: no lower bound."""
+    clip_high: Positive = 4.0
+
+
+class SAPOConfig(Section):
+    tau_positive: Positive = 1.0
+    tau_negative: Positive = 1.05
+    """Temperatures of the gate, for tokens of positive and of negative advantage."""
+
+
+class DPPOConfig(Section):
+    threshold_low: Positive = 0.2
+    threshold_high: Positive = 0.2
+    """|difference of probability| above which a token is pushed no further down, and no further up."""
+
+
+class CorrectionConfig(Section):
+    """Trained tokens that the policy loss leaves out because learner and rollout policy differ on them too much. The KL
+    terms keep them, and denominators stay. Each is off unless set; a ratio is learner / rollout, and bounds are inclusive."""
+
+    icepop_low: float | None = None
+    icepop_high: float | None = None
+    """A token is kept if its ratio is within these. IcePop: 0.5 and 5."""
+    kpop: float | None = None
+    """A token is kept if the binary KL, in both directions, is at most this. KPop: 0.1."""
+    geometric_low: float | None = None
+    geometric_high: float | None = None
+    """An episode is kept if the geometric mean of its tokens' ratios is within these, 0.99 and 1.001, say."""
+    product_low: float | None = None
+    product_high: float | None = None
+    """An episode is kept if the product of its tokens' ratios is within these."""
+    max_token_kl: float | None = None
+    """An episode is kept if none of its tokens' k3 is above this."""
+    anchor: Literal["learner", "recomputed"] = "learner"
+    """Numerator of the ratios of all these and of `weight`: the learner as it is, which has drift by age and by the step's
+    minibatches, or as it was before the step, which is what the sources correct (one more forward pass)."""
+    weight: Literal["none", "token", "sequence"] = "none"
+    """Multiply the policy loss by importance weights recomputed / rollout, of each token or of its whole episode, truncated at
+    `weight_cap` and without gradient. Needs both anchors to be `recomputed`: else the loss's own ratio has that factor."""
+    weight_cap: Positive = 2.0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the learner's log-probs before the step are compared."""
+        return self.anchor == "recomputed"
+
+    def check(self) -> None:
+        if self.weight != "none" and self.anchor != "recomputed":
+            raise ValueError('`weight` needs `anchor` = "recomputed": its ratio is recomputed / rollout')
+        for name in ("icepop", "geometric", "product"):
+            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            if low is not None and not 0 < low <= 1:
+                raise ValueError(f"`{name}_low` must be in 0..1: a ratio of 1 means that the policies agree")
+            if high is not None and high < 1:
+                raise ValueError(f"`{name}_high` must be at least 1: a ratio of 1 means that the policies agree")
+
+
+class OverlongPenaltyConfig(Section):
+    """DAPO's soft punishment of long answers (arXiv 2503.14476, eq. 13)."""
+
+    buffer: int = 0
+    """Tokens before `episode.max_new_tokens` over which the penalty grows from 0 to `factor`; 0: no penalty."""
+    factor: Positive = 1.0
+
+
+GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
+"""Values of `algorithm.advantage` that compare an episode with the others of its group, of which there have to be some."""
+
+POLICY_LOSSES = ("truncated_pg", "ppo", "tis", "gspo", "cispo", "sapo", "dppo", "decoupled_ppo")
+"""The built-in values of `algorithm.policy_loss`."""
+
+
+class RouterAuxConfig(Section):
+    """Load balance of the routers, with the experts that were replayed as the load."""
+
+    coef: float = 0.0
+    """Weight of `experts * sum_i f_i P_i` of every MoE layer: `f_i` the share of the step's choices that fell on expert i,
+    `P_i` the router's mean probability of it (Switch Transformer, arXiv 2101.03961, eq. 4). 1 is even. Needs
+    `routing.replay`, whose routes are known before the step's first forward pass."""
+
+
+class AlgorithmConfig(Section):
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"] = "grpo"
+    """How scores become advantages; formulas and sources in `learner.losses.advantages`."""
+    credit: Literal["trajectory", "turn", "token"] = "trajectory"
+    """`trajectory`: all turns share the episode's advantage. `turn`: a turn's is relative to the same turn of its group; only
+    for environments that reward every turn for its own answer.
+    `token`: a token's score is the reward from it to the episode's end, relative to the same turn of its group."""
+    normalize_std: bool = True
+    """With `advantage = "grpo"`, divide by the group's standard deviation; off gives Dr.GRPO's."""
+    filter_zero_variance: bool = False
+    """Do not train groups whose episodes all scored the same. `schedule.replaced_groups` takes others in their place."""
+    overlong_filter: bool = False
+    """Do not train episodes that ended because an answer, or the context, became too long. They still count as scores."""
+    overlong_penalty: OverlongPenaltyConfig = msgspec.field(default_factory=OverlongPenaltyConfig)
+    reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"] = "token_mean"
+    """What the loss is a mean over; formulas in `learner.losses.objective`."""
+    policy_loss: str = "truncated_pg"
+    """`truncated_pg`, `ppo`, `tis`, `gspo`, `cispo`, `sapo`, `dppo`, `decoupled_ppo` (formulas and sources in
+    `learner.losses.policy_loss`), or your own as `module:function`, of the type `PolicyLossFunction` there."""
+    anchor: Literal["rollout", "recomputed"] = "rollout"
+    """Denominator of the policy loss's ratio: the log-probs that the engine sampled with, or those that the learner
+    recomputes before the step's first update (one more forward pass)."""
+    truncated_pg: TruncatedPGConfig = msgspec.field(default_factory=TruncatedPGConfig)
+    ppo: PPOConfig = msgspec.field(default_factory=PPOConfig)
+    tis: TISConfig = msgspec.field(default_factory=TISConfig)
+    gspo: GSPOConfig = msgspec.field(default_factory=GSPOConfig)
+    cispo: CISPOConfig = msgspec.field(default_factory=CISPOConfig)
+    sapo: SAPOConfig = msgspec.field(default_factory=SAPOConfig)
+    dppo: DPPOConfig = msgspec.field(default_factory=DPPOConfig)
+    decoupled_ppo: DecoupledPPOConfig = msgspec.field(default_factory=DecoupledPPOConfig)
+    loss_args: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Passed to your own policy loss, as `inputs.config.loss_args`."""
+    correction: CorrectionConfig = msgspec.field(default_factory=CorrectionConfig)
+    entropy_coef: Signed = 0.0
+    """Weight of the entropy bonus."""
+    rollout_kl: RolloutKLConfig = msgspec.field(default_factory=RolloutKLConfig)
+    reference_kl: ReferenceKLConfig = msgspec.field(default_factory=ReferenceKLConfig)
+    distillation: DistillationConfig = msgspec.field(default_factory=DistillationConfig)
+    router_aux: RouterAuxConfig = msgspec.field(default_factory=RouterAuxConfig)
+
+    def check(self) -> None:
+        if self.advantage == "maxrl" and self.overlong_penalty.buffer:
+            raise ValueError("`overlong_penalty` makes rewards negative, and `advantage` = 'maxrl' is for rewards >= 0")
+        if self.correction.weight != "none" and (
+            self.anchor == "rollout" or self.policy_loss in ("tis", "decoupled_ppo")
+        ):
+            raise ValueError(
+                '`correction.weight` counts recomputed / rollout twice: it needs `anchor` = "recomputed", and a `policy_loss` '
+                "other than 'tis' and 'decoupled_ppo', which have it"
+            )
+        if self.policy_loss not in POLICY_LOSSES:
+            import_policy_loss(self.policy_loss)
+
+
+def import_policy_loss(path: str) -> Callable[..., Any]:
+    """The function at `module:function`. Raises `ValueError` if there is none that takes one argument."""
+    if ":" not in path:
+        hint = did_you_mean(path, POLICY_LOSSES, f"built in: {', '.join(POLICY_LOSSES)}.")
+        raise ValueError(f"`policy_loss` = {path!r}: no such loss; {hint} Your own is `module:function`.")
+    try:
+        function = pkgutil.resolve_name(path)
+    except Exception as error:  # importing somebody's module may raise anything
+        raise ValueError(f"`policy_loss` = {path!r} cannot be loaded: {error}") from error
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"`policy_loss` = {path!r} must be a function of one argument, the loss inputs: {error}"
+        ) from error
+    return function

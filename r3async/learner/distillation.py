@@ -1,0 +1,84 @@
+"""On-policy distillation: a teacher judges, token by token, what the learner's engines sampled.
+
+Of samples of the learner itself, the mean of `(log learner - log teacher) grad log learner` is the gradient of
+KL(learner || teacher) at each token (MiniLLM, arXiv 2306.08543, eq. 3, with the reward of the token alone; on-policy: arXiv
+2306.13649). So `coef (log teacher - log rollout)` is part of the token's advantage. It is trained with the policy loss, the trust
+region and the corrections that rewards are trained with, and a token that is stale or clipped is stale or clipped here as well.
+
+The teacher is a frozen model that the learner's ranks hold beside their own, of the same backend and divided in the same way. It
+chooses its experts by itself, at the sample's temperature and over the sample's support.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from r3async.config import Config, DistillationConfig
+from r3async.config.training import LoraConfig, RoutingConfig
+from r3async.learner import LearnerError, build_learner
+
+if TYPE_CHECKING:
+    from r3async.learner.backend import LearnerBackend, Ranks
+    from r3async.learner.batch.packing import MicroBatch
+
+VOCABULARY = "tokenizer.json"
+
+
+def load_teacher(config: Config, model_path: Path) -> LearnerBackend | None:
+    """The teacher of a learner of `model_path`, if there is one. Collective. Raises `LearnerError` for one whose tokens are not
+    the learner's, or that the backend does not have."""
+    settings = config.algorithm.distillation
+    if not settings.teacher:
+        return None
+    check_vocabularies(model_path, Path(settings.teacher))
+    alone = msgspec.structs.replace(config.algorithm, reference_kl=type(config.algorithm.reference_kl)())
+    plain = msgspec.structs.replace(
+        config,
+        algorithm=alone,
+        routing=RoutingConfig(replay="off"),
+        learner=msgspec.structs.replace(config.learner, lora=LoraConfig()),
+    )
+    return build_learner(plain, Path(settings.teacher), frozen=True)
+
+
+def check_vocabularies(model: Path, teacher: Path) -> None:
+    """Raise `LearnerError` if a token id is not the same text for both."""
+    try:
+        if _vocabulary(model) == _vocabulary(teacher):
+            return
+    except (OSError, ValueError) as error:
+        raise LearnerError(f"algorithm.distillation.teacher = {str(teacher)!r}: {error}") from error
+    raise LearnerError(
+        f"algorithm.distillation.teacher = {str(teacher)!r} has other tokens than {str(model)!r}: it can judge only tokens of "
+        "its own tokenizer"
+    )
+
+
+def _vocabulary(directory: Path) -> Any:
+    data = json.loads((directory / VOCABULARY).read_text())
+    added = {token["content"]: token["id"] for token in data.get("added_tokens") or []}
+    return (data.get("model") or {}).get("vocab"), added
+
+
+def taught(
+    teacher: LearnerBackend, micro_batches: Sequence[MicroBatch], settings: DistillationConfig, ranks: Ranks
+) -> tuple[list[MicroBatch], dict[str, float]]:
+    """The micro-batches of a minibatch with what `teacher` says in their column `advantages`, and figures of it. Collective."""
+    judged, sums = [], np.zeros(2)
+    for m, said in zip(micro_batches, teacher.logprobs(micro_batches, replay=False, trained=True), strict=True):
+        rollout = m.table["rollout_logprobs"]
+        trained = m.table["loss_mask"] & np.isfinite(rollout)
+        better = np.where(trained, said - rollout, 0.0).astype(np.float32)
+        rewarded = m.table["advantages"] if settings.rewards else np.float32(0.0)
+        advantages = (rewarded + settings.coef * better).astype(np.float32)
+        judged.append(replace(m, table=m.table.with_columns(advantages=advantages)))
+        sums += -better.sum(dtype=np.float64), np.count_nonzero(trained)
+    total, tokens = ranks.reduce(sums * ranks.is_first_copy, "sum")
+    return judged, {"distillation/reverse_kl": float(total / max(tokens, 1.0))}

@@ -1,0 +1,116 @@
+"""Context parallelism: the tokens of a micro-batch divided among ranks, and their heads while they attend.
+
+Each rank has a contiguous part of the packed tokens, as each sequence-parallel rank has of that. For attention the ranks
+exchange (arXiv 2309.14509): every rank gets all tokens of some heads, attends as one rank would, and gives back. The work is
+even whatever samples are packed, nothing of attention knows of it, and routes are cut like the tokens that they belong to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from r3async.learner.backend import Scores
+
+
+@dataclass(frozen=True)
+class Context:
+    """The ranks that share a micro-batch's tokens: this is `rank` of `ranks`, in `group`."""
+
+    rank: int
+    ranks: int
+    group: dist.ProcessGroup
+
+    def part(self, tokens: int) -> slice:
+        """This rank's, of so many packed tokens, which divide evenly."""
+        each = tokens // self.ranks
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """`[n, heads, D]` of this rank's tokens -> `[N, heads / ranks, D]` of all tokens. Where there are fewer heads than ranks,
+        several ranks get the same one."""
+        return _ToHeads.apply(x.repeat_interleave(max(1, self.ranks // x.shape[1]), dim=1), self)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """Undoes `to_heads`, of heads that are divided."""
+        return _ToTokens.apply(x, self)
+
+    def joined(self, scores: Scores, mine: np.ndarray, total: int, *, entropy_gradient: bool) -> Scores:
+        """Of `total` tokens, from each rank's own `scores` of those at `mine` (int64). Every rank gets all of them, and its own
+        part of the gradient."""
+        at = torch.from_numpy(mine).to(scores[0].device)
+        return _Joined.apply(*scores, at, total, self.group, entropy_gradient)
+
+
+def _exchanged(x: Tensor, context: Context) -> Tensor:
+    """`[ranks, ...]`: what each rank sends this one, from what it sends each."""
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=context.group)
+    return out
+
+
+def _heads(x: Tensor, context: Context) -> Tensor:
+    """`[n, heads, D]` -> `[N, heads / ranks, D]`."""
+    return _exchanged(x.unflatten(1, (context.ranks, -1)).transpose(0, 1).contiguous(), context).flatten(0, 1)
+
+
+def _tokens(x: Tensor, context: Context) -> Tensor:
+    """`[N, heads / ranks, D]` -> `[n, heads, D]`."""
+    return _exchanged(x.contiguous().unflatten(0, (context.ranks, -1)), context).transpose(0, 1).flatten(1, 2)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: Context) -> Tensor:
+        ctx.context = context
+        return _heads(x, context)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _tokens(grads[0], ctx.context), None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: Context) -> Tensor:
+        ctx.context = context
+        return _tokens(x, context)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _heads(grads[0], ctx.context), None
+
+
+class _Joined(torch.autograd.Function):
+    """Ranks compute the same loss of all tokens, so none sends its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logprobs: Tensor,
+        entropies: Tensor,
+        at: Tensor,
+        total: int,
+        group: dist.ProcessGroup,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(at)
+        ctx.entropy_gradient = entropy_gradient
+        both = logprobs.new_zeros(2, total)
+        both[:, at] = torch.stack([logprobs, entropies])
+        dist.all_reduce(both, group=group)
+        joined = both[0], both[1]
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(joined[1])
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (at,) = ctx.saved_tensors
+        entropies = grads[1][at] if ctx.entropy_gradient else None
+        return grads[0][at], entropies, None, None, None, None

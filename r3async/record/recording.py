@@ -1,0 +1,174 @@
+"""A recording (`observe.record = "full"`): what the learner trained on, step by step, so that the same steps can be made again
+without engines, environments or Ray.
+
+A file a step in the run's `recording/`, named by step and lineage: first how the step was, and what came of it, then its
+trajectories in the wire format. Each is whole before a checkpoint of its step is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from r3async.config import Config, ConfigError, config_from_dict, to_dict
+from r3async.data.container import Container, Torn, map_file
+from r3async.data.records import Trajectory
+from r3async.data.versions import Lineage
+from r3async.transport.codec import checksum
+from r3async.transport.wire import WireError, decode_trajectory, encode_trajectory
+from r3async.world import Buffer, Files, World
+from r3async.world.files import make_directory, read_file, replace_file, write_aside
+from r3async.world.real import REAL
+from r3async.world.stages import begin_task
+
+if TYPE_CHECKING:
+    from r3async.learner.trainer import TrainedGroups
+
+RECORDING = "recording"
+RECORDS = Container(b"r3steps1")
+_NAME = re.compile(r"(\d{9,})-(\d{4,})\.step")
+
+
+class RecordingError(ValueError):
+    """A recording that cannot be read, or is not whole; the message names the file or the step."""
+
+
+class RecordedStep(msgspec.Struct, frozen=True):
+    """Step `step` of the run, from 1, made from weights of `version` in `lineage`.
+
+    `minibatches`: of each the digests of its stages (`learner.digests.STAGES`). `metrics`: of the step. `groups`: how many
+    trajectories each has, in the order in which the step took them. `trajectories`: digest of what is in this file.
+    """
+
+    step: int
+    version: int
+    lineage: int
+    minibatches: list[dict[str, int]]
+    metrics: Mapping[str, float | None]
+    groups: list[int] = []
+    trajectories: int = 0
+
+
+class Recorder:
+    """Of one start of a run. Writes each step in a thread of its own. It never ends the run: what cannot be written is reported,
+    and a replay names the step that is missing."""
+
+    def __init__(
+        self, run_dir: Path, config: Config, lineage: Lineage, report: Callable[..., object], *, world: World = REAL
+    ):
+        self._enabled, self._lineage = config.observe.record == "full", lineage.number
+        self._directory, self._report = run_dir / RECORDING, report
+        self._files, self._lane = world.files, world.threads.lane("recording")
+        self._writing: set[asyncio.Task[None]] = set()
+        self._config, self._settings_written = config, False
+
+    def add(self, step: int, version: int, done: TrainedGroups) -> None:
+        """Begin to write step `step`, which was made from weights of `version`. Its trajectories must not change."""
+        if not self._enabled:
+            return
+        if not self._settings_written:
+            self._settings_written = True
+            self._begin("settings", write_settings, self._directory, self._config, self._lineage)
+        sizes = [len(group) for group in done.groups]
+        made = RecordedStep(step, version, self._lineage, done.digests, done.metrics, sizes)
+        self._begin(step, write_step, self._directory, made, [t for group in done.groups for t in group])
+
+    def _begin(self, what: object, write: Callable[..., object], *args: Any) -> None:
+        task = begin_task("recording", self._write(what, write, *args))
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def settle(self) -> None:
+        """Wait for all that was added."""
+        await asyncio.gather(*self._writing)
+
+    async def close(self) -> None:
+        await self.settle()
+        await self._lane.close()
+
+    async def _write(self, what: object, write: Callable[..., object], *args: Any) -> None:
+        try:
+            await self._lane.run(write, *args, self._files)
+        except (OSError, WireError) as error:
+            hint = "the run continues; `r3async replay` will name what is missing"
+            self._report("not_recorded", step=what, error=str(error), hint=hint)
+
+
+def write_settings(directory: Path, config: Config, lineage: int, files: Files = REAL.files) -> None:
+    """What the steps of `lineage` are made with, without secrets. Raises `OSError`."""
+    make_directory(directory, files=files)
+    replace_file(directory / f"settings-{lineage:04d}.json", msgspec.json.encode(to_dict(config)), files=files)
+
+
+def read_settings(run_dir: Path, lineage: int, files: Files = REAL.files) -> Config:
+    """Raises `RecordingError`."""
+    path = run_dir / RECORDING / f"settings-{lineage:04d}.json"
+    try:
+        return config_from_dict(msgspec.json.decode(read_file(path, files=files)))
+    except (OSError, msgspec.MsgspecError, ConfigError) as error:
+        raise RecordingError(f"{path}: {error}") from error
+
+
+def write_step(
+    directory: Path, step: RecordedStep, trajectories: Sequence[Trajectory], files: Files = REAL.files
+) -> Path:
+    """Returns the file. Raises `OSError`, or `WireError`."""
+    make_directory(directory, files=files)
+    frames: list[Sequence[Buffer]] = [encode_trajectory(t) for t in trajectories]
+    step = msgspec.structs.replace(step, trajectories=_digest(frames))
+    records = [[msgspec.json.encode(step)], *frames]
+    path = directory / f"{step.step:09d}-{step.lineage:04d}.step"
+    write_aside(path, (piece for record in records for piece in RECORDS.pieces(record)), sync=True, files=files)
+    files.sync_directory(directory)
+    return path
+
+
+def read_step(path: Path, files: Files = REAL.files) -> tuple[RecordedStep, list[list[Trajectory]]]:
+    """Raises `RecordingError`."""
+    frames: list[list[memoryview]] = []
+    try:
+        for record in RECORDS.records(map_file(path, files=files)):
+            if isinstance(record, Torn):
+                raise RecordingError(f"{path}: at byte {record.offset}: {record.reason}")
+            frames.append(record.frames)
+        if not frames:
+            raise RecordingError(f"{path} is empty")
+        step = msgspec.json.decode(bytes(frames[0][0]), type=RecordedStep)
+        if _digest(frames[1:]) != step.trajectories:
+            raise RecordingError(f"{path}: its trajectories are not those that were written")
+        each = iter([decode_trajectory(some) for some in frames[1:]])
+        return step, [[next(each) for _ in range(count)] for count in step.groups]
+    except (OSError, msgspec.MsgspecError, WireError, RuntimeError) as error:
+        raise RecordingError(f"{path}: {error}") from error
+
+
+def find_steps(run_dir: Path, after: int = 0, files: Files = REAL.files) -> list[Path]:
+    """The files of the steps behind `after` that made the run's weights, in order: of a step that a resume took back, that of the
+    newest lineage. Raises `RecordingError` naming a step that is missing."""
+    directory = run_dir / RECORDING
+    found: dict[int, dict[int, Path]] = {}
+    for name in files.list(directory) if files.stat(directory) else ():
+        if named := _NAME.fullmatch(name):
+            found.setdefault(int(named[2]), {})[int(named[1])] = directory / name
+    if not found:
+        raise RecordingError(f'{run_dir} has no recording: `observe.record = "full"` makes one while a run trains')
+    chosen: dict[int, Path] = {}
+    end = max(found[max(found)])
+    for lineage in sorted(found, reverse=True):
+        # An older lineage's steps count until a newer one begins.
+        first = min(chosen, default=end + 1)
+        chosen |= {step: path for step, path in found[lineage].items() if step < first}
+    if missing := [step for step in range(after + 1, end + 1) if step not in chosen]:
+        raise RecordingError(
+            f"{directory} has no step {missing[0]}, of {end}: it was not recorded, or the file was removed"
+        )
+    return [chosen[step] for step in range(after + 1, end + 1)]
+
+
+def _digest(frames: Sequence[Sequence[Buffer]]) -> int:
+    return checksum(frame for some in frames for frame in some)

@@ -1,0 +1,138 @@
+"""What a decoder computes, stage by stage: seen by hooks in vLLM's model, transformers' and Megatron's alike.
+
+A stage is known by its layer and part: `3.attention.in` is what went into the attention of the fourth layer, `3.attention.out`
+what came out of it. Nothing of the model is changed, and nothing stays behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NORMS = {"input_norm": ("input_layernorm",), "post_norm": ("post_attention_layernorm", "pre_mlp_layernorm")}
+PARTS = {"attention": ("self_attn", "self_attention"), "mlp": ("mlp", "block_sparse_moe")}
+"""Of a layer, and how models name them."""
+
+
+class StageError(RuntimeError):
+    """A model whose stages cannot be seen."""
+
+
+class Stages:
+    """Sees what one model computes from now on, until `take`. For one request at a time: rows are in the order of the passes.
+
+    Stages: `embedding.out`; of each layer `input_norm`, `attention`, `post_norm`, `mlp`, with `.in` and `.out`, and of a mixture
+    of experts `router.out` (logits `[T, experts]`), `choice.out` (ids `[T, K]`) and `gates.out` `[T, K]`, where they exist; then
+    `final_norm.in`, `.out`. What goes into a norm is the residual stream. All others are `[T, hidden]`.
+
+    Raises `StageError` for a model without a list of layers.
+    """
+
+    def __init__(self, model: nn.Module):
+        decoder = next((m for m in model.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList)), None)
+        if decoder is None:
+            raise StageError(f"{type(model).__name__} has no list of decoder layers")
+        self.dtype = ""
+        """Of what the embedding gave."""
+        self._seen: dict[str, list[Tensor]] = {}
+        self._undo: list[Callable[[], object]] = []
+        if (embedding := _find(decoder, "embed_tokens") or _find(model, "embedding")) is not None:
+            self._undo.append(embedding.register_forward_hook(self._embedded).remove)
+        for index, layer in enumerate(decoder.layers):
+            for stage, names in NORMS.items():
+                self._norm(f"{index}.{stage}", _find(layer, *names))
+            for stage, names in PARTS.items():
+                self._part(f"{index}.{stage}", _find(layer, *names))
+            if (mlp := _find(layer, *PARTS["mlp"])) is not None:
+                self._router(str(index), mlp)
+        self._norm("final_norm", _find(decoder, "norm", "final_layernorm"))
+
+    def take(self) -> dict[str, Tensor]:
+        """What was seen, float32 or int64, in host memory; nothing more is seen."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        seen, self._seen = self._seen, {}
+        return {name: torch.cat(rows) for name, rows in seen.items()}
+
+    def _add(self, name: str, value: Tensor) -> None:
+        kept = value.detach().to("cpu", torch.float32 if value.is_floating_point() else torch.int64, copy=True)
+        self._seen.setdefault(name, []).append(kept.reshape(-1, kept.shape[-1]))
+
+    def _embedded(self, module: nn.Module, args: Any, out: Any) -> None:
+        self.dtype = str(_first(out).dtype).removeprefix("torch.")
+        self._add("embedding.out", _first(out))
+
+    def _norm(self, name: str, module: nn.Module | None) -> None:
+        def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            # vLLM's adds to the residual stream before it normalises it, and returns both.
+            fused = isinstance(out, tuple)
+            self._add(f"{name}.in", out[1] if fused else _floats(args, kwargs))
+            self._add(f"{name}.out", _first(out))
+
+        if module is not None:
+            self._undo.append(module.register_forward_hook(after, with_kwargs=True).remove)
+
+    def _part(self, name: str, module: nn.Module | None) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._add(f"{name}.in", _floats(args, kwargs))
+
+        def after(module: nn.Module, args: Any, out: Any) -> None:
+            self._add(f"{name}.out", _first(out))
+
+        if module is not None:
+            self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            self._undo.append(module.register_forward_hook(after).remove)
+
+    def _router(self, layer: str, mlp: nn.Module) -> None:
+        chooser = getattr(getattr(mlp, "experts", None), "router", None)
+        if hasattr(chooser, "select_experts"):  # vLLM's is no module
+            self._wrap(
+                chooser, "select_experts", lambda out, kwargs: self._chosen(layer, kwargs["router_logits"], *out)
+            )
+        elif (router := _find(mlp, "router")) is not None:  # Megatron's has a column for each expert
+            self._wrap(router, "gating", lambda out, kwargs: self._add(f"{layer}.router.out", out))
+            self._undo.append(router.register_forward_hook(lambda m, a, out: self._mapped(layer, *out)).remove)
+        elif (gate := _find(mlp, "gate")) is not None:
+            hook = lambda m, a, out: self._chosen(layer, out[0], *out[1:])  # noqa: E731
+            self._undo.append(gate.register_forward_hook(hook).remove)
+
+    def _wrap(self, owner: Any, name: str, see: Callable[[Any, dict[str, Any]], None]) -> None:
+        """Until `take`, `see(result, keyword arguments)` of each call of that method."""
+        method = getattr(owner, name)
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            out = method(*args, **kwargs)
+            see(out, kwargs)
+            return out
+
+        setattr(owner, name, seen)
+        self._undo.append(lambda: delattr(owner, name))
+
+    def _chosen(self, layer: str, logits: Tensor, gates: Tensor, ids: Tensor) -> None:
+        self._add(f"{layer}.router.out", logits)
+        self._add(f"{layer}.gates.out", gates.float())
+        self._add(f"{layer}.choice.out", ids)
+
+    def _mapped(self, layer: str, gates: Tensor, chosen: Tensor) -> None:
+        rows = chosen.reshape(-1, chosen.shape[-1])
+        ids = rows.nonzero()[:, 1].reshape(len(rows), -1)
+        self._add(f"{layer}.choice.out", ids)
+        self._add(f"{layer}.gates.out", gates.reshape(rows.shape).gather(1, ids))
+
+
+def _find(module: nn.Module, *names: str) -> nn.Module | None:
+    found = (getattr(module, name, None) for name in names)
+    return next((part for part in found if isinstance(part, nn.Module)), None)
+
+
+def _first(out: Any) -> Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _floats(args: Any, kwargs: Any) -> Tensor:
+    """The first argument that holds numbers, and not positions."""
+    return next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point())

@@ -1,0 +1,238 @@
+"""What changed between two versions of the weights, in few bytes.
+
+An optimizer step at a small learning rate leaves most bf16 weights as they are, bit by bit. Files of two versions with equal
+headers are compared block by block, in words of 16 bits. A block is a record:
+
+    kind (u8) | words that changed (u32) | lengths of the three planes (u32 each) | XXH3 of the block as it becomes (u64) | planes
+
+`SAME` has no planes, `RAW` has the block itself in the first one. `SPARSE` has the gaps between the words that changed, one byte
+each, 255 standing for "255 words, and the gap goes on"; and by how much each changed, as a signed number of 16 bits in zigzag
+order, low bytes apart from high ones. A step moves a weight by few units in its last place, so its low byte has few values and
+its high byte is 0. Planes are deflated with runs and Huffman's code only (RFC 1951): looking for
+repeats gains nothing here.
+
+A delta names the version that it changes and the one that it makes. Nothing is applied to another one, and every block has to
+become what it was when it was made.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import xxhash
+
+from r3async.weights.manifest import WeightError, WeightManifest
+from r3async.world import Buffer, File
+
+MAGIC = b"r3delta1"
+BLOCK_BYTES = 4 * 2**20
+"""Of a file, compared and applied at once."""
+MOST_BLOCK_BYTES = 64 * 2**20
+"""Of a delta that is read: a block is held in memory."""
+SPARSE_SHARE = 0.5
+"""Where more of a block's words changed, it is sent as it is: finding and packing them would take longer than sending them."""
+LOOKED_AT = 4
+"""Blocks that are compared before a delta is made."""
+_WORD = np.dtype("<u2")
+_RECORD = struct.Struct("<BIIIIQ")
+_SAME, _SPARSE, _RAW = range(3)
+_GAP = 255
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Contents of a version: what a delta changes, or makes. `digest`: see `WeightManifest.digest`."""
+
+    version: int
+    digest: int
+
+
+def identity(manifest: WeightManifest) -> Identity:
+    """Of what the manifest describes."""
+    return Identity(manifest.version, manifest.digest)
+
+
+class Head(msgspec.Struct, frozen=True):
+    """With which a delta begins. `nbytes`: of the file, before and after. `block_bytes`: of each block but the last."""
+
+    base: Identity
+    made: Identity
+    nbytes: int
+    block_bytes: int
+
+
+def encode_head(head: Head) -> bytes:
+    data = msgspec.msgpack.encode(head)
+    return MAGIC + len(data).to_bytes(4, "little") + data
+
+
+def decode_head(delta: Buffer) -> tuple[Head, int]:
+    """And where the records begin. Raises `WeightError`."""
+    view = memoryview(delta)
+    length = int.from_bytes(view[len(MAGIC) : len(MAGIC) + 4], "little")
+    begin = len(MAGIC) + 4 + length
+    if view[: len(MAGIC)] != MAGIC or begin > view.nbytes:
+        raise WeightError("these bytes are no delta")
+    try:
+        head = msgspec.msgpack.decode(view[len(MAGIC) + 4 : begin], type=Head)
+    except msgspec.MsgspecError as error:
+        raise WeightError(f"the head of a delta cannot be read: {error}") from error
+    if not 0 < head.block_bytes <= MOST_BLOCK_BYTES or head.block_bytes % _WORD.itemsize or head.nbytes < 0:
+        raise WeightError(f"the head of a delta names blocks of {head.block_bytes} in a file of {head.nbytes} bytes")
+    return head, begin
+
+
+def blocks(nbytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where each block of a file begins, and how many bytes it has."""
+    for start in range(0, nbytes, block_bytes):
+        yield start, min(block_bytes, nbytes - start)
+
+
+def encode_block(base: Buffer, new: Buffer) -> list[bytes | memoryview]:
+    """The record that makes `new` of `base`, which is as long. It keeps a view of `new`."""
+    view, digest = memoryview(new), xxhash.xxh3_64_intdigest(new)
+    before, after = _words(base), _words(new)
+    changed = before != after
+    count = int(np.count_nonzero(changed))
+    if not count:
+        return [_RECORD.pack(_SAME, 0, 0, 0, 0, digest)]
+    if count > SPARSE_SHARE * len(after):
+        return [_RECORD.pack(_RAW, count, view.nbytes, 0, 0, digest), view]
+    at = np.flatnonzero(changed)
+    moved = _zigzag(before[at], after[at])
+    low, high = (moved & 0xFF).astype(np.uint8), (moved >> 8).astype(np.uint8)
+    planes = [_deflated(plane) for plane in (_gaps(at), low, high)]
+    return [_RECORD.pack(_SPARSE, count, *map(len, planes), digest), *planes]
+
+
+def record_length(data: Buffer) -> int:
+    """Of the record that begins with `data`, which has `RECORD_BYTES` at least."""
+    _, _, *lengths, _ = _RECORD.unpack_from(data)
+    return _RECORD.size + sum(lengths)
+
+
+RECORD_BYTES = _RECORD.size
+"""Of a record without planes."""
+
+
+def decode_block(base: Buffer, record: Buffer) -> memoryview:
+    """What `record`, all of it, makes of a block. Raises `WeightError` if it is torn, or of another block."""
+    kind, count, *lengths, digest = _RECORD.unpack_from(record)
+    view, at, planes = memoryview(record), _RECORD.size, []
+    for length in lengths:
+        planes.append(view[at : at + length])
+        at += length
+    if at != view.nbytes:
+        raise WeightError(f"a record of a delta has {view.nbytes} bytes, and should have {at}")
+    if kind == _SAME:
+        made = memoryview(base)
+    elif kind == _RAW:
+        made = planes[0]
+    elif kind == _SPARSE:
+        made = _applied(base, count, planes)
+    else:
+        raise WeightError(f"a record of a delta is of kind {kind}, which there is not")
+    if made.nbytes != memoryview(base).nbytes or xxhash.xxh3_64_intdigest(made) != digest:
+        raise WeightError("a block of a delta does not become what it was: the delta, or what it changes, is corrupt")
+    return made
+
+
+def _applied(base: Buffer, count: int, planes: list[memoryview]) -> memoryview:
+    data = memoryview(base)
+    words = _words(data).copy()
+    if count > len(words):
+        raise WeightError(f"a record of a delta has {count} changes of {len(words)} words")
+    try:
+        gaps = np.frombuffer(_inflated(planes[0], 2 * len(words)), np.uint8)
+        low, high = (np.frombuffer(_inflated(plane, count), np.uint8) for plane in planes[1:])
+    except zlib.error as error:
+        raise WeightError(f"a plane of a delta is corrupt: {error}") from error
+    at = (np.cumsum(gaps + (gaps != _GAP).astype(np.int64)) - 1)[gaps != _GAP]
+    if not len(at) == len(low) == len(high) == count or (count and at[-1] >= len(words)):
+        raise WeightError(f"a record of a delta has not {count} changes of {len(words)} words")
+    moved = low.astype(np.uint16) | high.astype(np.uint16) << 8
+    words[at] += (moved >> 1) ^ -(moved & 1).astype(np.uint16)
+    return words.data.cast("B")[: data.nbytes]
+
+
+def _words(data: Buffer) -> np.ndarray:
+    """uint16; an odd byte at the end is a word with a zero."""
+    view = memoryview(data)
+    return np.frombuffer(view if view.nbytes % 2 == 0 else bytes(view) + b"\0", _WORD)
+
+
+def _zigzag(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """uint16: the difference modulo 2^16, small numbers of both signs being small."""
+    moved = (after - before).view(np.int16)
+    return (moved.view(np.uint16) << 1) ^ (moved >> 15).view(np.uint16)
+
+
+def _gaps(at: np.ndarray) -> np.ndarray:
+    """uint8: words between each of the ascending numbers `at` and the one before."""
+    more, rest = np.divmod(np.diff(at, prepend=-1) - 1, _GAP)
+    out = np.full(int(more.sum()) + len(at), _GAP, np.uint8)
+    out[np.cumsum(more + 1) - 1] = rest
+    return out
+
+
+def _deflated(plane: np.ndarray) -> bytes:
+    packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, strategy=zlib.Z_RLE)
+    return packer.compress(plane.data) + packer.flush()
+
+
+def _inflated(plane: Buffer, most: int) -> bytes:
+    """At most so many bytes, whatever a torn plane says."""
+    opener = zlib.decompressobj(-zlib.MAX_WBITS)
+    data = opener.decompress(plane, most + 1)
+    if not opener.eof and len(data) <= most:
+        raise zlib.error("it ends too early")
+    return data
+
+
+def worth(before: File, after: File) -> bool:
+    """Whether a delta would be much shorter than the file: whether, in most of a few blocks, less than `SPARSE_SHARE` changed."""
+    if before.size() != after.size():
+        return False
+    all_of_them = list(blocks(after.size(), BLOCK_BYTES))
+    looked = all_of_them[:: max(1, len(all_of_them) // LOOKED_AT)]
+    raw = [encode_block(before.map(*at), after.map(*at))[0][0] == _RAW for at in looked]
+    return sum(raw) < len(raw) / 2
+
+
+def apply(base: Identity, before: File, delta: File) -> Iterator[Buffer]:
+    """The file that a delta makes of the one of `base`, block by block. Raises `WeightError` if it is the delta of another
+    version, or if either file is not what it was."""
+    data = delta.map()
+    head, at = decode_head(data)
+    if head.base != base:
+        raise WeightError(f"a delta to version {head.base.version} was to be applied to version {base.version}")
+    if before.size() != head.nbytes:
+        raise WeightError(f"a delta changes a file of {head.nbytes} bytes, and was to change one of {before.size()}")
+    for start, length in blocks(head.nbytes, head.block_bytes):
+        end = at + (record_length(data[at:]) if len(data) - at >= RECORD_BYTES else RECORD_BYTES)
+        if end > len(data):
+            raise WeightError(f"a delta ends at byte {start} of {head.nbytes}")
+        yield decode_block(before.map(start, length), data[at:end])
+        at = end
+    if at != len(data):
+        raise WeightError(f"a delta has {len(data) - at} bytes too many")
+
+
+def encode(base: Identity, made: Identity, before: File, after: File) -> Iterator[Buffer]:
+    """What makes the second file of the first, which is as long."""
+    yield head_of(base, made, after.size())
+    yield from records(before, after)
+
+
+def head_of(base: Identity, made: Identity, nbytes: int) -> bytes:
+    """With which a delta begins; `records` follow."""
+    return encode_head(Head(base, made, nbytes, BLOCK_BYTES))
+
+
+def records(before: File, after: File, first: int = 0, last: int | None = None) -> Iterator[Buffer]:
+    """Those of blocks `first` to `last`: several processes may make a delta together."""
+    for start, length in list(blocks(after.size(), BLOCK_BYTES))[first:last]:
+        yield from encode_block(before.map(start, length), after.map(start, length))

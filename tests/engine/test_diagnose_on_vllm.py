@@ -1,0 +1,111 @@
+"""`r3async diagnose` on real vLLM: planted faults are named, and a sound engine is left alone."""
+
+from __future__ import annotations
+
+import pytest
+import pytest_asyncio
+
+from r3async.config import config_from_dict
+from r3async.learner import build_learner
+from r3async.rollout.engines.vllm import VllmEngine
+from r3async.tools.diagnose.command import prompt_of
+from r3async.tools.diagnose.diagnosis import examine
+from r3async.tools.diagnose.reference import Reference
+from r3async.tools.diagnose.witnesses import engine_witness
+from tests.helpers import mismatches as hf
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+CONFIG = config_from_dict(
+    {
+        "learner": {"backend": "torch", "dtype": "float32"},
+        "generator": {"dtype": "float32", "kv_cache_gib": 0.1},
+        "episode": {"temperature": 0.8, "max_total_tokens": 512, "max_prompt_tokens": 256},
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return hf.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return Reference(model)
+
+
+@pytest.fixture(scope="module")
+def tensors(model):
+    learner = build_learner(CONFIG, model, frozen=True)
+    yield learner.export()
+    learner.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model):
+    engine = VllmEngine(
+        str(model),
+        dtype="float32",
+        concurrency=4,
+        max_model_len=512,
+        kv_cache_gib=0.1,
+        engine_args={"worker_extension_cls": "tests.helpers.mismatches.PlantingExtension"},
+    )
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+def check(partings, fault: hf.Fault) -> None:
+    assert partings, f"{fault.name}: nothing was found"
+    first = partings[0]
+    assert (first.stage, first.layers, first.explanations[0].cause) == fault[1:], partings
+
+
+async def revive(engine) -> None:
+    """An engine whose weights were compared with what it was given is not used again, but here all of it is loaded each time."""
+    engine._requests.failure = None
+    await engine._llm.resume_generation()
+    engine._requests.admit()
+
+
+async def seen(engine, reference, tensors, model, tmp_path):
+    await revive(engine)
+    prompt = prompt_of(model, CONFIG, 264)
+    side = await engine_witness(engine, CONFIG, tensors, prompt, tmp_path)
+    return examine(reference, side.witness)
+
+
+@pytest.mark.parametrize("fault", hf.IN_ENGINE, ids=lambda f: f.name.replace(" ", "-"))
+async def test_a_fault_in_vllm_is_named(engine, reference, tensors, model, tmp_path, fault):
+    await engine._llm.collective_rpc("r3_plant", args=(fault.name,))
+    try:
+        check(await seen(engine, reference, tensors, model, tmp_path), fault)
+    finally:
+        await engine._llm.collective_rpc("r3_heal")
+
+
+async def test_sound_vllm_is_left_alone(engine, reference, tensors, model, tmp_path):
+    assert await seen(engine, reference, tensors, model, tmp_path) == []
+
+
+async def test_keys_of_older_weights_in_the_prefix_cache_are_named(
+    engine, reference, tensors, model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(engine, "_cache_salt", lambda: "one salt for all versions")
+    check(
+        await seen(engine, reference, tensors, model, tmp_path),
+        hf.Fault("", "sampling", [-1], "stale prefix cache"),
+    )
+
+
+async def test_columns_of_routes_that_are_read_as_other_layers_are_named(
+    engine, reference, tensors, model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(engine, "_moe_layers", engine._moe_layers[::-1])
+    check(
+        await seen(engine, reference, tensors, model, tmp_path),
+        hf.Fault("", "routes", [0, 2], "layer order"),
+    )

@@ -1,0 +1,52 @@
+"""A learner and transformers' own model, side by side: logits and the gradient of every weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from r3async.data.records import Sample
+from r3async.learner.backend import LearnerBackend
+from r3async.learner.batch.packing import MicroBatch, collate
+from tests.helpers import architectures as ha
+from tests.helpers import models as hm
+
+TOLERANCE = 1e-5
+"""Relative, in float32."""
+
+
+def assert_equal_transformers(
+    learner: LearnerBackend,
+    plain: torch.nn.Module,
+    samples: Sequence[Sample],
+    *,
+    logits: Callable[[Any, MicroBatch], torch.Tensor],
+    gradients: Callable[[Any], Mapping[str, torch.Tensor]],
+) -> None:
+    """Logits and all gradients of a random sum of them, of packed samples with their routes replayed, are those of `plain`, one
+    sample after the other with its routers forced. No gradient is zero. `logits`, `gradients`: of the learner, the latter by the
+    names of a checkpoint."""
+    micro_batch = collate(samples)
+    weight = torch.randn(micro_batch.tokens, hm.VOCAB, generator=torch.Generator().manual_seed(0))
+    with learner.replay.bound(micro_batch):
+        ours = logits(learner, micro_batch)
+        (ours * weight).sum().backward()
+    at = 0
+    for sample in samples:
+        rows = slice(at, at := at + len(sample.table))
+        routes = sample.table["routed_experts"] if "routed_experts" in sample.table else np.zeros((0, 0, 0))
+        with ha.forced(plain, routes):
+            theirs = plain(torch.from_numpy(sample.table["token_ids"].astype(np.int64))[None]).logits[0]
+        assert (ours[rows] - theirs).abs().max() < TOLERANCE * theirs.abs().max()
+        (theirs * weight[rows]).sum().backward()
+    got, want = gradients(learner), ha.gradients_of(plain)
+    if plain.config.tie_word_embeddings:
+        want.pop("lm_head.weight", None)
+    assert set(got) == set(want)
+    for name, expected in want.items():
+        assert expected.abs().max() > 0, name
+        error = (got[name] - expected).norm() / expected.norm()
+        assert error < TOLERANCE, (name, float(error))

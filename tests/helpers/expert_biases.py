@@ -1,0 +1,75 @@
+"""Learners whose biases of experts follow the tokens, and the rule in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from r3async.config import Config, config_from_dict
+from r3async.data.architectures import CHOICE_BIAS
+from r3async.learner import build_learner
+from r3async.learner.backend import LearnerBackend
+from r3async.learner.batch.packing import MicroBatch
+from r3async.learner.trainer import train_minibatch
+from tests.helpers import models as hm
+from tests.helpers.parity import of_rank
+
+RATE = 0.01
+
+
+def settings(
+    backend: str, *, rate: float = RATE, dtype: str = "float32", replay: str = "rollout", **parallel: int
+) -> Config:
+    learner = {"backend": backend, "dtype": dtype, "lr": 1e-3, "expert_bias_rate": rate, "parallel": parallel}
+    return config_from_dict(
+        {
+            "learner": learner,
+            "routing": {"min_recorded_fraction": 0.0, "replay": replay},
+            "episode": {"max_total_tokens": 256, "max_prompt_tokens": 128},
+        }
+    )
+
+
+def biases_of(learner: LearnerBackend) -> dict[str, torch.Tensor]:
+    """What is published of them."""
+    return {name: tensor for name, tensor in learner.export().items() if name.endswith(CHOICE_BIAS)}
+
+
+def counted(micro_batches: Sequence[MicroBatch]) -> tuple[np.ndarray, int]:
+    """Of every sample's recorded rows the tokens of each expert, int64 `[layers, experts]`, one by one; and the other rows."""
+    layers = micro_batches[0].table["routed_experts"].shape[1]
+    load, unrecorded = np.zeros((layers, hm.EXPERTS), np.int64), 0
+    for m in micro_batches:
+        for row in range(m.real_tokens):
+            if not m.table["routing_recorded"][row]:
+                unrecorded += 1
+                continue
+            for layer in range(layers):
+                for expert in m.table["routed_experts"][row, layer]:
+                    load[layer, expert] += 1
+    return load, unrecorded
+
+
+def moved(bias: torch.Tensor, tokens: np.ndarray, rate: float = RATE) -> torch.Tensor:
+    """The rule: up for those that got less than the mean, down for those that got more."""
+    mean = tokens.sum() / len(tokens)
+    return torch.stack(
+        [b + rate if n < mean else b - rate if n > mean else b for b, n in zip(bias, tokens.tolist(), strict=True)]
+    )
+
+
+def step_on_rank(
+    path: Path, config: Config, micro_batches: list[MicroBatch]
+) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+    """On a rank: its own biases after one step, and the load that it was told."""
+    learner = build_learner(config, path)
+    try:
+        p = config.learner.parallel
+        rank = learner.ranks.rank // (p.tp * p.cp) % p.dp
+        load = train_minibatch(learner, of_rank(micro_batches, rank, p.dp)).expert_load
+        return {bias.name: bias.tensor.clone() for bias in learner.biases}, load
+    finally:
+        learner.close()

@@ -1,0 +1,27 @@
+"""An engine whose routers are disturbed; imported in its workers. No run can have it: `generator.engine_args` refuses other
+extensions than r3async's own."""
+
+from __future__ import annotations
+
+import torch
+
+from r3async.rollout.engines.vllm_worker import WorkerExtension
+
+NOISE = 0.3
+SEED = 11
+
+
+class NoisyRouters(WorkerExtension):
+    """To every router logit `NOISE` times a standard normal is added, drawn for each token."""
+
+    def r3_process(self) -> int:
+        rng = torch.Generator().manual_seed(SEED)
+
+        def disturbed(module, args, output):
+            logits, bias = output
+            return logits + NOISE * torch.randn(logits.shape, generator=rng).to(logits.dtype), bias
+
+        for name, module in self.model_runner.model.named_modules():
+            if name.endswith(".mlp.gate"):
+                module.register_forward_hook(disturbed)
+        return super().r3_process()

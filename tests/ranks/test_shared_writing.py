@@ -1,0 +1,96 @@
+"""Ranks write one file of weights together, each its own part, and nobody holds the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from r3async.actors.ranks import LocalLearner
+from r3async.config import Config
+from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.torch.backend import TorchLearner
+from r3async.weights.delta import apply, identity
+from r3async.weights.publish import delta_path
+from r3async.weights.reading import verify
+from r3async.weights.sending import ShardedPublisher
+from r3async.world.disk import Disk
+from tests.helpers import models as hm
+from tests.helpers.parity import config
+
+EVERYTHING, STAGES = {"dp": 2, "tp": 2, "ep": 4}, {"tp": 2, "pp": 2, "ep": 2}
+held: list[LocalLearner] = []
+"""Of a rank's process."""
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    """The vocabulary does not divide by 2."""
+    return hm.make_hf_model(tmp_path_factory.mktemp("model"), num_hidden_layers=4, mlp_only_layers=[1], vocab_size=97)
+
+
+def opened(kind, path: Path, settings: Config):
+    held.append(LocalLearner(settings, kind.load(settings, path)))
+    held[0].publish_through("shared_memory", True)
+    return len(held)
+
+
+def snapshot(version: int, by: float):
+    """Weights that `by` moved, copied. Returns how many bytes this rank copied, and what rank 0 exports."""
+    (learner,) = held
+    backend = learner.backend
+    with torch.no_grad():
+        for parameter in backend.optimizer.parameters:
+            parameter.add_(by)  # a part of it, where it is divided
+    learner.snapshot(version)
+    return sum(t.nbytes for t in learner._snapshot[1].values()), backend.export()
+
+
+def each(arguments, name):
+    (learner,) = held
+    import torch.distributed as dist
+
+    return getattr(learner, name)(*arguments[dist.get_rank()])
+
+
+def closed():
+    held.pop().close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(MegatronLearner, EVERYTHING), (MegatronLearner, STAGES), (TorchLearner, {"dp": 4})],
+    ids=["dp2-tp2-ep4", "tp2-pp2-ep2", "fsdp4"],
+)
+def test_the_file_is_what_rank_0_would_export_and_every_rank_copies_its_part(
+    four_ranks, model_path, tmp_path, kind, layout
+):
+    settings = config(**layout)
+    four_ranks.call(opened, kind, model_path, settings)
+    try:
+        publisher = ShardedPublisher(tmp_path, lambda name, given: four_ranks.call(each, given, name), 4, deltas=True)
+        before = None
+        for version, by in enumerate((0.0, 1e-3, 1e-3)):
+            answers = four_ranks.call(snapshot, version, by)
+            publication = publisher.send()
+            manifest, exported = publication.manifest, answers[0][1]
+            verify(manifest)
+            written = load_file(manifest.path)
+            assert set(written) == set(exported)
+            assert all(torch.equal(written[n], t.to(written[n].dtype)) for n, t in exported.items())
+            copied = [nbytes for nbytes, _ in answers]
+            assert sum(copied) == sum(t.nbytes for t in exported.values())
+            assert max(copied) < sum(copied) / 2
+            (base,) = publication.parts
+            if base is not None:
+                files = Disk()
+                with files.open(Path(before.path)) as old, files.open(delta_path(Path(manifest.path))) as delta:
+                    made = b"".join(map(bytes, apply(identity(before), old, delta)))
+                assert made == Path(manifest.path).read_bytes()
+            before = manifest
+        assert not [name for name in Disk().list(publisher.path) if name.startswith(".")]
+        publisher.close()
+    finally:
+        four_ranks.call(closed)

@@ -1,0 +1,105 @@
+"""`bench drift`: its formulas, the simulated step response, and one small measurement with real runs."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from r3async.tools.bench.drift import Plan, Report, burst_of, phase_of, render, run, simulate, tables
+from r3async.tools.bench.jobs import BenchError
+from r3async.tools.bench.step_response import Response, response
+
+
+def test_steps_above_the_target_are_counted_and_the_worst_window_is_a_mean():
+    drifts = [1.0, 1.5, 4.0, 2.0, 1.4, 1.6, *[1.0] * 30]
+    found = response(drifts)
+    assert (found.above, found.tamed) == (3, 6)
+    assert found.worst == pytest.approx((sum(drifts[:6]) + 19) / 25)
+    assert response([2.0] * 3) == Response(3, None, 2.0)
+    assert response([1.0] * 6) == Response(0, 0, 1.0)
+
+
+def test_drifts_of_an_age_are_means_over_the_steps_that_have_it():
+    rows = [
+        {"rollout_kl/k3": 0.1, "served_kl/k3": 0.15, "rollout_kl/k3_age_1": 0.02, "served_kl/k3_age_1": 0.03},
+        {"rollout_kl/k3": 0.3, "served_kl/k3": 0.45, "rollout_kl/k3_age_1": 0.04, "served_kl/k3_age_1": 0.07},
+        {"rollout_kl/k3": 0.2, "served_kl/k3": 0.30, "rollout_kl/k3_age_2": 0.04},
+    ]
+    phase = phase_of("calm", rows)
+    (one,) = phase.ages
+    assert (one.age, one.steps) == (1, 2)
+    assert (one.replayed, one.served, one.above) == pytest.approx((0.03, 0.05, 0.02))
+    assert one.error == pytest.approx(0.01)
+    assert one.ratio == pytest.approx(5 / 3)
+    assert (phase.all.steps, phase.all.ratio) == (3, pytest.approx(1.5))
+
+
+def test_a_burst_is_judged_by_its_served_drift_and_needs_it_of_every_step():
+    row = {
+        "served_kl/k3": 0.2,
+        "served_kl/tokens": 9.0,
+        "optimizer/step_share": 1.0,
+        "rollout_kl/coef": 0.01,
+        "reward/mean": 0.5,
+    }
+    rows = [row, row | {"optimizer/step_share": 0.5, "rollout_kl/coef": 0.04}, row | {"served_kl/k3": 0.1}]
+    found = burst_of("soft", 3, 0.1, [row | {"reward/mean": 0.9}], rows)
+    assert (found.response.above, found.shortened, found.coef) == (2, 1, 0.04)
+    assert (found.before, found.reward) == (0.9, 0.5)
+    with pytest.raises(BenchError, match="2 of 3 steps"):
+        burst_of("soft", 3, 0.1, rows, [*rows[:2], row | {"served_kl/tokens": None}])
+
+
+def test_a_controller_tames_every_simulated_burst_and_a_fixed_coefficient_none():
+    found = simulate(0.05)
+    assert {s.response.tamed for s in found if not s.every} == {None}
+    controlled = [s.response for s in found if s.every]
+    assert max(200 if r.tamed is None else r.tamed for r in controlled) <= 18
+    assert [s.every for s in found[:3]] == [0, 1, 4]
+
+
+def test_without_seeds_it_is_the_simulation_alone():
+    report = run(Plan([]), print)
+    assert (report.phases, report.bursts) == ([], [])
+    assert len(render(report).splitlines()) == 3 + len(report.simulated)
+
+
+def test_the_page_has_the_tables_of_the_report_kept_beside_it_and_they_show_what_it_says():
+    docs = Path(__file__).parents[2] / "docs"
+    report = msgspec.json.decode((docs / "figures" / "drift.json").read_bytes(), type=Report)
+    page = (docs / "trust-region.md").read_text()
+    for title, lines in tables(report).items():
+        assert "\n".join(lines) in page, title
+    assert report.simulated == simulate(report.plan.target), "the controller is another now: measure again"
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_a_small_measurement_of_real_runs(tmp_path):
+    words = ["bench", "drift", "--quick", "--json", "--keep", str(tmp_path / "kept")]
+    done = subprocess.run(
+        [sys.executable, "-m", "r3async", *words],
+        capture_output=True,
+        text=True,
+        timeout=880,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = msgspec.json.decode(done.stdout.splitlines()[-1], type=Report)
+    assert report.benchmark == "drift"
+    assert [phase.name for phase in report.phases] == ["calm", "burst"]
+    for phase in report.phases:
+        assert phase.all.steps == 3
+        assert {each.age for each in phase.ages} <= {0, 1}
+        assert all(math.isfinite(each.served) and each.served >= 0 for each in [*phase.ages, phase.all])
+    assert [b.way for b in report.bursts] == list(report.plan.ways())
+    soft = tmp_path / "kept" / "seed-0" / "soft" / "run"
+    assert (soft / "metrics.jsonl").read_text().count("\n") == 6, "the calm steps are the copy's"
+    assert "learning rate x" in render(report)

@@ -1,0 +1,52 @@
+"""`r3async chaos --replay`: what it makes of a recording that is whole, short, or of another learner."""
+
+from __future__ import annotations
+
+import pytest
+
+from r3async.learner import optimizer
+from r3async.record.recording import find_steps
+from r3async.tools.chaos.run import Report, describe, made_again
+from tests.helpers import models as hm
+from tests.unit.test_recording import STEPS, record, recorded_config
+
+
+@pytest.fixture
+def run(tmp_path, tmp_path_factory):
+    model = hm.make_hf_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+    assert record(tmp_path, recorded_config(model), model) == []
+    return tmp_path
+
+
+def report(steps=STEPS) -> Report:
+    counts = dict.fromkeys(
+        ("trajectories", "resumed", "generators_lost", "sent", "acknowledged", "damaged", "duplicates"), 0
+    )
+    return Report("quickstart", "kills", 0, "", {}, steps, **counts, seconds=1.0, problems=[])
+
+
+def test_every_step_of_a_recording_is_made_again(run):
+    made = made_again(report(), run, print)
+    assert (made.replayed, made.problems) == (STEPS, [])
+    assert f"replayed: {STEPS} steps" in describe(made)
+    assert "replayed" not in describe(report())
+
+
+def test_a_step_that_differs_is_a_problem_with_its_stage(run, monkeypatch):
+    rate = optimizer.learning_rate
+    monkeypatch.setattr(optimizer, "learning_rate", lambda config, made, total: rate(config, made, total) * (1 + made))
+    made = made_again(report(), run, print)
+    assert made.replayed == 1
+    (problem,) = made.problems
+    assert "step 2 is not the run's" in problem
+    assert "stage weights" in problem
+
+
+def test_what_the_recording_lacks_is_a_problem(run):
+    (problem,) = made_again(report(STEPS + 1), run, print).problems
+    assert problem == f"replay: the recording has {STEPS} of {STEPS + 1} steps"
+    find_steps(run)[1].unlink()
+    made = made_again(report(), run, print)
+    assert made.replayed == 0
+    assert "no step 2" in made.problems[0]
+    assert "something is WRONG" in describe(made)

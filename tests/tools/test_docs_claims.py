@@ -1,0 +1,212 @@
+"""Figures about learning: each on the pages is of data, or says of how many runs it is; and data becomes pages."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from r3async.config import ConfigError
+from r3async.tools.bench import claims, page, science
+from r3async.tools.bench.claims import Claim, Other, Register, blocks, filled, is_figure, problems, written
+from r3async.tools.bench.jobs import BenchError
+from r3async.tools.sweep.command import Asked
+from r3async.tools.sweep.plan import read_plan, runs_of
+from r3async.views.sweeps import read_results
+from tests.helpers.sweeps import PLAN, write_plan, write_swept_run
+from tests.tools.test_sweep_results import learnt, swept
+
+DATA = {"runs": {"none": [{"drift": 4.9}, {"drift": 0.000123}]}}
+
+
+# -- the pages' own ----------------------------------------------------------------------------------------------------
+
+
+def test_every_figure_about_learning_is_of_data_or_says_of_how_many_runs_it_is():
+    wrong = problems(claims.read_register(), claims.pages())
+    assert not wrong, (
+        "docs/figures/claims.toml needs a [[claim]] for each, with `data`, or with `runs` as the page's section has it "
+        "('one run', 'three seeds'); or an [[other]], if it is no figure about learning:\n" + "\n".join(wrong)
+    )
+
+
+def test_the_plans_of_the_pages_have_five_seeds_three_models_and_all_baselines():
+    plans = {path.stem: read_plan(path) for path in science.PLANS.glob("*.toml")}
+    assert set(plans) == {"losses", "quickstart", "trust-region"}
+    for plan in plans.values():
+        assert (len(plan.seeds), len(plan.initial_models)) == (5, 3)
+        names = [run.name for run in runs_of(plan)]
+        assert len(set(names)) == len(names)
+        for run in runs_of(plan):
+            assert run.config().seed == run.seed
+    losses = {run.point: run.config().algorithm for run in runs_of(plans["losses"])}
+    assert {each.policy_loss for each in losses.values()} == {"truncated_pg", "ppo", "decoupled_ppo", "tis"}
+    assert {each.rollout_kl.coef for each in losses.values()} == {0.0, 0.01}
+    assert {each.rollout_kl.target for each in losses.values()} == {None, 0.05}
+
+
+# -- how that is found -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "| seed | reward |\n|---|---|\n| 0 | 0.40 → 0.97 |",
+        "Without it drift is 2.3 times as large.",
+        "* With replay the KL is 1.2e-4 nats.",
+        "It learned more: 45 % of the tasks are solved, and reward is higher.",
+    ],
+)
+def test_figures_about_learning_look_like_these(text):
+    assert [is_figure(block) for _, block in blocks(f"# A\n\n{text}\n")] == [True]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A step takes 0.25 s.",
+        "The reward is a number.",
+        "`coef=0.01` weighs the drift.",
+        "<!-- science: losses -->\n| reward | 0.40 → 0.97 |\n<!-- end of losses -->",
+        "```sh\nreward 0.40 → 0.97\n```",
+    ],
+)
+def test_other_words_and_what_is_made_do_not(text):
+    assert not any(is_figure(block) for _, block in blocks(f"# A\n\n{text}\n"))
+
+
+PAGE = "# A\n\n## B\n\nOne run each. Drift is 4.90 times\nthe target, and 1.2e-4 nats.\n\n## C\n\n* Reward is 0.91 and 0.92.\n"
+DRIFT = "Drift is {runs[none][0][drift]:.2f} times the target, and {runs[none][1][drift]:.1e} nats."
+REWARD = Claim("a.md", "Reward is 0.91 and 0.92.", runs="two seeds")
+
+
+@pytest.fixture
+def data(monkeypatch, tmp_path):
+    monkeypatch.setattr(claims, "FIGURES", tmp_path)
+    (tmp_path / "d.json").write_text("said before\n" + json.dumps(DATA) + "\n")
+
+
+def test_a_claim_is_compared_with_its_data(data):
+    good = Register([Claim("a.md", DRIFT, data="d.json")], [Other("a.md", "Reward is 0.91", "an example")])
+    assert problems(good, {"a.md": PAGE}) == []
+    assert problems(good, {"a.md": PAGE.replace("4.90", "4.80")}) == [
+        "a.md does not say 'Drift is 4.90 times the target, and 1.2e-4 nats.', as d.json does"
+    ]
+    lacking = Register([Claim("a.md", DRIFT.replace("none", "some"), data="d.json")], good.other)
+    assert "d.json lacks 'some'" in problems(lacking, {"a.md": PAGE})[0]
+
+
+def test_a_claim_without_data_says_in_its_section_of_how_many_runs_it_is(data):
+    drift = Claim("a.md", DRIFT, data="d.json")
+    assert problems(Register([drift, REWARD]), {"a.md": PAGE}) == [
+        "a.md: its section does not say of how many runs 'Reward is 0.91 and 0.92.' is: two seeds"
+    ]
+    assert problems(Register([drift, REWARD]), {"a.md": PAGE.replace("0.92.", "0.92. These are two seeds.")}) == []
+    assert "?" in problems(Register([drift, Claim("a.md", REWARD.words)]), {"a.md": PAGE})[0]
+
+
+def test_a_figure_in_no_claim_and_a_word_that_is_not_there_any_more_are_named(data):
+    (line,) = problems(Register([Claim("a.md", DRIFT, data="d.json")]), {"a.md": PAGE})
+    assert line == "a.md, C: in no claim of claims.toml: * Reward is 0.91 and 0.92."
+    other = Other("a.md", "Reward is 0.1", "an example")
+    assert "a.md does not say 'Reward is 0.1' (any more)" in problems(Register([], [other]), {"a.md": PAGE})
+
+
+def test_figures_in_sentences_are_written_from_the_data(data):
+    register = Register([Claim("a.md", DRIFT, data="d.json"), REWARD])
+    old = PAGE.replace("4.90", "3.10").replace("1.2e-4", "9.9e-5")
+    assert written("a.md", old, register) == PAGE, "line ends stay where they are"
+    assert written("a.md", PAGE, register) == PAGE
+    assert written("b.md", old, register) == old
+    assert filled(register.claim[0], DATA).endswith("1.2e-4 nats.")
+
+
+def test_the_script_lists_claims_and_fails_where_one_is_wrong(monkeypatch, capsys, data):
+    monkeypatch.setattr(claims, "read_register", lambda: Register([Claim("a.md", DRIFT, data="d.json"), REWARD]))
+    monkeypatch.setattr(claims, "pages", lambda: {"a.md": PAGE.replace("0.92.", "0.92. These are two seeds.")})
+    assert claims.main() == 0
+    said = capsys.readouterr().out
+    assert "1 without data, which say so:" in said
+    assert "a.md: Reward is 0.91 and 0.92. (two seeds; )" in said
+    monkeypatch.setattr(claims, "pages", lambda: {"a.md": PAGE})
+    assert claims.main() == 1
+    assert "does not say of how many runs" in capsys.readouterr().err
+
+
+# -- from runs to pages ------------------------------------------------------------------------------------------------
+
+
+def made_by(tmp_path):
+    """Stands for `sweep.command.make`: the runs are there, without training."""
+
+    def make(directory, asked, say):
+        plan = read_plan(asked.path)
+        seeds = [seed for seed in plan.seeds if not asked.seeds or str(seed) in asked.seeds.split(",")]
+        for seed in seeds:
+            write_swept_run(directory / f"pg-s{seed}-m0", learnt(0.2, seed))
+            if not (seed == 1 and "fail" in plan.title):
+                write_swept_run(directory / f"ppo-s{seed}-m0", learnt(0.3, seed))
+        found = swept("pg", "ppo", seeds=seeds)
+        facts = {"commit": "abc", "machine": "2 cores", "command": f"r3async sweep {asked.overrides}"}
+        results = read_results(directory, msgspec.structs.replace(found, facts=facts))
+        return all(run.complete for run in results.runs), results
+
+    return make
+
+
+def test_a_plan_becomes_data_and_data_becomes_a_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(science, "make", made_by(tmp_path))
+    path, out = write_plan(tmp_path, name="two.toml"), tmp_path / "data"
+    report = science.run([path], Asked(path), quick=False, keep=tmp_path / "runs", out=out, say=print)
+    assert report.sweeps["two"].facts["command"] == f"r3async bench science {path}"
+    monkeypatch.setattr(page, "SCIENCE", out)
+    text = "# A\n\n<!-- science: two -->\nold\n<!-- end of two -->\n"
+    made = page.written(text, {"reports": {}})
+    assert "3 seeds x 1 initial model, at abc on 2 cores. These are fewer than 5 seeds and 3 initial models" in made
+    assert "| ppo less pg | +0.049 [0.049, 0.049] |" in made
+    assert "old" not in made
+    assert page.written(made, {"reports": {}}) == made
+
+
+def test_enough_seeds_and_models_are_no_first_look(tmp_path):
+    for model in range(3):
+        for seed in range(5):
+            for name, gain in (("pg", 0.2), ("ppo", 0.3)):
+                write_swept_run(tmp_path / f"{name}-s{seed}-m{model}", learnt(gain, seed + model))
+    found = swept("pg", "ppo", seeds=range(5), models=range(3))
+    facts = {"commit": "abc", "machine": "2 cores"}
+    results = read_results(tmp_path, msgspec.structs.replace(found, facts=facts))
+    text = "\n".join(page._science(results))
+    assert text.startswith("5 seeds x 3 initial models, at abc on 2 cores.\n")
+
+
+def test_runs_that_failed_are_in_the_data_and_on_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(science, "make", made_by(tmp_path))
+    path = write_plan(tmp_path, PLAN.replace("Two losses", "one fails"))
+    report = science.run([path], Asked(path), quick=False, keep=tmp_path / "runs", out=tmp_path / "data", say=print)
+    text = "\n".join(page._science(report.sweeps["plan"]))
+    assert "3 seeds x 1 initial model; 1 of 6 runs are missing or failed" in text
+    assert "`ppo-s1-m0`: unfinished." in text
+
+
+def test_a_small_measurement_has_two_seeds_and_few_steps_and_no_place_among_the_pages(tmp_path, monkeypatch):
+    monkeypatch.setattr(science, "make", made_by(tmp_path))
+    before = sorted((claims.FIGURES / "science").glob("*"))
+    path = write_plan(tmp_path)
+    report = science.run([path], Asked(path), quick=True, keep=None, out=None, say=print)
+    assert (report.quick, len(report.sweeps["plan"].runs)) == (True, 4)
+    assert sorted((claims.FIGURES / "science").glob("*")) == before
+
+
+def test_what_cannot_be_measured_is_named(tmp_path, monkeypatch):
+    path = write_plan(tmp_path)
+    with pytest.raises(ConfigError, match="two plans are called plan"):
+        science.run([path, path], Asked(path), quick=True, keep=None, out=None, say=print)
+
+    def nothing(directory, asked, say):
+        return False, read_results(directory, swept("pg", "ppo"))
+
+    monkeypatch.setattr(science, "make", nothing)
+    with pytest.raises(BenchError, match=r"no run of .* was finished"):
+        science.run([path], Asked(path), quick=True, keep=None, out=None, say=print)

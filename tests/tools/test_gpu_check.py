@@ -1,0 +1,139 @@
+"""`r3async doctor --gpu`: its parts on a CPU in small shapes, and on a GPU in real ones."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import io
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from r3async.tools.gpu_check import command
+from r3async.tools.gpu_check.part import RESULT
+
+NAMES = [part.name for part in command.PARTS]
+
+
+@pytest.mark.parametrize("part", command.PARTS, ids=NAMES)
+def test_a_part_is_a_function_that_takes_its_arguments(part):
+    module, name = part.target.split(":")
+    function = getattr(importlib.import_module(f"r3async.tools.gpu_check.{module}"), name)
+    inspect.signature(function).bind(None, **part.arguments)
+
+
+def test_each_part_has_its_own_name_and_every_prediction_a_part():
+    assert len(set(NAMES)) == len(NAMES)
+    assert set(command.predictions()) <= set(NAMES)
+    assert all(low <= high for figures in command.predictions().values() for low, high in figures.values())
+
+
+def test_what_lies_outside_a_prediction_is_said_of_real_shapes_only():
+    row = {"part": "experts grouped", "seconds": 1.0, "steady_ms": 400.0, "tflops": 300.0, "ok": True}
+    (said,) = [line for line in command.render([row], small=False) if "predicted" in line]
+    assert "steady_ms 400, predicted 5 to 25" in said
+    assert "tflops" not in said
+    assert not any("predicted" in line for line in command.render([row], small=True))
+
+
+def test_without_a_gpu_it_says_what_to_install(tmp_path):
+    screen = io.StringIO()
+    assert command.check_gpu(tmp_path, small=False, only=[], minutes=1, console=Console(file=screen)) == 2
+    assert "sees no GPU" in screen.getvalue()
+    assert not list(tmp_path.iterdir())
+
+
+PROGRAM = """
+import json, sys, time
+name = sys.argv[1]
+if name == "hangs":
+    time.sleep(600)
+if name == "fails":
+    raise SystemExit("no such kernel")
+print("{result}" + json.dumps({{"ok": name != "wrong", "figure": 3.0}}))
+"""
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Parts that do what their name says; the calls made."""
+    calls = []
+
+    def line(out, small, target, arguments):
+        calls.append(target.split(":")[1])
+        return [sys.executable, "-c", PROGRAM.format(result=RESULT), calls[-1]]
+
+    monkeypatch.setattr(command, "command", line)
+    monkeypatch.setattr(
+        command, "PARTS", [command.Part(f"learner:{n}", {}) for n in ("good", "wrong", "fails", "good2")]
+    )
+    return calls
+
+
+def test_one_that_fails_costs_no_other_and_only_what_was_not_good_runs_again(parts, tmp_path):
+    def run():
+        found = command.run_parts(tmp_path, small=True, cuda=False, say=lambda line: None)
+        return {row["part"]: ("failure" in row, row.get("ok")) for row in found}
+
+    expected = {"good": (False, True), "wrong": (False, False), "fails": (True, None), "good2": (False, True)}
+    assert run() == expected
+    assert parts == ["good", "wrong", "fails", "good2"]
+    assert set(json.loads((tmp_path / command.RESULTS).read_text())) == set(expected)
+    parts.clear()
+    assert run() == expected
+    assert parts == ["wrong", "fails"]
+
+
+def test_a_part_that_hangs_is_ended_at_the_limit_and_the_next_is_left(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "PARTS", [command.Part(f"learner:{n}", {}) for n in ("hangs", "good")])
+    said, began = [], time.monotonic()
+    found = command.run_parts(tmp_path, small=True, seconds=1.0, cuda=False, say=said.append)
+    assert time.monotonic() - began < 60
+    assert [row["part"] for row in found] == ["hangs"]
+    assert "no answer within" in found[0]["failure"]
+    assert "good: left for the next call" in said
+
+
+def test_what_needs_cuda_is_left_out_on_a_cpu(tmp_path):
+    said = []
+    assert not command.run_parts(tmp_path, small=True, only=["generations graphs"], cuda=False, say=said.append)
+    assert said == ["generations graphs: left out, for it needs CUDA"]
+
+
+def _good(out: Path, *names: str, small: bool) -> None:
+    found = command.run_parts(out, small=small, only=names, cuda=not small, say=print)
+    assert found
+    assert all(row.get("ok") for row in found), "\n".join(command.render(found, small=small))
+
+
+def test_experts_and_attention_in_small_shapes(tmp_path):
+    _good(tmp_path, "machine", "experts grouped", "attention default 8192", small=True)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_learner_and_engine_in_small_shapes(tmp_path):
+    names = ("parity megatron bfloat16", "generations eager", "learner_agrees eager megatron", "updates eager keep")
+    _good(tmp_path, *names, small=True)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_killed_run_resumes_in_small_shapes(tmp_path):
+    _good(tmp_path, "killed bfloat16", small=True)
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    return tmp_path_factory.mktemp("gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("name", NAMES)
+def test_on_this_gpu(results, name):
+    _good(results, name, small=False)

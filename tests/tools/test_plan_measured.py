@@ -1,0 +1,117 @@
+"""The memory that a plan says, component by component, against what a learner allocates in a step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from r3async.config import config_from_dict
+from r3async.data.model_shape import read_shape
+from r3async.learner import build_learner
+from r3async.learner.batch.packing import pack
+from r3async.learner.logprobs import token_logprobs
+from r3async.learner.shares import BUCKET_ELEMENTS
+from r3async.learner.trainer import train_minibatch
+from r3async.tools import memory
+from r3async.tools.layouts import fitting
+from r3async.tools.memory import rank_memory
+from tests.helpers import models as hm
+
+TOKENS = 512
+SHAPES = {
+    "mostly vocabulary": {"vocab_size": 16384, "hidden_size": 64, "num_hidden_layers": 2, "moe_intermediate_size": 64},
+    "mostly activations": {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 8, "moe_intermediate_size": 128},
+    "mostly optimizer": {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 3, "moe_intermediate_size": 512},
+}
+
+
+def peak(call) -> int:
+    """Bytes that are allocated at once, at most, of those that were not before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as taken:
+        call()
+    held = most = 0
+    events = [e for e in taken.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    assert most > 0
+    return most
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_step_takes_the_memory_of_the_plan(tmp_path, name):
+    path = hm.make_hf_model(tmp_path / "model", max_position_embeddings=1024, **SHAPES[name])
+    config = config_from_dict(
+        {
+            "learner": {"dtype": "float32", "max_tokens_per_micro_batch": TOKENS, "share_prefixes": False},
+            "routing": {"min_recorded_fraction": 0.0},
+            "episode": {"max_total_tokens": TOKENS, "max_prompt_tokens": 64},
+        }
+    )
+    shape = read_shape(json.loads((path / "config.json").read_text()))
+    planned = rank_memory(shape, config)
+    learner = build_learner(config, path)
+    try:
+        batches = pack(hm.make_samples(1, [TOKENS] * 2, vocab=shape.vocab, layers=shape.layers), TOKENS)
+        assert len(batches) == 2
+        train_minibatch(learner, batches)
+        weights = sum(p.nbytes for p in learner.model.parameters())
+        kept = sum(t.nbytes for s in learner.optimizer.states() for n, t in s.items() if n in ("exp_avg", "exp_avg_sq"))
+        gradients = 4 * planned.parameters
+        passing = peak(lambda: train_minibatch(learner, batches)) - gradients
+    finally:
+        learner.close()
+    assert weights == planned.weights
+    assert kept + gradients == planned.optimizer
+    assert passing == pytest.approx(planned.activations + planned.logits, rel=0.1), planned
+    assert weights + kept + gradients + passing == pytest.approx(planned.total, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_log_probs_take_the_memory_of_the_plan(monkeypatch, dtype, chunks):
+    columns, width = 4096, 32
+    chunk = TOKENS * columns // chunks
+    config = config_from_dict(
+        {
+            "learner": {"dtype": dtype, "max_tokens_per_micro_batch": TOKENS},
+            "episode": {"max_total_tokens": TOKENS, "max_prompt_tokens": 64},
+        }
+    )
+    shape = read_shape(
+        {"hidden_size": width, "vocab_size": columns, "num_hidden_layers": 1, "num_attention_heads": 1}, "head"
+    )
+    monkeypatch.setattr(memory, "CHUNK_ELEMENTS", chunk)
+    hidden, matrix = (torch.randn(n, width).to(getattr(torch, dtype)).requires_grad_() for n in (TOKENS, columns))
+    targets, temperatures = torch.randint(columns, (TOKENS,)), torch.ones(TOKENS)
+
+    def call():
+        logprobs, _ = token_logprobs(matrix, hidden, targets, temperatures, chunk_elements=chunk)
+        logprobs.sum().backward()
+
+    assert peak(call) == pytest.approx(memory._logits(shape, config), rel=0.1)
+
+
+def test_the_plan_knows_the_buckets_of_the_learner():
+    from r3async.learner import offload
+
+    assert memory.BUCKET_ELEMENTS == BUCKET_ELEMENTS == offload.BUCKET_ELEMENTS
+
+
+def test_what_is_recommended_fits_and_uses_all_gpus():
+    from r3async.config import load_config
+
+    config = load_config("moe_30b_r3")
+    shape, _ = memory.shape_of(config)
+    for gpus in (8, 16):
+        found = list(fitting(shape, config, gpus))
+        assert found
+        for learner, planned in found:
+            assert learner.parallel.world == gpus
+            assert planned.total <= 80 * memory.GIB
+        assert [learner.offload_moments for learner, _ in found] == sorted(
+            learner.offload_moments for learner, _ in found
+        )

@@ -1,0 +1,78 @@
+"""A host that does not see the files of the run: what it is given of the model, and how it is noticed."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from r3async.actors.away import bring_model, check_sees_run, offer_model, sees_run
+from r3async.actors.process import RunFailed
+from r3async.checkpoint.resume import take_lineage
+from r3async.record.events import EVENTS, open_events
+from r3async.record.reading import read_objects
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines import NAMES
+from r3async.rollout.engines.vllm import VllmEngine, checkpoint_names
+from r3async.world.real import REAL, RealWorld
+
+
+class Shared(RealWorld):
+    """Whose actors share values as they are."""
+
+    def __init__(self):
+        self.actors = SimpleNamespace(put=lambda value: value, get=lambda value: value)  # type: ignore[assignment]
+
+
+def test_a_host_without_the_model_gets_all_but_its_weights(untrained, tmp_path):
+    here = tmp_path / "model"
+    shutil.copytree(untrained, here)
+    offered = msgspec.msgpack.decode(msgspec.msgpack.encode(tuple(offer_model(Shared(), here))))
+    assert not any(name.endswith(".safetensors") for name in offered[1])
+    given = offer_model(Shared(), here)
+    assert bring_model(Shared(), given, tmp_path / "run") == str(here), "it is here"
+    names, text = checkpoint_names(here), ChatRenderer.from_model(here).encode("abc")
+    shutil.rmtree(here)
+    path = bring_model(Shared(), given, tmp_path / "run")
+    assert path.startswith(str(tmp_path / "run"))
+    assert checkpoint_names(tmp_path / "run" / "model-of-the-run") == names != frozenset()
+    assert ChatRenderer.from_model(path).encode("abc") == text
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_an_engine_without_weights_begins_with_made_up_ones(tiny_model, tmp_path, without):
+    here = tmp_path / "model"
+    shutil.copytree(tiny_model, here)
+    if without:
+        (here / NAMES).write_text("[]")
+    engine = VllmEngine(str(here), dtype="float32", concurrency=1, max_model_len=64)
+    assert engine._args.get("load_format") == ("dummy" if without else None)
+
+
+def test_a_directory_that_is_no_model_is_not_sent(tmp_path, monkeypatch):
+    monkeypatch.setattr("r3async.actors.away.MOST_BYTES", 100)
+    (tmp_path / "log").write_bytes(b"x" * 101)
+    with pytest.raises(RunFailed, match="more than 100 bytes beside its weights"):
+        offer_model(Shared(), tmp_path)
+
+
+def test_who_sees_the_runs_directory_sees_its_newest_start(tmp_path):
+    assert not sees_run(tmp_path, 1, REAL.files)
+    first = take_lineage(tmp_path, None, "model")
+    assert sees_run(tmp_path, first.number, REAL.files)
+    second = take_lineage(tmp_path, None, "model")
+    assert (sees_run(tmp_path, first.number, REAL.files), sees_run(tmp_path, second.number, REAL.files)) == (
+        False,
+        True,
+    )
+    check_sees_run({"host": "b", "sees_run": True}, tmp_path)
+    with pytest.raises(RunFailed, match=r"the learner is on host b, which does not see .*--runs"):
+        check_sees_run({"host": "b", "sees_run": False}, tmp_path)
+
+
+def test_events_are_in_the_file_and_reported(tmp_path):
+    reported = []
+    open_events(tmp_path, "generator-0", also=reported.append).info("generator_started", pid=3)
+    assert [msgspec.json.decode(line) for line in reported] == read_objects(tmp_path / EVENTS)

@@ -1,0 +1,108 @@
+"""`r3async diagnose` without an engine: faults planted in both learners are named, sound ones of any model are left alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from r3async.config import config_from_dict
+from r3async.learner import build_learner
+from r3async.tools.diagnose.diagnosis import examine
+from r3async.tools.diagnose.reference import Reference
+from r3async.tools.diagnose.tokens import ends_left_out, other_tokens
+from r3async.tools.diagnose.witnesses import learner_witness, unlike_files
+from tests.helpers import architectures as ha
+from tests.helpers import mismatches as hf
+
+
+def settings(backend: str, dtype: str = "float32"):
+    return config_from_dict({"learner": {"backend": backend, "dtype": dtype}})
+
+
+def tokens(vocabulary: int = 96) -> np.ndarray:
+    return np.random.default_rng(5).integers(0, vocabulary, 72).astype(np.int32)
+
+
+def found(learner, model, config, reference=None):
+    stale = unlike_files(learner.export(), model, config.learner.dtype)
+    return examine(reference or Reference(model), learner_witness(learner, tokens(), stale, config))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return hf.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return Reference(model)
+
+
+@pytest.fixture(scope="module", params=["torch", "megatron"])
+def learner(request, model):
+    learner = build_learner(settings(request.param), model, frozen=True)
+    yield learner
+    learner.close()
+
+
+def check(partings, fault: hf.Fault) -> None:
+    assert partings, f"{fault.name}: nothing was found"
+    first = partings[0]
+    assert (first.stage, first.layers, first.explanations[0].cause) == fault[1:], partings
+
+
+@pytest.mark.parametrize("number", range(len(hf.IN_TORCH)))
+def test_a_fault_in_a_learner_is_named(learner, reference, model, number):
+    fault = (hf.IN_TORCH if learner.name == "torch" else hf.IN_MEGATRON)[number]
+    with hf.planted(learner, fault.name):
+        check(found(learner, model, settings(learner.name), reference), fault)
+
+
+def test_another_dtype_than_the_settings_say_is_named(reference, model):
+    learner = build_learner(settings("torch", "bfloat16"), model, frozen=True)
+    try:
+        (only,) = examine(reference, learner_witness(learner, tokens(), [], settings("torch")))
+    finally:
+        learner.close()
+    assert (only.stage, only.explanations[0].cause) == ("dtype", "dtype")
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("torch", "bfloat16"), ("megatron", "float32")])
+@pytest.mark.parametrize("variant", ha.VARIANTS)
+def test_a_sound_learner_is_left_alone(tmp_path, variant, backend, dtype):
+    path, config = ha.make_model(tmp_path / "m", variant), settings(backend, dtype)
+    learner = build_learner(config, path, frozen=True)
+    try:
+        assert found(learner, path, config) == []
+    finally:
+        learner.close()
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def test_another_chat_template_and_other_ends_are_named(model, tmp_path):
+    start, other = (shutil.copytree(model, tmp_path / name) for name in ("start", "model"))
+    for path in (start, other):
+        (path / "chat_template.jinja").write_text(TEMPLATE)
+    assert list(other_tokens(start, other)) == []
+    (other / "chat_template.jinja").write_text(TEMPLATE.replace("}}{%", "}};{%"))
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 7]}))
+    template, ends = other_tokens(start, other)
+    assert (template.explanations[0].cause, ends.explanations[0].cause) == ("template", "end of sequence")
+    assert "[7, 256, 257]" in ends.explanations[0].evidence
+
+
+def test_an_end_that_was_sampled_and_is_not_trained_is_counted():
+    from tests.helpers.models import make_sample
+
+    end = 5
+    table = make_sample(np.random.default_rng(0), 12, routes=False).table
+    ids = np.where(np.arange(12) == 11, end, 7).astype(np.int32)
+    table = table.with_columns(token_ids=ids)
+    assert ends_left_out([table], (end,)) == (0, 1)
+    left_out = table.with_columns(loss_mask=table["loss_mask"] & (ids != end))
+    assert ends_left_out([left_out], (end,)) == (1, 1)

@@ -1,0 +1,104 @@
+"""Experts in stacks give what a loop over experts gives, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from r3async.learner.experts import GatedUnit, Sent, grouped_linear
+
+
+def loop(x, w1, w2, gates, chosen):
+    """One expert after the other, as written in the papers."""
+    out = torch.zeros_like(x)
+    for expert in range(chosen.shape[1]):
+        (tokens,) = chosen[:, expert].nonzero(as_tuple=True)
+        gate, up = F.linear(x[tokens], w1[expert]).chunk(2, dim=-1)
+        active = (F.silu(gate) * up * gates[tokens, expert, None]).to(x.dtype)
+        out = out.index_add(0, tokens, F.linear(active, w2[expert]))
+    return out
+
+
+def stacks(x, w1, w2, gates, chosen):
+    sent = Sent(chosen, int(chosen[0].sum()))
+    wide = grouped_linear(sent.rows(x), w1, sent.counts)
+    return sent.sums(grouped_linear(GatedUnit.apply(wide, sent.shares(gates)), w2, sent.counts))
+
+
+def made(seed, tokens, experts, top_k, hidden, width, dtype):
+    rng = torch.Generator().manual_seed(seed)
+    x, w1, w2 = (
+        torch.randn(*size, generator=rng).to(dtype)
+        for size in ((tokens, hidden), (experts, 2 * width, hidden), (experts, hidden, width))
+    )
+    gates = torch.rand(tokens, experts, generator=rng)
+    chosen = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, gates.topk(top_k).indices, True)
+    return [t.requires_grad_() for t in (x, w1, w2, gates)], chosen, torch.randn(x.shape, generator=rng).to(dtype)
+
+
+def passed(function, inputs, chosen, grad):
+    out = function(*inputs, chosen)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    tokens=st.integers(1, 40),
+    experts=st.integers(1, 9),
+    k=st.integers(1, 4),
+    sizes=st.sampled_from([(8, 8), (16, 24), (8, 5), (12, 3)]),
+)
+def test_stacks_equal_the_loop(seed, tokens, experts, k, sizes):
+    inputs, chosen, grad = made(seed, tokens, experts, min(k, experts), *sizes, torch.float32)
+    for ours, exact in zip(passed(stacks, inputs, chosen, grad), passed(loop, inputs, chosen, grad), strict=True):
+        assert (ours - exact).norm() <= 1e-6 * max(1e-3, exact.norm())
+
+
+@pytest.mark.parametrize("sizes", [(16, 24), (12, 5)])
+def test_stacks_in_bf16_are_as_near_as_the_loop(sizes):
+    inputs, chosen, grad = made(3, 64, 8, 2, *sizes, torch.bfloat16)
+    exact = passed(loop, [t.detach().float().requires_grad_() for t in inputs], chosen, grad.float())
+    pairs = zip(passed(stacks, inputs, chosen, grad), passed(loop, inputs, chosen, grad), exact, strict=True)
+    for ours, theirs, right in pairs:
+        assert ours.dtype == theirs.dtype
+        assert (ours.float() - right).norm() <= 1.2 * (theirs.float() - right).norm() + 1e-3 * right.norm()
+
+
+class Asked(TorchDispatchMode):
+    """Counts operations whose result the host has to wait for."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.times += func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("form", "times"), [(stacks, 0), (loop, 8)])
+def test_nothing_is_asked_of_the_device(form, times):
+    inputs, chosen, grad = made(0, 20, 8, 2, 16, 8, torch.float32)
+    sent = Sent(chosen, 2)
+    with Asked() as asked:
+        if form is loop:
+            passed(loop, inputs, chosen, grad)
+        else:
+            wide = grouped_linear(sent.rows(inputs[0]), inputs[1], sent.counts)
+            sent.sums(grouped_linear(GatedUnit.apply(wide, sent.shares(inputs[3])), inputs[2], sent.counts))
+    assert asked.times == times
+
+
+def test_no_tokens_are_no_rows():
+    inputs, chosen, grad = made(0, 1, 4, 2, 8, 8, torch.float32)
+    inputs[0], chosen, grad = inputs[0][:0].detach().requires_grad_(), chosen[:0], grad[:0]
+    sent = Sent(chosen, 2)
+    out = sent.sums(grouped_linear(sent.rows(inputs[0]), inputs[1], sent.counts)[:, :8])
+    out.sum().backward()
+    assert out.shape == (0, 8)
+    assert not inputs[1].grad.any()

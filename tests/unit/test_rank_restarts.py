@@ -1,0 +1,368 @@
+"""A rank of the learner is lost at any of its calls: whoever calls the learner sees nothing of it. Ranks are stand-ins here; real
+ones are in `tests/ray/test_ranks_lost.py`."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from r3async.actors.rank_calls import RankCalls, RankLost
+from r3async.actors.ranked import RankedLearner
+from r3async.actors.redo import HOLD, SNAPSHOT, Change, RedoLog
+from r3async.config import load_config
+from r3async.learner import LearnerError
+from r3async.world import ActorLost, Node
+from r3async.world.real import RealWorld
+
+HOST = "here"
+GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
+
+
+class Rank:
+    """Its state is what it trained, in order."""
+
+    hosts = HOST, HOST
+
+    def __init__(self, pid):
+        self.pid, self.lost = pid, False
+        self.state, self.snapshots, self.held = [], None, None
+
+    def whereabouts(self):
+        return self.pid, self.hosts[self.pid % 2]
+
+    def open_store(self, alone):
+        return "127.0.0.1", 1
+
+    def load(self, address, port, alone):
+        return 7
+
+    def call(self, name, *args, **kwargs):
+        return getattr(self, name)(*args, **kwargs)
+
+    def train_supervised(self, shares):
+        self.state.append(shares)
+        return {"steps": len(self.state)}
+
+    def snapshot(self, version):
+        assert self.snapshots is None, f"version {self.snapshots} has not been written"
+        self.snapshots = (version, list(self.state)) if self.pid % 2 == 0 else None  # the first one has them all
+
+    def write(self, reading):
+        snapshot, self.snapshots = self.snapshots, None
+        assert snapshot is not None, "there is no snapshot to write"
+        return snapshot
+
+    def let_go(self):
+        self.snapshots = None
+
+    def hold(self):
+        self.held = list(self.state)
+
+    def write_state(self, directory):
+        held, self.held = self.held, None
+        assert held is not None, "nothing is held"
+        return [held]
+
+    def copy_bytes(self):
+        return 8
+
+    def copy(self):
+        return list(self.state)
+
+    def restore_copies(self, *copies):
+        self.state = list(copies[self.pid % 2])
+
+    def updates(self):
+        return len(self.state)
+
+    def publish_through(self, backend, together):
+        pass
+
+
+class Actors:
+    """Of this process. A call is made when it is begun. `fate(number, name)`: its actor is lost `before` it or `after` it."""
+
+    def __init__(self, fate=lambda number, name: "", store=1e9):
+        self.fate, self.begun, self.pids, self.store = fate, 0, 0, store
+        self.lock = threading.Lock()
+
+    def spawn(self, kind, rank, *args, name, placement):
+        self.pids += 1
+        return Rank(2 * self.pids + rank)
+
+    def begin(self, actor, method, *args, lane="", **kwargs):
+        with self.lock:
+            self.begun += 1
+            # References arrive as what they are of.
+            args = [a.value if isinstance(a, SimpleNamespace) else a for a in args]
+            name = args[0] if method == "call" else method
+            fate = "" if actor.lost else self.fate(self.begun, name)
+            actor.lost = actor.lost or fate == "before"
+            if actor.lost:
+                return SimpleNamespace(error=ActorLost("it was killed"))
+            try:
+                value = getattr(actor, method)(*args, **kwargs)
+            except AssertionError as error:
+                return SimpleNamespace(error=error)
+            actor.lost = fate == "after"
+            return SimpleNamespace(error=ActorLost("it was killed") if actor.lost else None, value=value)
+
+    def wait(self, calls, timeout=None):
+        return list(calls[:1]), list(calls[1:])
+
+    def get(self, call, timeout=None):
+        if call.error is not None:
+            raise call.error
+        return call.value
+
+    def put(self, value):
+        return value
+
+    def kill(self, actor, restart=False):
+        actor.lost = True
+
+    def nodes(self):
+        return [Node("key", HOST, 8, 0, 8, 0, store=self.store)]
+
+
+class Cluster(RealWorld):
+    def __init__(self, actors):
+        self.actors, self.killed = actors, []
+        self.processes = SimpleNamespace(kill=lambda *process: self.killed.append(process))
+
+
+def learner_of(actors, tmp_path, told=None, **supervise):
+    settings = {"max_rank_restarts": 100, **supervise}
+    config = load_config("quickstart", ["learner.parallel.dp=2", *(f"supervise.{k}={v}" for k, v in settings.items())])
+
+    def tell(event, **facts):
+        if told is not None:
+            told.append((event, facts))
+
+    return RankedLearner.load(config, tmp_path, tmp_path, world=Cluster(actors), tell=tell)
+
+
+def play(learner, tmp_path, steps=5):
+    """Steps, versions that are written after the step that follows them, and checkpoints; what is seen of them."""
+    directory, seen, version, stored = tmp_path / "part", [], None, True
+    directory.mkdir(exist_ok=True)
+    for step in range(steps):
+        seen.append(learner.train_supervised([[step], [10 + step]]))
+        if version is not None:
+            seen.append(learner.write())
+        version = step
+        learner.snapshot(version)
+        if not stored:
+            seen.append(learner.write_state(directory))
+        stored = step % 2 == 0
+        if not stored:
+            learner.hold()
+    seen += [learner.write(), learner.updates()]
+    return seen
+
+
+@pytest.mark.parametrize("copy_steps", [1, 2, 3])
+def test_a_rank_that_is_lost_at_any_call_changes_nothing_that_is_seen(tmp_path, copy_steps):
+    actors = Actors()
+    expected = play(learner_of(actors, tmp_path, copy_steps=copy_steps), tmp_path)
+    assert expected[-1] == 5
+    first = 6  # calls of the start
+    for number in range(first + 1, actors.begun + 1):
+        for when in ("before", "after"):
+            told = []
+            faulty = Actors(lambda n, name, number=number, when=when: when if n == number else "")
+            learner = learner_of(faulty, tmp_path, told, copy_steps=copy_steps)
+            assert play(learner, tmp_path) == expected, (number, when)
+            lost = [event for event, _ in told]
+            assert lost in (["rank_lost", "ranks_restarted"], []), (number, when)
+            assert learner.restarts == len(lost) // 2
+            # One that is lost after its last call is not asked again.
+            assert lost or number >= actors.begun - 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_are_lost_again_and_again_also_while_they_start_change_nothing(tmp_path, seed):
+    expected = play(learner_of(Actors(), tmp_path), tmp_path)
+    rng, starts = random.Random(seed), 6
+    faulty = Actors(lambda n, name: rng.choice(["before", "after"]) if n > starts and rng.random() < 0.04 else "")
+    learner = learner_of(faulty, tmp_path)
+    assert play(learner, tmp_path) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_version_that_is_written_beside_a_step_in_which_a_rank_is_lost_is_that_version(tmp_path, seed):
+    rng = random.Random(seed)
+    faulty = Actors(lambda n, name: rng.choice(["before", "after"]) if n > 6 and rng.random() < 0.05 else "")
+    learner, written = learner_of(faulty, tmp_path), []
+    with ThreadPoolExecutor(1) as writer:
+        writing = None
+        for step in range(12):
+            assert learner.train_supervised([[step], [10 + step]]) == {"steps": step + 1}
+            if writing is not None:
+                written.append(writing.result(20))
+            learner.snapshot(step)
+            writing = writer.submit(learner.write)
+        written.append(writing.result(20))
+    assert [version for version, _ in written] == list(range(12))
+    for version, state in written:
+        assert state == [[[step]] for step in range(version + 1)]
+
+
+def test_a_rank_that_is_lost_too_often_without_a_step_ends_the_learner(tmp_path):
+    told, dies = [], []
+    learner = learner_of(
+        Actors(lambda n, name: "before" if dies and name == dies[0] else ""), tmp_path, told, max_rank_restarts=3
+    )
+    learner.train_supervised([[0], [1]])
+    dies.append("train_supervised")
+    with pytest.raises(RankLost, match="was lost"):
+        learner.train_supervised([[2], [3]])
+    assert learner.restarts == 3
+    assert [event for event, _ in told].count("rank_lost") == 4
+
+
+def test_without_copies_or_where_they_do_not_fit_the_loss_of_a_rank_is_the_callers(tmp_path):
+    fate = []
+    for actors, settings in (
+        (Actors(lambda n, name: fate and fate[0]), {"copy_steps": 0}),
+        (Actors(lambda n, name: fate and fate[0], store=31), {}),
+    ):
+        told = []
+        learner = learner_of(actors, tmp_path, told, **settings)
+        learner.train_supervised([[0], [1]])
+        fate.append("before")
+        with pytest.raises(RankLost):
+            learner.train_supervised([[2], [3]])
+        fate.clear()
+        assert learner.restarts == 0
+        events = [event for event, _ in told]
+        assert events == (["rank_lost"] if settings else ["ranks_not_copied", "rank_lost"])
+
+
+def test_ranks_of_several_hosts_and_those_of_nccl_are_not_started_again(tmp_path, monkeypatch):
+    here = learner_of(Actors(), tmp_path)
+    here._config.weights.directory = str(tmp_path)
+    here.publish_through("nccl")
+    monkeypatch.setattr(Rank, "hosts", (HOST, "there"))
+    for learner in (here, learner_of(Actors(), tmp_path)):
+        learner.train_supervised([[0], [1]])
+        learner._ranks.calls.ranks[1].lost = True
+        with pytest.raises(RankLost, match="rank 1 of the learner was lost: it was killed"):
+            learner.updates()
+        learner.close()
+
+
+def test_processes_of_lost_ranks_are_killed_also_if_they_are_paused(tmp_path):
+    learner = learner_of(Actors(), tmp_path)
+    before = list(learner.processes)
+    learner._ranks.calls.ranks[1].lost = True
+    assert learner.train_supervised([[0], [1]]) == {"steps": 1}
+    assert learner._world.killed == before
+    assert not set(before) & set(learner.processes)
+
+
+def test_a_learner_that_is_closed_starts_no_ranks(tmp_path):
+    actors = Actors()
+    learner = learner_of(actors, tmp_path)
+    learner.train_supervised([[0], [1]])
+    learner.close()
+    started = actors.pids
+    with pytest.raises(RankLost):
+        learner.updates()
+    assert actors.pids == started
+
+
+def test_a_rank_that_fails_by_itself_is_not_started_again(tmp_path):
+    learner = learner_of(Actors(), tmp_path)
+    learner.snapshot(0)
+    with pytest.raises(LearnerError, match="rank 0 of the learner failed: version"):
+        learner.snapshot(1)
+    assert learner.restarts == 0
+
+
+def test_a_file_that_one_rank_cannot_write_ends_no_rank(tmp_path):
+    learner = learner_of(Actors(), tmp_path)
+    (tmp_path / "part").mkdir()
+    learner.train_supervised([[0], [1]])
+    with pytest.raises(LearnerError, match="nothing is held"):
+        learner.write_state(tmp_path / "part")
+    assert learner.train_supervised([[2], [3]]) == {"steps": 2}
+    assert learner.restarts == 0
+
+
+def test_a_checkpoint_that_is_given_up_before_it_is_written_does_not_keep_all_steps_since(tmp_path):
+    learner = learner_of(Actors(), tmp_path)
+    learner.hold()
+    for step in range(4):
+        learner.train_supervised([[step], [step]])
+    assert learner._log.steps == 0
+
+
+# -- which failure is the loss of a rank -------------------------------------------------------------------------------
+
+
+class Answers:
+    """Calls that end in this order."""
+
+    def __init__(self, *answers):
+        self.answers, self.killed = answers, 0
+
+    def begin(self, actor, method, *args, lane="", **kwargs):
+        return actor
+
+    def wait(self, calls, timeout=None):
+        ready = [call for call in calls if self.answers[call] is not None]
+        return ready[:1], [call for call in calls if call not in ready[:1]]
+
+    def get(self, call, timeout=None):
+        if isinstance(self.answers[call], Exception):
+            raise self.answers[call]
+        return self.answers[call]
+
+    def kill(self, actor, restart=False):
+        self.killed += 1
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "message"),
+    [
+        ((RuntimeError(GLOO), ActorLost("it was killed")), RankLost, "rank 1 of the learner was lost: it was killed"),
+        ((ActorLost("it was killed"), RuntimeError(GLOO)), RankLost, "rank 0 of the learner was lost: it was killed"),
+        ((RuntimeError(GLOO), RuntimeError(GLOO)), RankLost, "rank 0 of the learner waited in vain for another"),
+        ((RuntimeError("NCCL watchdog"), None), RankLost, "rank 0 of the learner waited in vain for another"),
+        ((ValueError("a bad row"), None), LearnerError, "rank 0 of the learner failed: a bad row"),
+    ],
+)
+def test_what_ranks_fail_with_says_whether_one_was_lost(answers, kind, message):
+    actors = Answers(*answers)
+    with pytest.raises(LearnerError, match=message) as raised:
+        RankCalls(actors, range(2)).on_all("train")
+    assert type(raised.value) is kind
+    assert actors.killed == 2
+
+
+# -- the log -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_base_waits_for_copies_that_are_not_written():
+    log = RedoLog(every=1)
+    for change in (Change("train"), Change(SNAPSHOT, (1,)), Change("train"), Change(HOLD)):
+        log.add(change)
+    assert log.due
+    log.copied(["copy"])
+    assert (log.base, log.steps, log.due) == (None, 2, False)
+    log.add(Change("train"))
+    log.wrote(SNAPSHOT)
+    assert (log.base, log.steps) == (None, 3)
+    log.wrote(HOLD)
+    assert (log.base, [change.name for change in log.changes], log.due) == (("copy",), ["train"], True)
+
+
+def test_a_log_that_keeps_nothing_holds_nothing():
+    log = RedoLog(every=0)
+    log.add(Change("train"))
+    assert (log.changes, log.due) == ([], False)

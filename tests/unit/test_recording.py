@@ -1,0 +1,372 @@
+"""A recording: the steps of a run, made again from what it trained on, are the same bit by bit; where not, it says so."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from r3async.actors.ranks import LocalLearner
+from r3async.config import to_dict
+from r3async.config.read import config_from_dict
+from r3async.data.versions import Lineage
+from r3async.learner import build_learner
+from r3async.learner.batch.planner import cost_model
+from r3async.learner.trainer import Trainer
+from r3async.record.recording import Recorder, RecordingError, find_steps, read_step
+from r3async.tools.cli import app
+from r3async.tools.replay import replay
+from tests.helpers import checkpoint as hc
+from tests.helpers import models as hm
+from tests.unit.test_ahead import NoTrace, played, stand_in
+
+STEPS = 4
+
+
+def recorded_config(path, backend="torch", **sections):
+    data = to_dict(hc.settings(backend))
+    data |= {"observe": {"record": "full"}, "model": {**data["model"], "path": str(path)}, "steps": STEPS}
+    for name, values in sections.items():
+        data[name] = {**data[name], **values}
+    return config_from_dict(data)
+
+
+class Reports(list):
+    def __call__(self, event, **facts):
+        self.append((event, facts))
+
+
+def record(run, config, path, steps=range(1, STEPS + 1), lineage=0, learner=None):
+    """Train those steps as a learner actor does, and keep them. Returns what was reported."""
+    reports = Reports()
+
+    async def train() -> None:
+        recorder = Recorder(run, config, Lineage(lineage), reports)
+        backend = learner or build_learner(config, path)
+        cost = cost_model(json.loads((path / "config.json").read_text()))
+        trainer = Trainer(config, cost, LocalLearner(config, backend), NoTrace(), None, stand_in)
+        try:
+            for step in steps:
+                recorder.add(step, step - 1, trainer.step(step, step - 1, trainer.prepared(played(step))))
+            await asyncio.wait_for(recorder.settle(), 30)
+        finally:
+            if learner is None:
+                backend.close()
+            await recorder.close()
+
+    asyncio.run(train())
+    return reports
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return hm.make_hf_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+@pytest.fixture
+def run(tmp_path, model):
+    assert record(tmp_path, recorded_config(model), model) == []
+    return tmp_path
+
+
+@pytest.mark.parametrize("backend", ["torch", "megatron"])
+def test_the_same_steps_are_made_bit_by_bit(tmp_path, model, backend):
+    config = recorded_config(model, backend, schedule={"minibatches_per_step": 2})
+    assert record(tmp_path, config, model) == []
+    done = replay(tmp_path)
+    assert (done.first, done.last, done.difference) == (1, STEPS, None)
+    step, groups = read_step(find_steps(tmp_path)[1])
+    assert step.step == 2
+    assert [len(group) for group in groups] == [4, 4]
+    assert len(step.minibatches) == 2
+    assert len({m["weights"] for path in find_steps(tmp_path) for m in read_step(path)[0].minibatches}) > STEPS
+
+
+def test_other_settings_are_a_counterfactual_on_the_same_data(run, tmp_path):
+    losses = []
+    done = replay(
+        run,
+        changed=["learner.lr=1e-4"],
+        out=tmp_path / "out",
+        progress=lambda recorded, metrics: losses.append((recorded.metrics["loss/policy"], metrics["loss/policy"])),
+    )
+    assert (done.last, done.difference, done.changed) == (STEPS, None, ["learner.lr=1e-4"])
+    assert losses[0][0] == losses[0][1], "the first step is from the same weights"
+    assert any(ours != theirs for ours, theirs in losses[1:])
+    rows = [msgspec.json.decode(line) for line in (tmp_path / "out" / "metrics.jsonl").read_bytes().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
+
+
+def test_another_loss_is_a_counterfactual_whatever_the_trainer_reports_of_it(run):
+    """GSPO's range is within the noise of rounding here, and the trainer warns of it."""
+    done = replay(run, changed=["algorithm.policy_loss=gspo", "learner.dtype=bfloat16"])
+    assert (done.last, done.difference) == (STEPS, None)
+
+
+def test_steps_that_a_resume_took_back_are_not_replayed(tmp_path, model):
+    """A second lineage from step 3 on, and what the first made of steps 3 and 4 is there."""
+    config = recorded_config(model)
+    learner = build_learner(config, model)
+    record(tmp_path, config, model, steps=(1, 2), learner=learner)
+    state = learner.state()
+    assert state.facts.steps
+    record(tmp_path, config, model, steps=(3, 4), lineage=1, learner=learner)
+    learner.close()
+    other = recorded_config(model, learner={"lr": 1.0})
+    record(tmp_path, other, model, steps=(3, 4, 5))
+    assert [path.name for path in find_steps(tmp_path)] == [
+        *("000000001-0000.step", "000000002-0000.step"),
+        *("000000003-0001.step", "000000004-0001.step"),
+    ]
+
+
+def test_a_missing_or_damaged_step_is_named(run):
+    second = find_steps(run)[1]
+    data = bytearray(second.read_bytes())
+    data[-20] ^= 1
+    second.write_bytes(data)
+    with pytest.raises(RecordingError, match="000000002-0000"):
+        replay(run)
+    second.unlink()
+    with pytest.raises(RecordingError, match="no step 2, of 4"):
+        replay(run)
+    with pytest.raises(RecordingError, match="no recording"):
+        find_steps(run / "elsewhere")
+
+
+def test_what_cannot_be_written_is_reported_and_ends_nothing(tmp_path, model):
+    (tmp_path / "recording").write_text("a file in its place")
+    reports = record(tmp_path, recorded_config(model), model)
+    assert {event for event, _ in reports} == {"not_recorded"}
+    assert {facts["step"] for _, facts in reports} == {"settings", 1, 2, 3, 4}
+
+
+def test_without_the_setting_nothing_is_looked_at(tmp_path, model):
+    config = recorded_config(model, observe={"record": "off"})
+    record(tmp_path, config, model)
+    assert not (tmp_path / "recording").exists()
+
+
+# -- what a change of the code is found by ------------------------------------------------------------------------------
+
+
+def scaled(factor, at=0):
+    """Of a function's result, or of one of its parts."""
+
+    def around(call):
+        def changed(*args, **kwargs):
+            out = call(*args, **kwargs)
+            if isinstance(out, tuple):
+                return (
+                    type(out)(*(o * factor if i == at else o for i, o in enumerate(out)))
+                    if hasattr(out, "_fields")
+                    else (tuple(o * factor if i == at else o for i, o in enumerate(out)))
+                )
+            return [o * factor for o in out] if isinstance(out, list) else out * factor
+
+        return changed
+
+    return around
+
+
+def with_argument(name, change):
+    """Of a function that is called with that keyword, or has it in that place."""
+
+    def around(call):
+        def changed(*args, **kwargs):
+            if isinstance(name, int):
+                args = (*args[:name], change(args[name]), *args[name + 1 :])
+            else:
+                kwargs[name] = change(kwargs[name])
+            return call(*args, **kwargs)
+
+        return changed
+
+    return around
+
+
+def of_learner(change):
+    """Of the backend, when a minibatch begins."""
+
+    def around(call):
+        def changed(backend, *args, **kwargs):
+            change(backend)
+            return call(backend, *args, **kwargs)
+
+        return changed
+
+    return around
+
+
+def groups_of_adam(name, factor):
+    def change(backend):
+        for group in backend.optimizer._adam.param_groups:
+            group[name] = factor(group[name])
+
+    return change
+
+
+def moment(backend):
+    for state in backend.optimizer._adam.state.values():
+        state["exp_avg_sq"].mul_(1 + 1e-6)
+
+
+LEARNER, LOSSES = "r3async.learner", "r3async.learner.losses"
+PLANTED = {
+    "advantages of another scale": (f"{LOSSES}.advantages.baseline_and_scale", scaled(1.0001, at=1), "advantages"),
+    "an advantage with another baseline": (f"{LOSSES}.advantages.baseline_and_scale", scaled(1.1, at=0), "advantages"),
+    "other weights in the loss": (f"{LEARNER}.preparation.loss_weights", scaled(1.01), "advantages"),
+    "groups in another minibatch": (
+        f"{LEARNER}.preparation.divide",
+        lambda call: lambda *a: call(*a)[::-1],
+        "advantages",
+    ),
+    "shorter micro-batches": (f"{LEARNER}.trainer.pack_for_ranks", with_argument(1, lambda n: 8), "packing"),
+    "samples in another order": (f"{LEARNER}.trainer.pack_for_ranks", with_argument(0, lambda s: s[::-1]), "packing"),
+    "another temperature": (
+        f"{LEARNER}.torch.model.token_logprobs",
+        with_argument(3, lambda t: t * 1.001),
+        "logprobs",
+    ),
+    "logits that are rounded": (
+        f"{LEARNER}.torch.model.token_logprobs",
+        with_argument(0, lambda matrix: matrix.bfloat16().float()),
+        "logprobs",
+    ),
+    "attention with another scale": (
+        f"{LEARNER}.attention._attend",
+        with_argument(6, lambda scale: (scale or 0.25) * 1.01),
+        "logprobs",
+    ),
+    "routes that are not replayed": (
+        f"{LEARNER}.trainer.begin",
+        of_learner(lambda b: setattr(b.replay, "enabled", False)),
+        "logprobs",
+    ),
+    "a loss of another scale": (f"{LEARNER}.minibatch.objective", scaled(1.0001, at=0), "gradients"),
+    "advantages that are larger in the loss": (
+        f"{LEARNER}.minibatch.TokenBatch",
+        with_argument("advantages", lambda a: a * 1.01),
+        "gradients",
+    ),
+    "another coefficient of the trust region": (
+        f"{LOSSES}.drift.TrustRegion._bounded",
+        lambda call: lambda self, coef: call(self, coef) * 1.01,
+        "gradients",
+    ),
+    "another norm that gradients are clipped to": (
+        f"{LEARNER}.trainer.begin",
+        of_learner(lambda b: setattr(b.optimizer, "_max_norm", 0.01)),
+        "weights",
+    ),
+    "another learning rate": (f"{LEARNER}.optimizer.learning_rate", scaled(1.001), "weights"),
+    "another weight decay": (
+        f"{LEARNER}.trainer.begin",
+        of_learner(groups_of_adam("weight_decay", lambda w: 2 * w)),
+        "weights",
+    ),
+    "another epsilon": (
+        f"{LEARNER}.trainer.begin",
+        of_learner(groups_of_adam("eps", lambda e: 10 * e)),
+        "weights",
+    ),
+    "another beta": (
+        f"{LEARNER}.trainer.begin",
+        of_learner(groups_of_adam("betas", lambda b: (b[0], b[1] * 0.99))),
+        "weights",
+    ),
+    "moments that were changed behind it": (
+        f"{LEARNER}.digests.Digests.take",
+        lambda call: lambda self, backend: (moment(backend), call(self, backend))[1],
+        "moments",
+    ),
+    "a figure that is counted otherwise": (f"{LEARNER}.trainer.result_of", lambda call: counted(call), "metrics"),
+}
+
+
+def counted(call):
+    def changed(*args, **kwargs):
+        result = call(*args, **kwargs)
+        return msgspec.structs.replace(
+            result, metrics={**result.metrics, "batch/tokens": result.metrics["batch/tokens"] + 1}
+        )
+
+    return changed
+
+
+@pytest.fixture(scope="module")
+def recorded_run(tmp_path_factory, model):
+    run = tmp_path_factory.mktemp("run")
+    assert record(run, recorded_config(model, schedule={"minibatches_per_step": 2}), model) == []
+    return run
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_change_of_the_code_is_found_in_its_step_and_stage(recorded_run, monkeypatch, name):
+    target, change, stage = PLANTED[name]
+    owner, _, attribute = target.rpartition(".")
+    count, prepared = 0, Trainer.prepared
+
+    def counting(self, groups):
+        nonlocal count
+        count += 1
+        if count == 3:
+            owned = resolved(owner)
+            monkeypatch.setattr(owned, attribute, change(getattr(owned, attribute)))
+        return prepared(self, groups)
+
+    monkeypatch.setattr(Trainer, "prepared", counting)
+    difference = replay(recorded_run).difference
+    assert difference is not None
+    assert (difference.step, difference.stage) == (3, stage)
+
+
+def resolved(path):
+    """A module, or a class in one."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_whether_all_is_the_same(recorded_run, monkeypatch):
+    (recorded_run / "config.toml").touch()
+    done = CliRunner().invoke(app, ["replay", str(recorded_run)])
+    assert done.exit_code == 0, done.output
+    assert "every digest and metric is the run's" in done.output
+    monkeypatch.setattr("r3async.learner.optimizer.learning_rate", lambda *_: 1e-3)
+    done = CliRunner().invoke(app, ["replay", str(recorded_run), "--json"])
+    assert done.exit_code == 1
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert (said["difference"]["step"], said["difference"]["stage"]) == (1, "weights")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["no-such-run"], "no-such-run"),
+        (["--with", "learner.lrr=1"], "learner.lrr"),
+        (["--from", "3"], "step"),
+        (["--model", "/nowhere"], "--model"),
+    ],
+)
+def test_a_mistake_is_one_line_and_ends_with_2(recorded_run, words, named):
+    (recorded_run / "config.toml").touch()
+    own = words if words[0] == "no-such-run" else [str(recorded_run), *words]
+    done = subprocess.run(
+        [sys.executable, "-m", "r3async", "replay", *own], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,303 @@
+"""Served drift: measured with the routers' own choice on a few episodes, and a step that goes too far is shortened."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from r3async.config import Config, LearnerConfig, config_from_dict
+from r3async.data.records import Sample
+from r3async.learner import build_learner
+from r3async.learner.batch.packing import pack
+from r3async.learner.figures import combined
+from r3async.learner.losses.objective import divided
+from r3async.learner.optimizer import MasterAdamW
+from r3async.learner.preparation import prepare
+from r3async.learner.served import LEAST, TRIES, chosen_probes, shortest
+from r3async.learner.trainer import train_minibatch
+from tests.helpers import models as hm
+from tests.helpers.learner import fully_recorded, replace_columns
+from tests.helpers.parity import of_rank
+from tests.unit.test_trust_region_run import optimizer_state, trajectories
+
+LENGTHS = [9, 30, 5, 17, 24, 6]
+BUDGET = 64
+BACKENDS = ["megatron", "torch"]
+
+
+def configured(backend: str = "megatron", dp: int = 1, **region: Any) -> Config:
+    return config_from_dict(
+        {
+            "learner": {
+                "backend": backend,
+                "dtype": "float32",
+                "lr": 1e-2,
+                "weight_decay": 0.1,
+                "parallel": {"dp": dp},
+            },
+            "algorithm": {"rollout_kl": {"coef": 0.1} | region},
+            "routing": {"min_recorded_fraction": 0.0},
+            "episode": {"max_total_tokens": 1024, "max_prompt_tokens": 256},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return hm.make_hf_model(tmp_path_factory.mktemp("model"))
+
+
+def batch(held_out: bool = False) -> list[Sample]:
+    """Samples with random routes recorded everywhere, the second and the last of them probed; the log-probs are made up."""
+    made = fully_recorded(hm.make_samples(3, LENGTHS))
+    out = []
+    for index, sample in enumerate(made):
+        probed = np.full(len(sample.table), index in (1, 5))
+        changes: dict[str, Any] = {"probed": probed}
+        if held_out:
+            mask = sample.table["loss_mask"]
+            changes["loss_weights"] = np.where(mask & ~probed, np.float32(0.01), np.float32(0))
+            changes["advantages"] = np.where(probed, np.float32(0), sample.table["advantages"])
+        out.append(replace_columns(sample, **changes))
+    return out
+
+
+def mean_k3(learner: Any, samples: list[Sample], *, replay: bool) -> float:
+    """Over the trained tokens, each sample alone, in float64."""
+    found = []
+    for sample in samples:
+        (logprobs,) = learner.logprobs(pack([sample], BUDGET), replay=replay)
+        mask = sample.table["loss_mask"]
+        delta = logprobs[mask].astype(np.float64) - sample.table["rollout_logprobs"][mask]
+        found.append(np.expm1(delta) - delta)
+    return float(np.concatenate(found).mean())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_served_is_measured_with_the_routers_own_choice(model_path, backend):
+    samples = batch()
+    learner, plain = (build_learner(configured(backend), model_path) for _ in range(2))
+    some = [samples[1], samples[5]]
+    everything = mean_k3(learner, samples, replay=True)
+    replayed, served = (mean_k3(learner, some, replay=replay) for replay in (True, False))
+    assert abs(served - replayed) > 1e-3, "random routes are not the routers' own"
+    result = train_minibatch(learner, pack(samples, BUDGET, share_prefixes=True))
+    assert result.metrics["rollout_kl/k3"] == pytest.approx(everything, rel=1e-4)
+    assert result.metrics["served_kl/k3"] == pytest.approx(everything + served - replayed, rel=1e-4)
+    assert result.metrics["served_kl/tokens"] == sum(int(s.table["loss_mask"].sum()) for s in some)
+    assert result.metrics["optimizer/step_share"] == 1
+    # To look changes nothing: not the update, and no figure of routes.
+    bare = [Sample(s.sample_id, s.table.without("probed"), s.temperature) for s in samples]
+    other = train_minibatch(plain, pack(bare, BUDGET, share_prefixes=True))
+    served_too = {n: v for n, v in result.metrics.items() if not n.startswith("served_kl/")}
+    assert served_too == other.metrics
+    assert all(torch.equal(a, b) for a, b in zip(optimizer_state(learner), optimizer_state(plain), strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_between_two_measurements_a_step_feeds_nothing_more_and_the_limit_still_holds(model_path, backend, monkeypatch):
+    passes: list[int] = []
+    kind = type(build_learner(configured(backend), model_path))
+    plain = kind.forward
+
+    def counted(self: Any, micro_batch: Any, rows: Any, routes: Any) -> Any:
+        passes.append(micro_batch.real_tokens)
+        return plain(self, micro_batch, rows, routes)
+
+    monkeypatch.setattr(kind, "forward", counted)
+    given = pack(batch(held_out=True), BUDGET)
+    some = LENGTHS[1] + LENGTHS[5]
+
+    def step(version: int, **region: Any) -> dict[str, float]:
+        passes.clear()
+        return train_minibatch(build_learner(configured(backend, **region), model_path), given, version=version).metrics
+
+    measured = step(4)
+    assert sum(passes) == sum(LENGTHS) + some
+    between = step(5)
+    assert sum(passes) == sum(LENGTHS)
+    assert not any(name.startswith("served_kl/") for name in between)
+    looked_away = {n: v for n, v in measured.items() if not n.startswith("served_kl/") and "_age_" not in n}
+    assert looked_away == {n: v for n, v in between.items() if "_age_" not in n}
+    start, whole = measured["served_kl/k3"], step(5, limit=1e6)["served_kl/predicted"]
+    limit = start + 0.3 * (whole - start)
+    bounded, fresh = (step(version, limit=limit) for version in (5, 4))
+    assert LEAST < bounded["optimizer/step_share"] < 1
+    assert bounded["optimizer/step_share"] == pytest.approx(fresh["optimizer/step_share"], rel=1e-3)
+    assert bounded["served_kl/predicted"] <= limit
+    assert "served_kl/k3" not in bounded, "it was never measured"
+    assert "served_kl/tokens" in step(5, max=1e6), "a circuit breaker without a limit waits for nothing"
+
+
+def test_a_step_that_measures_nothing_shows_the_estimate_whatever_its_minibatches(model_path):
+    learner = build_learner(configured(target=1e-3, limit=1e6), model_path)
+    given = pack(batch(held_out=True), BUDGET)
+    first = train_minibatch(learner, given, version=0).metrics
+    results = [train_minibatch(learner, given, version=1) for _ in range(2)]
+    above = first["served_kl/k3"] - first["rollout_kl/k3"]
+    for result in results:
+        assert result.metrics["served_kl/k3"] == pytest.approx(result.metrics["rollout_kl/k3"] + above)
+    both = combined(results).metrics
+    assert both["served_kl/k3"] == pytest.approx(both["rollout_kl/k3"] + above)
+    assert "served_kl/tokens" not in both
+    assert results[1].metrics["rollout_kl/coef"] > first["rollout_kl/coef"], "the controller is given the estimate"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_that_goes_too_far_is_shortened(model_path, backend):
+    samples = batch(held_out=True)
+    free = build_learner(configured(backend), model_path)
+    before = [s["master"].clone() for s in free.optimizer.states()]
+    start = train_minibatch(free, pack(samples, BUDGET)).metrics["served_kl/k3"]
+    whole = train_minibatch(build_learner(configured(backend, limit=1e6), model_path), pack(samples, BUDGET)).metrics
+    assert whole["optimizer/step_share"] == 1
+    assert whole["served_kl/predicted"] > start, "the step has to add drift"
+    limit = start + 0.3 * (whole["served_kl/predicted"] - start)
+    bounded = build_learner(configured(backend, limit=limit), model_path)
+    metrics = train_minibatch(bounded, pack(samples, BUDGET)).metrics
+    share = metrics["optimizer/step_share"]
+    assert LEAST < share < 1
+    assert metrics["served_kl/predicted"] <= limit
+    assert bounded.version == 1
+    for old, new, made in zip(before, free.optimizer.states(), bounded.optimizer.states(), strict=True):
+        torch.testing.assert_close(made["master"], old + share * (new["master"] - old), rtol=1e-5, atol=1e-7)
+        if "step" in new:
+            assert all(torch.equal(new[name], made[name]) for name in ("exp_avg", "exp_avg_sq", "step"))
+
+
+def on_rank(path: Any, config: Config, samples: list[Sample]) -> tuple[dict[str, float], float]:
+    import torch.distributed as dist
+
+    learner = build_learner(config, path)
+    try:
+        return train_minibatch(learner, of_rank(pack(samples, 32), dist.get_rank(), 2)).metrics, learner.version
+    finally:
+        learner.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_rank_makes_the_same_share(two_ranks, model_path, backend):
+    samples = batch(held_out=True)
+    alone = train_minibatch(build_learner(configured(backend, limit=0.2), model_path), pack(samples, 32)).metrics
+    (one, _), (other, _) = two_ranks.call(on_rank, model_path, configured(backend, dp=2, limit=0.2), samples)
+    names = ("served_kl/k3", "served_kl/predicted", "optimizer/step_share")
+    assert [one[n] for n in names] == [other[n] for n in names]
+    assert [one[n] for n in names] == pytest.approx([alone[n] for n in names], rel=1e-3)
+    assert one["optimizer/step_share"] < 1
+
+
+@examples(max_examples=60, deadline=None)
+@given(st.floats(0, 0.5), st.floats(0.001, 2), st.floats(0, 1), st.sampled_from([0.5, 1.0, 2.0]))
+def test_the_line_search_ends_within_the_limit_or_at_the_least(start, growth, at, power):
+    tried: list[float] = []
+
+    def predicted(share: float) -> float:
+        tried.append(share)
+        return start + growth * share**power
+
+    limit = max(start + at * growth, 1e-3)
+    share, value = shortest(predicted, limit, lambda: start)
+    assert (tried[0], tried[-1], value) == (1, share, start + growth * share**power)
+    assert value <= max(limit, start) or share == LEAST
+    assert len(tried) <= TRIES + 2
+    assert (share == 1) == (start + growth <= max(limit, start))
+
+
+def test_a_step_that_lowers_drift_is_made_whole_and_one_that_loses_its_head_is_not():
+    assert shortest(lambda share: 2 - share, 0.5, lambda: 2.0) == (1.0, 1.0)
+    assert shortest(lambda share: 2 + share, 0.5, lambda: 2.0) == (LEAST, 2 + LEAST)
+    assert shortest(lambda share: math.nan if share > 0.2 else 0.1, 0.5, lambda: 0.0) == (0.1, 0.1)
+
+
+def test_drift_without_the_step_is_asked_for_only_where_the_step_is_too_far():
+    def never() -> float:
+        raise AssertionError
+
+    assert shortest(lambda share: 0.4 * share, 0.5, never) == (1.0, 0.4)
+
+
+@examples(max_examples=30, deadline=None)
+@given(
+    st.lists(st.floats(LEAST, 1), min_size=1, max_size=4),
+    st.floats(0, 0.3),
+    st.integers(1, 3),
+    st.integers(0, 2**16),
+)
+def test_a_shortened_step_is_the_step_of_a_smaller_learning_rate(shares, decay, steps, seed):
+    """Against an AdamW of torch whose last step has `share` times the rate."""
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(3, 4, generator=generator), torch.randn(5, generator=generator)]
+    config = LearnerConfig(lr=0.1, weight_decay=decay, max_grad_norm=1e9)
+    ours = [torch.nn.Parameter(v.clone()) for v in values]
+    theirs = [torch.nn.Parameter(v.clone()) for v in values]
+    optimizer = MasterAdamW(ours, config)
+    groups = [{"params": theirs[:1], "weight_decay": decay}, {"params": theirs[1:], "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=0.1, betas=config.betas, eps=config.eps)
+    for step in range(steps):
+        # The second has no gradient in the last step, and is not moved by it.
+        for index, pair in enumerate(zip(ours, theirs, strict=True)):
+            gradient = torch.randn(pair[0].shape, generator=generator)
+            for parameter in pair:
+                parameter.grad = gradient.clone() if step < steps - 1 or index == 0 else None
+        for group in reference.param_groups:
+            group["lr"] = 0.1 * (shares[-1] if step == steps - 1 else 1)
+        optimizer.step()
+        reference.step()
+    made = 1.0
+    for share in shares:
+        optimizer.shorten(made, share)
+        made = share
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=2e-6)
+
+
+# -- which episodes ------------------------------------------------------------------------------------------------------
+
+
+@examples(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 400), min_size=2, max_size=60), st.floats(0.01, 0.3), st.booleans())
+def test_the_share_is_kept_and_the_choice_is_that_of_the_names(tokens, share, bounded):
+    region = SimpleNamespace(probe_share=share, bound=0.1 if bounded else None, bounds_served=bounded)
+    config: Any = SimpleNamespace(
+        algorithm=SimpleNamespace(rollout_kl=region), routing=SimpleNamespace(replay="rollout")
+    )
+    names = [f"g{i}e{n}" for i, n in enumerate(tokens)]
+    chosen = chosen_probes(names, tokens, config)
+    assert sum(tokens[i] for i in chosen) <= share * sum(tokens) or len(chosen) == 1
+    assert chosen or not bounded
+    turned = chosen_probes(names[::-1], tokens[::-1], config)
+    assert {names[::-1][i] for i in turned} == {names[i] for i in chosen}
+
+
+def test_one_long_episode_a_step_is_probed_in_so_many_steps_that_the_share_is_kept():
+    config = configured()
+    steps = [chosen_probes([f"s{step}a", f"s{step}b"], [100, 100], config) for step in range(4000)]
+    assert np.mean([100 * len(chosen) / 200 for chosen in steps]) == pytest.approx(0.04, rel=0.2)
+    assert all(len(chosen_probes(["a", "b"], [9, 9], configured(limit=0.1))) == 1 for _ in range(3))
+    assert chosen_probes(["a"], [9], configured(limit=0.1)) == []
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_with_a_limit_the_probed_episodes_are_held_out(held):
+    config = configured(limit=0.1 if held else None, probe_share=0.3)
+    groups = [trajectories(g, hm.make_samples(g, LENGTHS)) for g in range(2)]
+    (samples,), _ = prepare(groups, config)
+    probed = [bool(s.table["probed"].any()) for s in samples]
+    assert 0 < sum(probed) < len(samples)
+    weights = np.concatenate([s.table["loss_weights"] for s in samples])
+    assert weights.sum() == pytest.approx(1)
+    for sample, looked_at in zip(samples, probed, strict=True):
+        mask = sample.table["loss_mask"]
+        out = held and looked_at
+        assert (sample.table["loss_weights"][mask] > 0).all() == (not out)
+        assert not (out and sample.table["advantages"].any())
+        assert (sample.table["place"][mask] >= 0).all(), "they are still fed forward, and measured"
+    assert len(divided(weights, [len(s.table) for s in samples])) == len(samples)

@@ -1,0 +1,310 @@
+"""Weights between hosts: each has them bit by bit, once, whatever is lost, damaged or killed on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.weights import relay
+from r3async.weights.delta import identity
+from r3async.weights.manifest import WeightError
+from r3async.weights.reading import read_verified, verify
+from r3async.weights.relay import FANOUT, ROOT, Join, Tree, Trees
+from r3async.weights.sending import DeltaPublisher
+from r3async.weights.tcp import TcpReceiver, TcpServer
+from r3async.world.disk import write_at
+from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
+
+
+def tensors(step: int, elements: int = 300_000, lr: float = 3e-6) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(elements, generator=generator) * 0.02
+    for _ in range(step):
+        weights += torch.randn(elements, generator=generator).sign() * lr
+    return {"w": weights, "bias": torch.full((3,), float(step))}
+
+
+class Learner:
+    def __init__(self, directory: Path):
+        self.publisher = DeltaPublisher(directory / "learner")
+        self.server = TcpServer("127.0.0.1", SERVER_KEYS)
+
+    def publish(self, step: int, dtype: torch.dtype = torch.bfloat16, **how):
+        publication = self.publisher.send(step, tensors(step, **how), dtype)
+        return publication.manifest, [self.server.offer(publication.manifest, *publication.parts)]
+
+    async def close(self):
+        await self.server.close()
+        self.publisher.close()
+
+
+def host(directory: Path, folder: str, generator: str = "g0", **how) -> TcpReceiver:
+    how = {"host": "127.0.0.1", "name": "127.0.0.1"} | how
+    return TcpReceiver(directory / folder, "run-1", f"{folder}-{generator}", CLIENT_KEYS, **how)
+
+
+def hidden(manifest, directory: Path):
+    """As on another host, where the learner's path is nothing."""
+    import msgspec
+
+    return msgspec.structs.replace(manifest, path=f"/elsewhere{manifest.path}")
+
+
+def run(script, directory: Path):
+    async def main():
+        learner = Learner(directory)
+        opened: list[TcpReceiver] = []
+
+        def make(*args, **how):
+            opened.append(host(directory, *args, **how))
+            return opened[-1]
+
+        try:
+            async with asyncio.timeout(60):
+                await script(learner, make)
+        finally:
+            for receiver in opened:
+                await receiver.close()
+            await learner.close()
+
+    asyncio.run(main())
+
+
+async def fetch(receiver: TcpReceiver, manifest, parts, timeout: float = 20.0):
+    found = await receiver.fetch(hidden(manifest, Path()), parts, timeout)
+    verify(found)
+    return found
+
+
+def same(one, other) -> bool:
+    return Path(one.path).read_bytes() == Path(other.path).read_bytes()
+
+
+def test_hosts_get_the_file_and_then_what_changed(tmp_path):
+    async def script(learner, make):
+        receivers = [make(f"h{i}") for i in range(3)]
+        for step in range(4):
+            manifest, parts = learner.publish(step)
+            before = [r.received_bytes for r in receivers]
+            found = await asyncio.gather(*(fetch(r, manifest, parts) for r in receivers))
+            assert all(same(each, manifest) for each in found)
+            got = [r.received_bytes - b for r, b in zip(receivers, before, strict=True)]
+            if step:
+                assert got == [parts[0].delta_bytes] * 3
+                assert got[0] < manifest.nbytes / 10
+            else:
+                assert got == [parts[0].nbytes] * 3
+            for receiver in receivers:
+                assert len(list(receiver._folder.path.glob("version-*"))) <= 2
+                assert not list(receiver._folder.path.glob(".*"))
+
+    run(script, tmp_path)
+
+
+def test_a_host_without_the_base_gets_the_whole_file_and_dense_changes_have_no_delta(tmp_path):
+    async def script(learner, make):
+        first, late = make("h0"), make("h1")
+        for step in range(3):
+            manifest, parts = learner.publish(step)
+            await fetch(first, manifest, parts)
+        assert parts[0].base is not None
+        before = late.received_bytes
+        assert same(await fetch(late, manifest, parts), manifest)
+        assert late.received_bytes - before == parts[0].nbytes
+        # A host that missed a version has another base.
+        for step in (3, 4):
+            manifest, parts = learner.publish(step)
+            await fetch(first, manifest, parts)
+        before = late.received_bytes
+        await fetch(late, manifest, parts)
+        assert late.received_bytes - before == parts[0].nbytes
+        manifest, parts = learner.publish(5, torch.float32)
+        assert parts[0].base is None
+        manifest, parts = learner.publish(6, torch.float32, lr=1e-3)
+        assert parts[0].base is None
+        assert same(await fetch(first, manifest, parts), manifest)
+
+    run(script, tmp_path)
+
+
+def test_engines_of_a_host_share_one_file_which_one_of_them_fetches(tmp_path):
+    async def script(learner, make):
+        receivers = [make("h0", f"g{i}") for i in range(8)]
+        for step in range(3):
+            manifest, parts = learner.publish(step)
+            found = await asyncio.gather(*(fetch(r, manifest, parts) for r in receivers))
+            assert len({each.path for each in found}) == 1
+            assert sum(r.received_bytes > 0 for r in receivers) <= 3
+        sent = sum(r.received_bytes for r in receivers)
+        assert sent == learner.server.sent_bytes
+        # A generator that was restarted finds what its host has.
+        again = make("h0", "g0")
+        await fetch(again, manifest, parts)
+        assert again.received_bytes == 0
+        # One that uses an old version keeps it.
+        old = await fetch(again, manifest, parts)
+        for step in (3, 4, 5):
+            manifest, parts = learner.publish(step)
+            await fetch(receivers[0], manifest, parts)
+        verify(old)
+
+    run(script, tmp_path)
+
+
+def test_the_learners_host_reads_the_learners_file(tmp_path):
+    async def script(learner, make):
+        manifest, parts = learner.publish(0)
+        receiver = make("h0")
+        assert await receiver.fetch(manifest, parts, 5.0) == manifest
+        assert learner.server.sent_bytes == 0
+
+    run(script, tmp_path)
+
+
+def test_the_learner_sends_a_version_to_few_hosts_however_many_there_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(relay, "CHUNK_BYTES", 2**14)
+
+    async def script(learner, make):
+        receivers = [make(f"h{i}") for i in range(9)]
+        manifest, parts = learner.publish(0)
+        found = await asyncio.gather(*(fetch(r, manifest, parts) for r in receivers))
+        assert all(same(each, manifest) for each in found)
+        assert learner.server.sent_bytes < 5 * parts[0].nbytes  # some were done before others asked
+
+    run(script, tmp_path)
+
+
+def test_a_host_that_nobody_reaches_is_avoided(tmp_path, monkeypatch):
+    monkeypatch.setattr("r3async.weights.tcp.SILENT_SECONDS", 0.4)
+    monkeypatch.setattr("r3async.weights.tcp.ASK_AGAIN_SECONDS", 0.2)
+
+    async def script(learner, make):
+        lost = [make(f"l{i}", name="127.0.0.2") for i in range(FANOUT)]
+        manifest, parts = learner.publish(0)
+        await asyncio.gather(*(fetch(r, manifest, parts) for r in lost))
+        tree = learner.server._trees._trees[parts[0].name]
+        for node in tree._nodes.values():  # as if they were still receiving
+            node.done = False
+        tree._nodes[ROOT].children = FANOUT
+        other = make("h0")
+        assert same(await fetch(other, manifest, parts), manifest)
+        assert other.moved == 2
+
+    run(script, tmp_path)
+
+
+def test_a_damaged_chunk_is_asked_for_again(tmp_path, monkeypatch):
+    async def script(learner, make):
+        receiver = make("h0")
+        manifest, parts = learner.publish(0, elements=3_000_000)
+        arrived, damage = receiver._arrived, Counter()
+
+        def damaged(frames):
+            if len(frames) > 1 and not damage["done"]:
+                damage["done"] += 1
+                flipped = bytearray(frames[1].bytes)
+                flipped[77] ^= 4
+
+                class Frame:
+                    buffer = memoryview(flipped)
+
+                frames[1] = Frame()
+            arrived(frames)
+
+        monkeypatch.setattr(receiver, "_arrived", damaged)
+        assert same(await fetch(receiver, manifest, parts), manifest)
+        assert receiver.damaged == 1
+
+    run(script, tmp_path)
+
+
+def test_a_base_that_is_corrupt_is_replaced_by_the_whole_file(tmp_path):
+    async def script(learner, make):
+        receiver = make("h0")
+        manifest, parts = learner.publish(0)
+        found = await fetch(receiver, manifest, parts)
+        write_at(Path(found.path), 5000, [b"??"])
+        manifest, parts = learner.publish(1)
+        assert same(await fetch(receiver, manifest, parts), manifest)
+        assert receiver.received_bytes > 2 * manifest.nbytes
+
+    run(script, tmp_path)
+
+
+def test_what_does_not_come_in_time_says_which_setting(tmp_path):
+    async def script(learner, make):
+        manifest, parts = learner.publish(0)
+        await learner.server.close()
+        with pytest.raises(TimeoutError, match=r"version 0 did not arrive within 1 s \(weights.install_timeout\)"):
+            await fetch(make("h0"), manifest, parts, 1.0)
+
+    run(script, tmp_path)
+
+
+def test_a_version_that_is_not_kept_is_refused_by_name(tmp_path):
+    async def script(learner, make):
+        manifest, parts = learner.publish(0)
+        for step in (1, 2, 3):
+            learner.publish(step)
+        with pytest.raises(WeightError, match="0-0 of the weights any more"):
+            await fetch(make("h0"), manifest, parts)
+
+    run(script, tmp_path)
+
+
+def test_two_hundred_versions_later_the_digest_is_the_learners(tmp_path):
+    async def script(learner, make):
+        receiver, other = make("h0"), make("h0", "g1")
+        weights, generator = tensors(0, 20_000)["w"], torch.Generator().manual_seed(2)
+        for version in range(200):
+            weights = weights + torch.randn(20_000, generator=generator).sign() * 3e-6
+            publication = learner.publisher.send(version, {"w": weights}, torch.bfloat16)
+            parts = [learner.server.offer(publication.manifest, *publication.parts)]
+            found = await fetch(receiver, publication.manifest, parts)
+        assert identity(found) == identity(publication.manifest)
+        assert torch.equal(dict(read_verified(found))["w"], weights.bfloat16())
+        assert receiver.received_bytes < 200 * publication.manifest.nbytes / 5
+        await fetch(other, publication.manifest, parts)
+
+    run(script, tmp_path)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["join", "done", "failed"])), max_size=200))
+def test_a_tree_has_no_circle_and_no_host_serves_too_many(events):
+    tree, trees = Tree(), Trees()
+    for number, what in events:
+        name, address = f"n{number}", f"tcp://n{number}:1" if number % 7 else ""
+        node = tree._nodes.get(name)
+        if what == "done":
+            tree.done(name)
+            continue
+        avoid = [node.parent and tree._nodes[node.parent].address] if node and what == "failed" else []
+        parent = tree.place(name, address, [a for a in avoid if a])
+        assert parent != address or parent == ROOT
+        assert parent not in avoid or parent == ROOT
+        trees.join(name, Join("s", address, tuple(avoid)))
+        at, seen = name, set()
+        while at != ROOT:
+            assert at not in seen
+            seen.add(at)
+            at = tree._nodes[at].parent
+        counted = Counter(n.parent for m, n in tree._nodes.items() if m != ROOT and not n.done)
+        for parent_name, count in counted.items():
+            assert parent_name == ROOT or count <= FANOUT
+
+
+def test_the_tree_is_as_deep_as_a_logarithm():
+    for hosts in (1, 2, 8, 64, 500):
+        tree = Tree()
+        for number in range(hosts):
+            tree.place(f"n{number}", f"tcp://n{number}:1")
+        depth = max(node.depth for node in tree._nodes.values())
+        assert depth <= math.ceil(math.log2(hosts + 2)) + 1

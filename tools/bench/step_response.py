@@ -1,0 +1,83 @@
+"""The controller of the trust region on a simulated plant: how it answers when drift bursts. Pure, no noise.
+
+The plant is the simplest that has what a run has: drift falls by a power of the coefficient, follows with inertia, and so many
+steps late, as staleness delays what a step changes. `limit` is not in it: that bounds a single step, whatever the coefficient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Protocol
+
+import msgspec
+
+WITHIN = 1.5
+"""Of the target: what a step counts as within it."""
+HELD, WINDOW = 5, 25
+"""Steps in a row that are within it, until a burst counts as tamed; steps of the windows whose means are compared."""
+
+
+class Controller(Protocol):
+    """A `TrustRegion`, as far as the plant sees it."""
+
+    coef: float
+
+    def measured(self, replayed: float, served: float | None) -> float: ...
+
+    def estimate(self, replayed: float) -> float | None: ...
+
+    def update(self, measured: float, above: float | None = None) -> None: ...
+
+
+class Plant(msgspec.Struct, frozen=True):
+    """Drift follows `free / (1 + coef / half)^power`, `delay` steps late, 0.3 of the way a step. What is served is `ratio` times
+    the replayed drift, and `in_burst` times once the burst has begun."""
+
+    power: float
+    half: float
+    delay: int
+    ratio: float = 1.6
+    in_burst: float = 2.4
+    calm: float = 0.4
+    """Drift without control before the burst, as a multiple of the target."""
+    burst: float = 8.0
+    """The same from then on."""
+
+
+class Response(msgspec.Struct, frozen=True):
+    """Of the steps from the burst on. `above`: with drift above 1.5 times the target. `tamed`: until five in a row are within it;
+    None: never. `worst`: largest mean of 25 steps in a row, or of all if there are fewer, over the target."""
+
+    above: int
+    tamed: int | None
+    worst: float
+
+
+def respond(
+    controller: Controller, plant: Plant, target: float, *, every: int = 1, before: int = 100, after: int = 200
+) -> Response:
+    """Run the plant for `before` calm steps and `after` with the burst; served drift is measured in one of `every` steps."""
+    coefs, drift, drifts = [controller.coef] * (plant.delay + 1), plant.calm * target, []
+    for step in range(before + after):
+        coefs.append(controller.coef)
+        calm = step < before
+        free = (plant.calm if calm else plant.burst) * target
+        drift = 0.7 * drift + 0.3 * free / (1 + coefs[-1 - plant.delay] / plant.half) ** plant.power
+        replayed = drift / (plant.ratio if calm else plant.in_burst)
+        if step % every == 0:
+            controller.update(controller.measured(replayed, drift), above=drift - replayed)
+        else:
+            controller.update(controller.measured(replayed, controller.estimate(replayed)))
+        drifts.append(drift)
+    return response([drift / target for drift in drifts[before:]])
+
+
+def response(drifts: Sequence[float]) -> Response:
+    """Of `drifts` as multiples of the target, one a step, from the burst on."""
+    within = [drift <= WITHIN for drift in drifts]
+    begun = next((at for at, good in enumerate(within) if not good), 0)
+    held = [at for at in range(begun, len(within) - HELD + 1) if all(within[at : at + HELD])]
+    size = min(WINDOW, len(drifts))
+    means = [fmean(drifts[at : at + size]) for at in range(len(drifts) - size + 1)]
+    return Response(within.count(False), held[0] if held else None, max(means, default=0.0))

@@ -1,0 +1,95 @@
+"""Causes in the choice of experts: not a number that is off, but other ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from r3async.tools.diagnose.judge import Case, Explanation
+from r3async.tools.diagnose.reference import router_of
+
+LIKELY = 0.2
+"""Share of tokens that a cause may leave unexplained."""
+
+
+def explain_choice(case: Case) -> list[Explanation]:
+    """What explains the experts that were chosen, the best first."""
+    tries = (_first(case), *_scores(case), *_layers(case), _renamed(case))
+    found = [each for each in tries if each is not None and each.left <= LIKELY]
+    return sorted(found, key=lambda each: each.left)
+
+
+def unlike(ids: Tensor, others: Tensor) -> float:
+    """Share of rows `[T, K]` whose sets differ."""
+    if ids.shape != others.shape:
+        return 1.0
+    return float((ids.sort(1).values != others.sort(1).values).any(1).float().mean())
+
+
+def _first(case: Case) -> Explanation | None:
+    if unlike(case.y, torch.arange(case.y.shape[1]).expand_as(case.y)) == 0:
+        evidence = f"every token has the experts 0 to {case.y.shape[1] - 1}"
+        return Explanation(
+            "routes not recorded", evidence, "CUDA graphs and compiled models may lose them: enforce_eager=true", 0.0
+        )
+    return None
+
+
+def _scores(case: Case) -> Iterator[Explanation]:
+    """What the files choose by, without what config.json adds to it."""
+    router: Any = router_of(case.reference.module(case.layer, "router").mlp)
+    with torch.no_grad():
+        logits = router(case.x)[0].float()
+    bias = getattr(router, "e_score_correction_bias", None)
+    scores = logits if bias is None else logits.sigmoid() + bias
+    top_k = case.y.shape[1]
+    plain = unlike(case.y, scores.topk(top_k, dim=1).indices)
+    yield Explanation(
+        "groups of experts",
+        "experts are chosen from all groups, and not from the best",
+        "compare n_group and topk_group of both",
+        plain,
+    )
+    if bias is not None:
+        without = unlike(case.y, logits.topk(top_k, dim=1).indices)
+        evidence = "experts are chosen without the bias of each, e_score_correction_bias"
+        yield Explanation(
+            "choice bias", evidence, "the bias did not arrive: it is a buffer, and float32 in any model", without
+        )
+    worst = unlike(case.y, (-scores).topk(top_k, dim=1).indices)
+    yield Explanation(
+        "order of scores", "the experts with the lowest scores are chosen", "check the sign of the scores", worst
+    )
+
+
+def _layers(case: Case) -> Iterator[Explanation]:
+    for layer in case.reference.moe_layers:
+        x = case.witness.seen.get(f"{layer}.mlp.in")
+        if layer == case.layer or x is None:
+            continue
+        _, best = case.reference.choices(layer, x, torch.float32)
+        evidence = f"the experts are those that layer {layer} chooses"
+        yield Explanation(
+            "layer order", evidence, "the columns of a route are mapped to other layers", unlike(case.y, best)
+        )
+
+
+def _renamed(case: Case) -> Explanation | None:
+    """Whether each expert stands for another one: the one that most often comes where it should."""
+    if case.y.shape != case.expected.shape:
+        return None
+    experts = int(max(case.y.max(), case.expected.max())) + 1
+    should, did = (torch.zeros(len(ids), experts).scatter_(1, ids, 1.0) for ids in (case.expected, case.y))
+    together = (should.T @ did) / should.sum(0).clamp(min=1)[:, None]
+    instead = torch.where(should.sum(0) > 0, together.argmax(1), torch.arange(experts))
+    moved = [(e, int(to)) for e, to in enumerate(instead) if e != to]
+    if not moved:
+        return None
+    named = ", ".join(f"{e} by {to}" for e, to in moved[:8])
+    fix = "names of experts or rows of the router are mapped wrongly where the checkpoint is loaded"
+    return Explanation(
+        "expert permutation", f"experts are replaced: {named}", fix, unlike(case.y, instead[case.expected])
+    )

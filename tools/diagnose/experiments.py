@@ -1,0 +1,75 @@
+"""What experiments are made of: changes of a stage of the files, tried until one gives what a witness gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from r3async.tools.diagnose.judge import Case
+from r3async.tools.diagnose.reference import Trial
+
+Change = Callable[[Trial], object]
+Found = Iterator[tuple[Change, str]]
+"""Changes to try, each with the evidence if it explains the difference."""
+
+FIX_STALE = (
+    "its weights did not arrive as they were published: restart that engine, see weights.probe_every, and compare the "
+    "names that it loads by"
+)
+FIX_CONFIG = (
+    "the two read another config.json, or another default: compare both, and generator.engine_args.hf_overrides"
+)
+FIX_MAPPING = "the names or the order of tensors are mapped wrongly where the checkpoint is loaded"
+FIX_QUANTISED = "train and generate with the same rounding, or remove the quantisation from generator.engine_args"
+
+
+class Cause(NamedTuple):
+    """`experiments` of a case that is of one of the `stages`; each costs one stage of one layer. `fix`: what to do then."""
+
+    name: str
+    stages: tuple[str, ...]
+    experiments: Callable[[Case], Found]
+    fix: str
+    fitted: bool = False
+    """Its experiment takes the weights from what was seen: it says that they are others, and not why."""
+
+
+def weights(trial: Trial, change: Callable[[Tensor], Tensor]) -> None:
+    """Change every matrix of a stage."""
+    router = getattr(trial.part, "gate", None) if trial.stage == "mlp" else None  # a stage of its own
+    others = {id(p) for p in router.parameters()} if isinstance(router, nn.Module) else set()
+    for parameter in trial.part.parameters():
+        if parameter.ndim > 1 and id(parameter) not in others:
+            parameter.data = change(parameter.data)
+
+
+def given(change: Callable[[Trial, Any], object], value: Any) -> Change:
+    """That change, with that value."""
+    return lambda trial: change(trial, value)
+
+
+def minimised(case: Case, change: Callable[[Trial, float], object], values: Iterable[float]) -> float:
+    """The value, positive, that leaves least: of `values`, then between the neighbours of the best, to six digits."""
+
+    def left(value: float) -> float:
+        return case.left(given(change, value))
+
+    tried = sorted(values)
+    lefts = [left(value) for value in tried]
+    best = lefts.index(min(lefts))
+    low, high = tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)]
+    ratio = 0.381966
+    a, b = low * (high / low) ** ratio, low * (high / low) ** (1 - ratio)
+    of_a, of_b = left(a), left(b)
+    for _ in range(28):
+        if of_a < of_b:
+            high, b, of_b = b, a, of_a
+            a = low * (high / low) ** ratio
+            of_a = left(a)
+        else:
+            low, a, of_a = a, b, of_b
+            b = low * (high / low) ** (1 - ratio)
+            of_b = left(b)
+    return tried[best] if min(lefts) <= min(of_a, of_b) else (a if of_a < of_b else b)

@@ -1,0 +1,99 @@
+"""Whether both sides mean the same by a conversation: template, tokens that end an answer, and what is trained of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from r3async.data.records import TokenTable
+from r3async.envs import Message
+from r3async.tools.diagnose.judge import Explanation, Parting
+
+CONVERSATION = (
+    Message("system", "Answer."),
+    Message("user", "What is 2 + 2?"),
+    Message("assistant", "4"),
+    Message("user", "And 3 + 3?"),
+)
+
+
+def other_tokens(start: Path, model: Path) -> Iterator[Parting]:
+    """Whether a model and the one that it was trained from render a conversation alike, and end answers with the same tokens."""
+    from r3async.rollout.chat import ChatRenderer, TemplateError
+
+    if start == model:
+        return
+    try:
+        theirs, ours = ChatRenderer.from_model(start), ChatRenderer.from_model(model)
+    except (TemplateError, OSError, ValueError):
+        return  # a model without a template is sampled from token ids
+    for messages in (CONVERSATION, CONVERSATION[1:]):
+        try:
+            ids = [renderer.encode(renderer.render(messages)) for renderer in (theirs, ours)]
+        except TemplateError:
+            continue
+        if ids[0] != ids[1]:
+            at = next((i for i, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), min(map(len, ids)))
+            evidence = (
+                f"a conversation of {len(messages)} messages has {len(ids[0])} tokens in {start}, {len(ids[1])} in {model}; the "
+                f"first difference is at {at}: {theirs.decode(ids[0][at : at + 4])!r} and {ours.decode(ids[1][at : at + 4])!r}"
+            )
+            yield _parting(
+                "tokens",
+                "template",
+                evidence,
+                "serve the model with the chat template and tokenizer it was trained with",
+            )
+            break
+    if set(theirs.stop_token_ids) != set(ours.stop_token_ids):
+        ends = sorted(theirs.stop_token_ids), sorted(ours.stop_token_ids)
+        evidence = f"answers end with {ends[0]} in {start}, and with {ends[1]} in {model}"
+        yield _parting(
+            "tokens",
+            "end of sequence",
+            evidence,
+            "compare eos_token_id in generation_config.json and the tokenizer of both",
+        )
+
+
+def other_masks(run: Path, start: Path) -> Iterator[Parting]:
+    """Whether a recorded run trains the token that ends an answer where it trains what is before it."""
+    from r3async.record.recording import RecordingError, find_steps, read_step
+    from r3async.rollout.chat import ChatRenderer, TemplateError
+
+    try:
+        files = find_steps(run)
+        ends = ChatRenderer.from_model(start).stop_token_ids
+    except (RecordingError, TemplateError, OSError, ValueError):
+        return
+    step, groups = read_step(files[-1])
+    tables = [sample.table for group in groups for trajectory in group for sample in trajectory.samples]
+    masked, seen = ends_left_out(tables, ends)
+    if masked:
+        evidence = (
+            f"in step {step.step} {masked} of {seen} answers end with a token that was sampled and is not trained"
+        )
+        yield _parting(
+            "mask",
+            "mask of the end",
+            evidence,
+            "the loss mask must cover the stop token: a policy learns there when to stop",
+        )
+
+
+def ends_left_out(tables: list[TokenTable], ends: tuple[int, ...]) -> tuple[int, int]:
+    """Answers that end with one of `ends`, which is not trained though what is before it is; and all that end so."""
+    masked = seen = 0
+    for table in tables:
+        sampled, trained = table["policy_version"] >= 0, table["loss_mask"]
+        end = sampled & np.isin(table["token_ids"], ends)
+        at = np.flatnonzero(end[1:] & sampled[:-1] & (table["turn"][1:] == table["turn"][:-1])) + 1
+        seen += int(trained[at - 1].sum())
+        masked += int((trained[at - 1] & ~trained[at]).sum())
+    return masked, seen
+
+
+def _parting(stage: str, cause: str, evidence: str, fix: str) -> Parting:
+    return Parting("engine", stage, [-1], 1.0, 0.0, 1.0, explanations=[Explanation(cause, evidence, fix, 0.0)])

@@ -1,0 +1,130 @@
+"""What a real engine and a real learner compute of the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from r3async.config import Config, ConfigError, ParallelConfig
+from r3async.data.architectures import CHOICE_BIAS
+from r3async.learner import LearnerError
+from r3async.rollout.engines import GenerationRequest
+from r3async.rollout.engines.stages import Stages
+from r3async.tools.diagnose.judge import Sampled, Witness
+from r3async.weights.publish import Publisher
+
+PROMPT, ANSWER = 64, 16
+"""Tokens of the text that is given, and of what the engine adds to it. Few: each keeps all that a model computes of it."""
+INSTALL_SECONDS = 300.0
+
+
+class EngineSide(NamedTuple):
+    witness: Witness
+    tokens: np.ndarray
+    """int32 `[T]`: the prompt, and what the engine sampled behind it."""
+
+
+def alone(config: Config) -> Config:
+    """The same on one rank, without what only training needs; and an engine whose stages can be seen."""
+    if config.generator.engine != "vllm" or config.learner.backend == "scripted":
+        raise ConfigError(
+            "r3async diagnose needs vLLM and a learner with a model: neither generator.engine nor learner.backend may be scripted"
+        )
+    replace = msgspec.structs.replace
+    args = {**config.generator.engine_args, "enforce_eager": True}
+    config = replace(config, generator=replace(config.generator, concurrency=4, engine_args=args))
+    config.algorithm.reference_kl.coef = 0.0  # or a copy of the start model would be kept
+    return replace(config, learner=replace(config.learner, parallel=ParallelConfig()))
+
+
+def learner_witness(learner: Any, tokens: np.ndarray, stale: list[str], config: Config) -> Witness:
+    """`stale`: see `Witness`. Raises `LearnerError`."""
+    stages = Stages(learner.model.causal if config.learner.backend == "torch" else learner.model)
+    try:
+        logprobs = learner.score(tokens)
+    finally:
+        seen = stages.take()
+    return Witness(
+        "learner",
+        torch.from_numpy(tokens.astype(np.int64)),
+        seen,
+        torch.from_numpy(logprobs),
+        stages.dtype,
+        config.learner.dtype,
+        stale,
+    )
+
+
+def unlike_files(tensors: Mapping[str, Tensor], directory: Path, dtype: str) -> list[str]:
+    """Tensors of a learner that are not the files' in `dtype`, to the bit."""
+    from r3async.learner.trained import checkpoint_files
+
+    files, found = checkpoint_files(directory), []
+    for name, tensor in tensors.items():
+        if name not in files:
+            continue
+        written = files[name].get_tensor(name)
+        kept = tensor.dtype if name.endswith(CHOICE_BIAS) else getattr(torch, dtype)
+        if not torch.equal(written.to(kept), tensor.cpu().to(kept)):
+            found.append(name)
+    if not any(name in files for name in tensors):
+        raise LearnerError(f"{directory}: none of its tensors has a name that the learner gives")
+    return found
+
+
+async def engine_witness(
+    engine: Any,
+    config: Config,
+    tensors: Mapping[str, Tensor],
+    prompt: np.ndarray,
+    scratch: Path,
+    *,
+    say: Callable[[str], object] = lambda line: None,
+) -> EngineSide:
+    """Of an engine that was started. It holds other weights before it holds `tensors`: what is not delivered is what it was.
+
+    Raises `EngineError` or `WeightError`. The engine must be restarted after it.
+    """
+    dtype, temperature, version = getattr(torch, config.generator.dtype), config.episode.temperature, engine.version
+    with Publisher(scratch / "published") as publisher:
+        say("other weights in vLLM, then these")
+        # Every tensor holds its own values in other places: nothing is out of range, and nothing is as it was.
+        others = {name: tensor.flip(tuple(range(tensor.ndim))) for name, tensor in tensors.items()}
+        await engine.install(publisher.publish(version + 1, others, dtype), INSTALL_SECONDS)
+        # It leaves its keys and values in the prefix cache.
+        await engine.generate(GenerationRequest("before", prompt, 1, temperature))
+        await engine.cached_from_older(prompt)
+        manifest = publisher.publish(version + 2, tensors, dtype)
+        await engine.install(manifest, INSTALL_SECONDS)
+        cached = await engine.cached_from_older(prompt)
+        say("what vLLM computes")
+        answer = await engine.generate(GenerationRequest("sampled", prompt, ANSWER, temperature))
+        tokens = np.concatenate([prompt, answer.token_ids]).astype(np.int32)
+        path = scratch / f"engine-{version + 2}.safetensors"
+        logprobs, computed = await engine.stages(tokens, path)
+        stale = [each.tensor for each in await engine.differences(manifest, INSTALL_SECONDS)]
+    routes = answer.routed_experts
+    sampled = Sampled(
+        torch.from_numpy(answer.logprobs.copy()),
+        temperature,
+        cached,
+        None if routes is None or not len(routes) else torch.from_numpy(routes.astype(np.int64)),
+    )
+    witness = Witness(
+        "engine",
+        torch.from_numpy(tokens.astype(np.int64)),
+        load_file(path),
+        torch.from_numpy(logprobs.copy()),
+        computed,
+        config.generator.dtype,
+        stale,
+        sampled,
+    )
+    return EngineSide(witness, tokens)

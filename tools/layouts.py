@@ -1,0 +1,74 @@
+"""Which layout of the learner's ranks, and which settings that trade time for memory, a model fits with on so many GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from r3async.config import Config, LearnerConfig, ParallelConfig
+from r3async.data.model_shape import ModelShape, ShapeError
+from r3async.tools.memory import GIB, RankMemory, rank_memory
+
+HEADROOM = 0.95
+"""Of a GPU's memory that a recommended layout may take: what the plan leaves out needs some."""
+
+
+def fitting(shape: ModelShape, config: Config, gpus: int) -> Iterator[tuple[LearnerConfig, RankMemory]]:
+    """Settings with which a Megatron rank fits, the fastest first as far as is known without measuring.
+
+    What costs most comes last: moments in host memory, then activations that are made again (a third of the computing), then
+    pipeline stages (idle when a step begins and ends), then tensor-parallel ranks (they exchange activations in every layer).
+    Expert-parallel ranks exchange tokens in every layer, however many they are. Optimizer state is always divided: it costs
+    nothing.
+    """
+    kinds = [(o, r) for o in (False, True) for r in ("none", "selective", "full")]
+    layouts = [(pp, tp) for pp in _divisors(gpus) for tp in _divisors(gpus // pp)]
+    experts = len(shape.moe_layers) > 0
+    for offload, recompute in kinds:
+        for pp, tp in layouts:
+            stage = gpus // pp
+            # Experts over all ranks of a stage have no copies; over fewer, ranks exchange less.
+            for ep in _divisors(stage) if experts else [1]:
+                parallel = ParallelConfig(dp=stage // tp, tp=tp, pp=pp, ep=ep)
+                if tp > config.cluster.gpus_per_node or not _divides(shape, parallel):
+                    continue
+                learner = msgspec.structs.replace(
+                    config.learner,
+                    parallel=parallel,
+                    recompute=recompute,
+                    offload_moments=offload,
+                    shard_optimizer=parallel.world > 1,
+                )
+                found = rank_memory(shape, msgspec.structs.replace(config, learner=learner))
+                if found.total <= HEADROOM * config.cluster.gpu_gib * GIB:
+                    yield learner, found
+
+
+def recommended(shape: ModelShape, config: Config) -> str:
+    """A sentence: the first that fits on the GPUs of `learner.parallel`, or on the fewest more, by doubling, up to 64 times."""
+    if config.learner.backend != "megatron":
+        return '`learner.backend` = "megatron" divides a model in more ways'
+    gpus = config.learner.parallel.world
+    for count in (gpus << n for n in range(7)):
+        for learner, memory in fitting(shape, config, count):
+            p = learner.parallel
+            told = [f"parallel = {{ dp = {p.dp}, tp = {p.tp}, pp = {p.pp}, ep = {p.ep} }}"]
+            told += [f'recompute = "{learner.recompute}"']
+            told += ["offload_moments = true"] * learner.offload_moments
+            told += ["shard_optimizer = true"] * learner.shard_optimizer
+            return f"With {count} GPU(s) this takes {memory.total / GIB:.0f} GiB each: [learner] {', '.join(told)}"
+    return f"No layout of up to {gpus << 6} such GPUs holds it"
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def _divides(shape: ModelShape, parallel: ParallelConfig) -> bool:
+    try:
+        parallel.check()
+        shape.check_divides(parallel)
+    except (ValueError, ShapeError):
+        return False
+    return True

@@ -1,0 +1,101 @@
+"""`r3async scale`: more generators for a running run, or fewer. Asked for by a file in its directory (`actors/crew.py`), and
+answered by its events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from r3async.actors.crew import Wish, write_wish
+from r3async.config import ConfigError
+from r3async.views.follow import FollowedFile, FollowedRun
+from r3async.world.real import REAL
+
+MOST = 4096
+"""Generators of a run."""
+HEARD_SECONDS = 60.0
+"""In which the command of a run answers, also while it starts Ray."""
+POLL_SECONDS = 0.2
+REFUSED, NOT_YET = 1, 3
+"""Exit codes."""
+TOLD = ("scale_waits", "generator_joined", "generator_left", "generator_refused", "generator_lost")
+"""Events that are shown."""
+
+
+def wanted_generators(words: Sequence[str]) -> int:
+    """Of `generators=N`. Raises `ConfigError`."""
+    name, equals, number = words[0].partition("=") if len(words) == 1 else ("", "", "")
+    if name != "generators" or not equals or not number.isascii() or not number.isdigit():
+        raise ConfigError(
+            f"`{' '.join(words)}`: write generators=N, for example generators=4; nothing else can be scaled"
+        )
+    if not 1 <= int(number) <= MOST:
+        raise ConfigError(f"`generators` = {number} must be 1 to {MOST:,}: a run without generators cannot train")
+    return int(number)
+
+
+def scale_run(run_dir: Path, count: int, wait: float, say: Callable[[str], object]) -> int:
+    """Ask for `count` generators, and say what becomes of it for `wait` seconds. Returns the exit code. Raises `ConfigError` if
+    nobody runs the run."""
+    if (run := _state(run_dir)).ended:
+        raise ConfigError(f"{run_dir} is not running ({run.status}): set `generator.count` where it is started again")
+    events = FollowedFile(run_dir / "events.jsonl")
+    list(events.objects())  # what was before
+    wish = Wish(count, REAL.unique())
+    write_wish(run_dir, wish)
+    if not wait:
+        say(f"{run_dir.name}: {count} generators are asked for")
+        return 0
+    answers: list[str] = []
+    for event in _until(events, answers, wait):
+        what = str(event.get("event"))
+        answers += [what] if event.get("asked") == wish.asked else []
+        if what in TOLD:
+            say(_line(event))
+        if event.get("asked") == wish.asked and what in ("scaled", "scale_refused"):
+            if what == "scale_refused":
+                say(f"{run_dir.name} has {event['generators']} generators: {event['reason']}")
+                return REFUSED
+            say(f"{run_dir.name} has {event['generators']} generators, and had {event['of']}")
+            return 0
+        if what in ("run_finished", "run_failed"):
+            say(f"{run_dir.name} ended before it had {count} generators")
+            return REFUSED
+    if not answers:
+        raise ConfigError(f"nobody answers for {run_dir}: the command that trains it does not run (any more)")
+    say(
+        f"{run_dir.name} lacks {count} generators after {wait:g} s, and continues to try (`r3async tail {run_dir.name}`)"
+    )
+    return NOT_YET
+
+
+def _state(run_dir: Path) -> FollowedRun:
+    run = FollowedRun(run_dir)
+    run.poll()
+    return run
+
+
+def _until(events: FollowedFile, answers: Sequence[str], wait: float) -> Iterator[dict[str, Any]]:
+    """Events as they come, for `wait` seconds; for `HEARD_SECONDS`, if there are no `answers` by then."""
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < wait and (answers or passed < HEARD_SECONDS):
+        yield from events.objects()
+        time.sleep(POLL_SECONDS)
+
+
+def _line(event: dict[str, Any]) -> str:
+    """In words."""
+    who = event.get("generator", "")
+    match event["event"]:
+        case "scale_waits":
+            return f"waiting for a place: {event.get('reason')}"
+        case "generator_joined":
+            return f"{who} on {event.get('host')} plays, with version {event.get('version')} of the weights"
+        case "generator_left":
+            again = event.get("leased_again") or []
+            return f"{who} has left" + (f"; others play its groups {', '.join(map(str, again))}" if again else "")
+        case "generator_refused":
+            return f"{who} cannot join: {event.get('error')}"
+    return f"{who} was lost, and is started again"

@@ -1,0 +1,113 @@
+"""What a supervised run learns: rows of the user's own as samples, in the order of steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from r3async.config import Config, ConfigError
+from r3async.data.records import Sample
+from r3async.envs.conversations import conversation_of, tools_of
+from r3async.envs.dataset import Tasks, is_dataset, settings_of
+from r3async.envs.forms import Task
+from r3async.learner.batch.planner import Cost, cost_model
+from r3async.rollout.chat import ChatRenderer, TemplateError
+from r3async.rollout.demonstrations import demonstrate
+
+
+@dataclass(frozen=True)
+class SupervisedRows:
+    """`rows`: the samples of each row; one, or several where the template rewrites history. `held_out`: those that are never
+    trained. `digest`: of the rows. Rows of a step follow from the seed and the step alone."""
+
+    rows: list[list[Sample]]
+    held_out: list[Sample]
+    digest: str
+    cost: Cost
+    seed: int
+    rows_per_step: int
+
+    @staticmethod
+    def of(config: Config, say: Callable[[str], object]) -> SupervisedRows:
+        """Rows that do not fit into `episode.max_total_tokens` are dropped, and counted. Raises `ConfigError`."""
+        if not is_dataset(config.env):
+            raise ConfigError(
+                "`data` names no rows to learn: set `data` = FILE, a directory, or the id of a dataset on the hub"
+            )
+        data, path = settings_of(config.env), Path(config.model.path)
+        tasks = Tasks(data, form=conversation_of)
+        if data.digest not in ("", tasks.digest):
+            raise ConfigError(f"`data` = {data.path!r}: the rows are not those that the run began with: put them back")
+        try:
+            renderer = ChatRenderer.from_model(path, config.episode.template_args)
+        except (TemplateError, OSError, ValueError) as error:
+            line = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ConfigError(f"`model.path` = {config.model.path!r}: its tokenizer cannot be used: {line}") from error
+        longest = min(config.episode.max_total_tokens, config.learner.max_tokens_per_micro_batch)
+        rows = _samples(tasks.train, renderer, longest, "trained", say)
+        held_out = _samples(tasks.eval, renderer, longest, "held out", say) if tasks.eval else []
+        cost = cost_model(json.loads((path / "config.json").read_text()))
+        return SupervisedRows(
+            rows, [s for row in held_out for s in row], tasks.digest, cost, config.seed, config.sft.rows_per_step
+        )
+
+    def noted(self, config: Config) -> Config:
+        """With the rows' digest, which a resumed run has to find again, and with the steps that `sft.epochs` means."""
+        steps = config.steps
+        if config.sft.epochs:
+            steps = max(1, math.ceil(config.sft.epochs * len(self.rows) / self.rows_per_step))
+        config = msgspec.structs.replace(config, steps=steps)
+        config.env = msgspec.structs.replace(config.env, args={**config.env.args, "digest": self.digest})
+        config.schedule = msgspec.structs.replace(config.schedule, minibatches_per_step=1, epochs_per_step=1)
+        return config
+
+    def of_step(self, step: int) -> list[Sample]:
+        """Step `step`, from 0: the next rows, each epoch in an order of its own."""
+        count, out = len(self.rows), []
+        first, orders = step * self.rows_per_step, dict[int, Sequence[int]]()
+        for at in range(first, first + self.rows_per_step):
+            epoch, place = divmod(at, count)
+            if epoch not in orders:
+                orders[epoch] = self._order(epoch)
+            out += [_renamed(s, f"{at}") for s in self.rows[orders[epoch][place]]]
+        return out
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        order = list(range(len(self.rows)))
+        random.Random(f"sft {self.seed} {epoch}").shuffle(order)
+        return order
+
+
+def _renamed(sample: Sample, prefix: str) -> Sample:
+    """A row that a step has twice is two samples."""
+    return Sample(f"{prefix}:{sample.sample_id}", sample.table, sample.temperature)
+
+
+def _samples(
+    tasks: Sequence[Task], renderer: ChatRenderer, longest: int, what: str, say: Callable[[str], object]
+) -> list[list[Sample]]:
+    out, shortest = [], 0
+    for number, task in enumerate(tasks):
+        try:
+            samples = demonstrate(renderer, task.messages, tools_of(task)).samples(str(number))
+        except (TemplateError, ValueError) as error:
+            raise ConfigError(f"{task.where}: {error}") from error
+        length = max(len(s.table) for s in samples)
+        if length <= longest:
+            out.append(samples)
+        shortest = min(shortest or length, length)
+    if not out:
+        raise ConfigError(
+            f"all {len(tasks)} rows are longer than `episode.max_total_tokens` = {longest}; the shortest has {shortest} tokens"
+        )
+    tokens = sum(int(s.table["loss_mask"].sum()) for row in out for s in row)
+    dropped = len(tasks) - len(out)
+    longer = f" ({dropped} longer than episode.max_total_tokens = {longest})" * bool(dropped)
+    say(f"data: {len(out)} rows are {what}, {dropped} dropped{longer}; {tokens} tokens of answers")
+    return out

@@ -1,0 +1,239 @@
+"""A plan file, and the runs that it comes to. Pure, but for reading the file and the presets that it names."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from r3async.config import Config, ConfigError, Section, did_you_mean, flat, load_command, parse_override
+from r3async.config.read import nested
+from r3async.config.section import Seed
+from r3async.record.catalogue import METRICS, metric
+
+TAKEN = {
+    "name": "each run has a name of its own",
+    "seed": "list them in `seeds`",
+    "resume": "a sweep always resumes",
+    "model.init.seed": "list them in `initial_models`",
+}
+"""Settings that a plan's runs get otherwise, and how."""
+
+
+class SweepPlan(Section):
+    """What a plan file has. Values of `settings`, `variants` and `grid` are settings, nested or by their dotted keys."""
+
+    title: str = ""
+    preset: str = "quickstart"
+    """Or a TOML file, beside the plan or where the command is typed."""
+    seeds: list[Seed] = msgspec.field(default_factory=lambda: [0, 1, 2, 3, 4])
+    initial_models: list[int | str] = msgspec.field(default_factory=list)
+    """Numbers: `model.init.seed` of models that are made. Texts: `model.path`. Empty: the preset's own model."""
+    metrics: list[str] = msgspec.field(default_factory=lambda: ["reward/mean"])
+    """What the report compares."""
+    baseline: str = ""
+    """The variant with which the others are compared; by default the first."""
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Of every run."""
+    variants: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    """By name, what a run has beside the settings."""
+    grid: dict[str, list[Any]] = msgspec.field(default_factory=dict)
+    """By setting, its values: each with each, and with each variant."""
+
+    def check(self) -> None:
+        for name, numbers in (("seeds", self.seeds), ("initial_models", self.initial_models)):
+            if len(set(map(str, numbers))) < len(numbers):
+                raise ValueError(f"`{name}` = {numbers} has one twice")
+        if not self.seeds or not self.metrics:
+            raise ValueError(f"`{'metrics' if self.seeds else 'seeds'}` is empty: name at least one")
+        if len({type(each) for each in self.initial_models}) > 1:
+            raise ValueError("`initial_models` are numbers (`model.init.seed`), or all of them texts (`model.path`)")
+        if self.baseline and self.baseline not in self.variants:
+            hint = did_you_mean(self.baseline, self.variants, f"there are: {', '.join(self.variants) or 'none'}")
+            raise ValueError(f"`baseline` = {self.baseline!r} is no variant; {hint}")
+        for name in self.metrics:
+            groups = {known.partition("/")[0] for known in METRICS if "/" in known}
+            if name.partition("/")[0] in groups and metric(name).docs == name:
+                raise ValueError(
+                    f"`metrics`: no run has {name!r}; {did_you_mean(name, METRICS, 'see docs/observing.md')}"
+                )
+        for key, values in self.grid.items():
+            if not isinstance(values, list) or not values:
+                raise ValueError(f"`grid.{key}` must be a list of values")
+
+
+class Point(NamedTuple):
+    """What of a sweep is repeated with every seed. `base`: the name of the point that it is compared with, its own for that one.
+    `settings`: those in which points differ, by dotted key."""
+
+    name: str
+    base: str
+    variant: str
+    settings: dict[str, Any]
+
+
+class PlannedRun(NamedTuple):
+    """`name`: of its directory in that of the sweep. `model`: its number among `initial_models`. `overrides`: of `preset`, as
+    `r3async train` takes them."""
+
+    name: str
+    point: str
+    seed: int
+    model: int
+    preset: str
+    overrides: list[str]
+
+    def config(self) -> Config:
+        """Raises `ConfigError` that names the run."""
+        try:
+            config = load_command(self.preset, self.overrides)
+        except ConfigError as error:
+            raise ConfigError(f"run {self.name}: {error}") from error
+        if config.model.path and any(text.startswith("model.init.seed=") for text in self.overrides):
+            raise ConfigError(
+                f"run {self.name}: `initial_models` are numbers, for models that are made, and `model.path` = "
+                f"{config.model.path!r} is one that is there: name directories in `initial_models` instead"
+            )
+        return config
+
+
+def read_plan(path: Path) -> SweepPlan:
+    """Raises `ConfigError` that names the file, the key and the fix."""
+    try:
+        data = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    names = SweepPlan.__struct_fields__
+    for key in data:
+        if key not in names:
+            hint = did_you_mean(key, names, f"valid here: {', '.join(names)}", lambda near: f"`{near}`")
+            raise ConfigError(f"{path}: unknown key `{key}`: {hint}. Settings of a run are in [settings]")
+    try:
+        plan = msgspec.convert(data, SweepPlan)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    beside = path.parent / plan.preset
+    if plan.preset.endswith(".toml") and beside.is_file():
+        plan = msgspec.structs.replace(plan, preset=str(beside))
+    try:
+        points_of(plan)
+        for run in runs_of(plan)[:1]:
+            run.config()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return plan
+
+
+def points_of(plan: SweepPlan) -> list[Point]:
+    """Each variant with each combination of the grid. Raises `ConfigError` for a setting that is not to be set here."""
+    variants = {name: _settings(f"variants.{name}", given) for name, given in plan.variants.items()} or {"": {}}
+    grid = [_values(key, values) for key, values in plan.grid.items()]
+    first = plan.baseline or next(iter(variants))
+    found = []
+    for name, given in variants.items():
+        for combination in product(*grid):
+            at = dict(combination)
+            if both := given.keys() & at.keys():
+                raise ConfigError(f"`{min(both)}` is in the grid, and in variants.{name}: leave it out of one")
+            against = (first, at) if len(variants) > 1 else (name, dict(values[0] for values in grid))
+            found.append(Point(_named(name, at), _named(*against), name, given | at))
+    return found
+
+
+def runs_of(plan: SweepPlan, overrides: Sequence[str] = ()) -> list[PlannedRun]:
+    """All runs, every point of the first seed and model before the next: what was made so far can be compared. `overrides`: over
+    the plan's settings. Raises `ConfigError`."""
+    points = points_of(plan)
+    given = _settings("settings", plan.settings)
+    over = _settings("", nested(overrides))
+    for key in over:
+        if any(key in point.settings for point in points):
+            raise ConfigError(f"`{key}` is what the plan's runs differ in: it cannot be set for all of them")
+    models: list[int | str | None] = [*plan.initial_models] or [None]
+    names = _directories([point.name for point in points])
+    runs = []
+    for (number, model), seed, point in product(enumerate(models), plan.seeds, points):
+        start = {} if model is None else {"model.init.seed" if isinstance(model, int) else "model.path": model}
+        settings = {**given, **over, **point.settings, **start, "seed": seed}
+        name = f"{names[point.name]}-s{seed}" + (f"-m{number}" if len(models) > 1 else "")
+        texts = [f"{key}={_text(key, value)}" for key, value in settings.items()]
+        runs.append(PlannedRun(name, point.name, seed, number, plan.preset, [f"name={json.dumps(name)}", *texts]))
+    return runs
+
+
+def chosen(
+    plan: SweepPlan, runs: Sequence[PlannedRun], seeds: str = "", models: str = "", only: str = ""
+) -> list[PlannedRun]:
+    """Those of the plan's runs that have one of these seeds, numbers of initial models, and variants, with commas between; empty:
+    all. Raises `ConfigError`."""
+    numbers = _among("--seeds", seeds, map(str, plan.seeds), "seed")
+    starts = _among("--models", models, map(str, range(len(plan.initial_models) or 1)), "initial model")
+    names = _among("--only", only, plan.variants, "variant")
+    wanted = {point.name for point in points_of(plan) if not plan.variants or point.variant in names}
+    return [run for run in runs if str(run.seed) in numbers and str(run.model) in starts and run.point in wanted]
+
+
+def _among(option: str, text: str, there: Iterable[str], what: str) -> list[str]:
+    """Those that an option names. Raises `ConfigError` for one that the plan lacks."""
+    known = list(there)
+    for name in text.split(",") if text else ():
+        if name not in known:
+            hint = did_you_mean(name, known, f"there are: {', '.join(known) or 'none'}")
+            raise ConfigError(f"{option} {text!r}: the plan has no {what} {name!r}; {hint}")
+    return text.split(",") if text else known
+
+
+def _settings(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """By dotted key. Raises `ConfigError` for one that a plan's runs get otherwise."""
+    found = flat(nested(given))
+    for key, how in TAKEN.items():
+        if key in found:
+            raise ConfigError(f"`{where}.{key}`: {how}" if where else f"`{key}` cannot be set for a sweep: {how}")
+    return found
+
+
+def _values(key: str, values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Of the grid: the setting with each of its values."""
+    for value in values:
+        _settings("grid", {key: value})
+    return [(key, value) for value in values]
+
+
+def _named(variant: str, grid: Mapping[str, Any]) -> str:
+    ends = [key.rpartition(".")[2] for key in grid]
+    short = [end if ends.count(end) == 1 else key for end, key in zip(ends, grid, strict=True)]
+    values = [f"{key}={_text(key, value).strip(chr(34))}" for key, value in zip(short, grid.values(), strict=True)]
+    return ", ".join([variant, *values] if variant else values) or "run"
+
+
+def _directories(names: Sequence[str]) -> dict[str, str]:
+    """A plain name for each."""
+    found: dict[str, str] = {}
+    for name in names:
+        plain = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[:80] or "point"
+        taken = found.values()
+        found[name] = next(each for each in _numbered(plain) if each not in taken)
+    return found
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    for number in range(2, 10**6):
+        yield f"{name}-{number}"
+
+
+def _text(key: str, value: Any) -> str:
+    """A value as an override has it: TOML, which JSON is, of what a setting may be. Raises `ConfigError`."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        if parse_override(f"key={text}")[1] == value:
+            return text
+    except (TypeError, ValueError):
+        pass
+    raise ConfigError(f"`{key}` = {value!r} cannot stand in a plan: put it into a TOML file, and name that as `preset`")

@@ -89,3 +89,31 @@ def test_answers_end_with_the_token_that_completes_a_stop_string(tmp_path):
         assert len(got.supports) == len(got.logprobs) == len(got.token_ids)
         ended += has[1]
     assert ended >= 3
+
+
+def test_the_last_token_that_an_answer_may_have_can_complete_a_stop_string(tmp_path):
+    """With the limit at the very token that completed one, the string ends the answer, not the limit."""
+    path = make_model(tmp_path / "model")
+
+    async def play():
+        engine = VllmEngine(str(path), dtype="float32", concurrency=16, max_model_len=128, kv_cache_gib=0.1)
+        try:
+            await engine.start()
+
+            def ask(i, limit):
+                return engine.generate(request(prompt(9, i), limit, f"r{i}-{limit}", stop=PAIRS, temperature=0.0))
+
+            free = await asyncio.gather(*(ask(i, 60) for i in range(16)))
+            free = [(i, got) for i, got in enumerate(free) if got.stop_reason == "stop"]
+            at_limit = await asyncio.gather(*(ask(i, len(got.token_ids)) for i, got in free))
+            below = await asyncio.gather(*(ask(i, len(got.token_ids) - 1) for i, got in free if len(got.token_ids) > 1))
+            return free, at_limit, below
+        finally:
+            await engine.stop()
+
+    free, at_limit, below = asyncio.run(play())
+    assert free
+    for (_, want), got in zip(free, at_limit, strict=True):
+        assert got.token_ids.tolist() == want.token_ids.tolist()
+        assert got.stop_reason == "stop"
+    assert {got.stop_reason for got in below} <= {"length"}

@@ -2,8 +2,10 @@
 
 import re
 import shlex
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from r3async.tools.submit.launch import NOT_FOUND, command_of, entrypoint
 from tests.helpers.cluster import BARE, bare_environment, beside_python, free_ports
 
 ROOT = Path(__file__).parents[2]
+AGENT_PORT = 52365  # Ray's default for the agent that takes jobs
 SMALL = [
     *("steps=1", "generator.engine=scripted", "weights.probe=false", "learner.threads=1"),
     *("schedule.groups_per_step=2", "schedule.samples_per_group=2"),
@@ -120,13 +123,18 @@ def test_rays_own_command_as_the_page_writes_it_trains(token_cluster, tmp_path):
 @pytest.mark.ray
 @pytest.mark.timeout(400)
 def test_the_slurm_script_makes_a_cluster_trains_and_leaves_nothing_behind(tmp_path):
-    """One node: no `srun`. The cluster has a token of its own, and as many CPUs as the machine."""
+    """One node: no `srun`. The cluster has a token of its own, and as many CPUs as the machine; another Ray of this host has
+    the usual port of the agent that takes jobs, or something else has it already."""
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)
     port, dashboard = free_ports(2)
     ports = {"RAY_PORT": str(port), "RAY_DASHBOARD_PORT": str(dashboard), "NODES_WAIT_S": "120"}
     script = ROOT / "docs" / "examples" / "cluster" / "slurm.sh"
     words = ["bash", str(script), "quickstart", *SMALL, "name=first"]
-    done = run(words, tmp_path, {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", **ports}, timeout=380)
+    with socket.socket() as other:
+        with suppress(OSError):
+            other.bind(("0.0.0.0", AGENT_PORT))
+            other.listen()
+        done = run(words, tmp_path, {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", **ports}, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "job slurm-7 succeeded" in done.stderr
     assert (tmp_path / "runs" / "first" / "model" / "config.json").exists()

@@ -205,8 +205,8 @@ class Jobs:
                 if time.monotonic() > deadline:
                     raise SubmitError(
                         f"{self.address} takes no jobs ({NO_AGENT!r} for {AGENT_SECONDS:.0f} s): its dashboard agent is not up. "
-                        "If another Ray runs on that host, it has the agent's port: give `ray start` another "
-                        "--dashboard-agent-listen-port"
+                        "If another Ray runs on that host, it has the agent's port: give `ray start` "
+                        "--dashboard-agent-listen-port=0"
                     ) from error
                 say("the cluster takes no jobs yet: waiting for its dashboard agent")
                 time.sleep(2.0)

@@ -35,11 +35,13 @@ finish() {
 }
 trap finish EXIT
 
-"$bin/ray" start --head --block --node-ip-address="$address" --port="$port" --dashboard-port="$dashboard" &
+# Another Ray on a host (of another job, or a run on one host) may have the usual port of the agent that takes jobs: 0 is any.
+agent=--dashboard-agent-listen-port=0
+"$bin/ray" start --head --block --node-ip-address="$address" --port="$port" --dashboard-port="$dashboard" "$agent" &
 head=$!
 if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then
   srun --nodes=$((SLURM_JOB_NUM_NODES - 1)) --ntasks=$((SLURM_JOB_NUM_NODES - 1)) --exclude="$(hostname)" \
-    "$bin/ray" start --block --address="$address:$port" &
+    "$bin/ray" start --block --address="$address:$port" "$agent" &
   workers=$!
 fi
 

@@ -56,7 +56,8 @@ class StopStrings:
         text = self._texts.get(request.request_id)
         if text is None:
             text = self._texts[request.request_id] = Text(self._text_of(), stop)
-        for token in tokens if not stopped else ():
+        # A token that ends the answer at its limit may complete a string too: then the string ended it, as vLLM says as well.
+        for token in tokens if not stopped or request.status == RequestStatus.FINISHED_LENGTH_CAPPED else ():
             found = text.add(token)
             if found is not None:
                 # As vLLM does with a stop token. A step makes one token: none follows.

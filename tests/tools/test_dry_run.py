@@ -99,6 +99,16 @@ def test_a_model_of_another_kind_is_refused_on_megatron(kind, words, tmp_path):
     judge(said, (kind, 'set it to "torch"', *ARCHITECTURES))
 
 
+@pytest.mark.parametrize(
+    ("kind", "part"), [("no_such_kind", "`no_such_kind`"), ("t5", "'t5' is no causal language model")]
+)
+def test_a_model_that_transformers_has_no_class_for_is_refused_in_a_line(kind, part, tmp_path):
+    path = described(tmp_path / "m", model_type=kind, max_position_embeddings=1024, head_dim=32)
+    said = dry_run(f"model.path={path}", "learner.backend=torch", cwd=tmp_path)
+    judge(said, (part, "`model.path`"))
+    assert len(said.stderr.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
 def test_a_model_that_engines_cannot_be_given_anew_is_refused(words, tmp_path):
     path = described(tmp_path / "m", model_type="gpt_oss", max_position_embeddings=1024, head_dim=32)

@@ -28,7 +28,8 @@ from r3async.learner.optimizer import Gradients, MasterAdamW, local, squared_nor
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learner.state import Held
 from r3async.learner.taken import Taken
-from r3async.learner.torch.model import Packed, PackedModel, load_model, read_config
+from r3async.learner.torch.described import read_config
+from r3async.learner.torch.model import Packed, PackedModel, load_model
 from r3async.learner.torch.routers import attach_replay
 
 

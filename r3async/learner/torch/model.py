@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -69,21 +68,6 @@ def _attend(
 
 
 AttentionInterface.register(ATTENTION, _attend)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The `config.json` of a Hugging Face model directory. Raises `LearnerError` if there is none that could be trained."""
-    try:
-        config = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise LearnerError(
-            f"`model.path` = {path} is not a Hugging Face model directory: config.json: {error}"
-        ) from error
-    if "quantization_config" in config:
-        raise LearnerError(
-            f"{path}: quantized weights cannot be trained; set `model.path` to the model in full precision"
-        )
-    return config
 
 
 def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:

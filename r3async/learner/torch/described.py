@@ -1,0 +1,43 @@
+"""What `config.json` alone says of a model, before the parts of transformers are imported that build one, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from r3async.learner import LearnerError
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The `config.json` of a Hugging Face model directory. Raises `LearnerError` if there is none that could be trained."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise LearnerError(
+            f"`model.path` = {path} is not a Hugging Face model directory: config.json: {error}"
+        ) from error
+    if "quantization_config" in config:
+        raise LearnerError(
+            f"{path}: quantized weights cannot be trained; set `model.path` to the model in full precision"
+        )
+    return config
+
+
+def load_config(path: Path) -> Any:
+    """What transformers makes of it. Raises `LearnerError` for a model that it does not know, or that samples no text."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        loaded = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # of many kinds: an unknown model type, numbers that do not fit
+        raise LearnerError(f"transformers cannot build it: {first_line(error)}") from error
+    if loaded.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise LearnerError(f"transformers cannot build it: {loaded.model_type!r} is no causal language model")
+    return loaded
+
+
+def first_line(error: Exception) -> str:
+    """transformers explains at length: lists of all models, commands of pip."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

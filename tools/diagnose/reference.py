@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from r3async.data.model_shape import RoutingShape, moe_geometry
 from r3async.learner import LearnerError
-from r3async.learner.torch.model import read_config
+from r3async.learner.torch.described import read_config
 from r3async.learner.torch.routers import Choices, is_choice
 
 

@@ -19,7 +19,7 @@ PLAN = Plan(["a"], [0], steps=20)
 
 def a_side(seconds: float, reached: float | None = None, **roles: float) -> Side:
     levels = {"0.6": 1.0, "0.7": reached, "0.8": None}
-    return Side(seconds, sum(roles.values()), 128 / seconds, 100.0, 0.4, 0.8, levels, roles, 0.0, 0.0)
+    return Side(seconds, sum(roles.values()), 128 / seconds, 100.0, 0.4, 0.8, 0.6, levels, roles, 0.0, 0.0)
 
 
 def test_a_level_is_reached_when_the_mean_of_eight_steps_is():
@@ -39,7 +39,7 @@ def test_ratios_are_medians_over_seeds_that_both_have():
 
 def test_the_learner_is_compared_with_a_bare_loop_and_all_else_with_a_bare_engine():
     facts = {"learner_idle": 0.1, "engine_idle": 0.2, "lag_p99_ms": 3.0}
-    side = Side(1.0, 0.8, 8.0, 100.0, 0, 0, {}, {"learner": 0.3, "engine": 0.4, "ray": 0.1}, 0.0, 0.0, facts)
+    side = Side(1.0, 0.8, 8.0, 100.0, 0, 0, 0, {}, {"learner": 0.3, "engine": 0.4, "ray": 0.1}, 0.0, 0.0, facts)
     made = own_ratios(side, bare.Engine(1000, 4.0, 9.0), bare.Learner(1000, 2.0, 2.2))
     assert made["cpu_per_token_ratio"] == pytest.approx(5e-3 / 4e-3)
     assert made["learner_cpu_ratio"] == pytest.approx(3e-3 / 2e-3)

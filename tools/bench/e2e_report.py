@@ -37,7 +37,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 class Side(msgspec.Struct, frozen=True):
     """One run. `cpu_seconds_per_step` of all its processes, `by_role` each; `seconds_to`: by reward, from the first step's
-    beginning, None if it was not reached. `others`: cores that other processes kept busy."""
+    beginning, None if it was not reached. `reward_last`: mean of the last quarter of its steps, `reward_mean` of
+    all. `others`: cores that other processes kept busy."""
 
     seconds_per_step: float
     cpu_seconds_per_step: float
@@ -45,6 +46,7 @@ class Side(msgspec.Struct, frozen=True):
     tokens_per_step: float
     reward_first: float
     reward_last: float
+    reward_mean: float
     seconds_to: dict[str, float | None]
     by_role: dict[str, float]
     others: float
@@ -124,6 +126,7 @@ def side_of(
         tokens_per_step=tokens,
         reward_first=marks[0][1],
         reward_last=fmean(reward for _, reward in marks[-max(1, len(marks) // 4) :]),
+        reward_mean=fmean(reward for _, reward in marks),
         seconds_to={str(level): seconds_to(level, began, marks) for level in REWARDS},
         by_role={role: seconds / steps for role, seconds in roles.items()},
         others=cpu.others(start, end),

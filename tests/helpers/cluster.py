@@ -13,14 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from r3async.envs.pool_worker import PR_SET_PDEATHSIG
 
 BARE = "/usr/bin:/bin"
 """A PATH on which neither r3async nor its Python is."""
-START_SECONDS = 120
+START_SECONDS, START_ATTEMPTS = 120, 3
 LIBC = ctypes.CDLL(None)
 
 
@@ -78,7 +78,25 @@ def _home() -> Iterator[Path]:
 
 @contextmanager
 def _head(home: Path, environment: dict[str, str], words: list[str]) -> Iterator[dict[str, int]]:
-    """Yields its ports."""
+    """Yields its ports. Ray gives a new node 30 s to report itself, however busy the machine is, and then ends: once more."""
+    for attempt in range(1, START_ATTEMPTS + 1):
+        head, ports = _spawn(home / str(attempt), environment, words)
+        try:
+            port = ports["port" if "--include-dashboard=false" in words else "dashboard-port"]
+            _wait(port, home / str(attempt) / "log", head)
+            break
+        except RuntimeError:
+            _end(head)
+            if attempt == START_ATTEMPTS:
+                raise
+    try:
+        yield ports
+    finally:
+        _end(head)
+
+
+def _spawn(home: Path, environment: dict[str, str], words: list[str]) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
+    home.mkdir()
     names = ["port", "dashboard-port", "ray-client-server-port", "node-manager-port", "object-manager-port"]
     names += ["dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port"]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
@@ -88,15 +106,15 @@ def _head(home: Path, environment: dict[str, str], words: list[str]) -> Iterator
         head = subprocess.Popen(
             command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=_end_with_parent
         )
-    try:
-        _wait(ports["port"] if "--include-dashboard=false" in words else ports["dashboard-port"], home / "log", head)
-        yield ports
-    finally:
-        os.killpg(head.pid, signal.SIGTERM)
-        try:
+    return head, ports
+
+
+def _end(head: subprocess.Popen[bytes]) -> None:
+    for ended_by in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(head.pid, ended_by)
+        with suppress(subprocess.TimeoutExpired):
             head.wait(5)
-        except subprocess.TimeoutExpired:
-            os.killpg(head.pid, signal.SIGKILL)
 
 
 def _end_with_parent() -> None:

@@ -37,9 +37,9 @@ def test_a_run_of_which_every_role_is_killed_trains_everything_once(untrained, t
     report = rehearse(untrained, tmp_path, roles, noise=Noise(damage=0.15))
     assert report.problems == []
     assert report.faults == dict.fromkeys(roles, 1)
-    # A generator that dies while the run starts takes it down, too, and of one that dies just before the learner does nobody
-    # hears: how many deaths were mended by themselves is a matter of moments.
-    assert report.resumed >= 2
+    # A generator that dies while the run starts takes it down, too; of one that dies just before the learner does nobody hears,
+    # nor of a conductor that dies while the run ends for the learner's death: the number of restarts is a matter of moments.
+    assert report.resumed >= 1
     assert report.trajectories == report.steps * 8
     assert report.damaged
 

@@ -58,7 +58,6 @@ def test_a_small_measurement(tmp_path):
     report = msgspec.json.decode(done.stdout.splitlines()[-1], type=Report)
     assert (report.benchmark, report.steps) == ("step", BLOCK)
     assert [way.name for way in report.ways] == list(WAYS)
-    ratios = {way.name: way.cpu.ratio for way in report.ways}
-    assert ratios["plain"] == 1
-    assert ratios["limit"] > 1
+    assert report.ways[0].cpu.ratio == 1
+    assert all(way.cpu_ms > 0 for way in report.ways)
     assert "CPU / plain" in render(report)

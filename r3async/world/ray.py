@@ -25,6 +25,10 @@ RESERVE_SECONDS = 2.0
 """Ray reserves what is free in milliseconds; what it cannot in this time, others have taken."""
 
 
+TOO_BUSY = "timed out during startup"
+"""Of what `ray.init` raises where the node did not report itself."""
+
+
 class RayRef:
     """See `world.ActorRef`."""
 
@@ -87,14 +91,7 @@ class RayActors:
                 # "local": one of its own, also where somebody has started a head on this host.
                 capacity = max(actors, os.cpu_count() or 1) + SPARE_ACTORS
                 with _bare_head():
-                    ray.init(
-                        "local",
-                        num_cpus=capacity,
-                        include_dashboard=False,
-                        logging_level="error",
-                        # Its environment is not that of an actor here: it would never be used.
-                        _system_config={"prestart_worker_first_driver": False},
-                    )
+                    _start(capacity)
         except Exception as error:
             raise ConnectionError(_not_connected(address, str(error).partition("\n")[0])) from error
         self._owns = True
@@ -259,6 +256,34 @@ def _strategy(reservation: Reservation, bundle: int) -> Any:
     assert isinstance(reservation, RayReservation)
     group, index = reservation.bundles[bundle]
     return PlacementGroupSchedulingStrategy(reservation.groups[group], index)
+
+
+def _start(capacity: int) -> None:
+    """A Ray of our own on this machine. Its node has 30 s to report itself, however busy the machine is: once more, then."""
+    import psutil
+    import ray
+
+    here = psutil.Process()
+    before = set(here.children())
+    for last in (False, True):
+        try:
+            ray.init(
+                "local",
+                num_cpus=capacity,
+                include_dashboard=False,
+                logging_level="error",
+                # Its environment is not that of an actor here: it would never be used.
+                _system_config={"prestart_worker_first_driver": False},
+            )
+            return
+        except Exception as error:
+            if last or TOO_BUSY not in str(error):
+                raise
+        # Ray leaves what it started.
+        for process in set(here.children()) - before:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name() in ("gcs_server", "raylet"):
+                    process.kill()
 
 
 @contextlib.contextmanager

@@ -54,3 +54,32 @@ def test_a_head_on_this_host_that_nothing_names_is_left_alone():
         )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) == max(3, os.cpu_count() or 1) + SPARE_ACTORS, "and not the head's 32"
+
+
+def test_a_ray_that_is_started_on_a_busy_machine_gets_a_second_chance():
+    """The first node reports itself too late; what it started is gone, and the second's actors answer."""
+    code = """if True:
+        import os, psutil, ray
+        from ray._private import services
+        from r3async.world.ray import RayActors
+
+        asked, get_node = [], services.get_node
+
+        def late(*args):
+            asked.append([p.pid for p in psutil.Process().children() if p.name() in ("gcs_server", "raylet")])
+            if len(asked) == 1:
+                raise Exception("The current node timed out during startup. This could happen because")
+            return get_node(*args)
+
+        services.get_node = late
+        RayActors().connect(None, 3)
+        first = asked[0]
+        assert len(first) == 2, first
+        assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in first)
+        assert ray.get(ray.remote(lambda: os.getpid()).remote(), timeout=100) != os.getpid()
+        """
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -42,7 +42,7 @@ class EvaluationConfig(Section):
     at_start: bool = False
     """Also before the first step."""
     episodes: PositiveInt = 32
-    """Tasks. Each is played `samples` times."""
+    """Tasks, or as many as the environment has if those are fewer. Each is played `samples` times."""
     samples: PositiveInt = 1
     """Episodes of each task. With n of them the mean reward is avg@n, and pass@k is reported for k = 1, 2, 4, … n."""
     temperature: Temperature | None = None

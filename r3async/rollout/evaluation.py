@@ -86,19 +86,19 @@ async def task_counts(factory: EnvironmentFactory | None) -> tuple[int | None, .
 def evaluation_tasks(
     env: EnvConfig, size: int | None, settings: EvaluationConfig, trained: EnvConfig | None = None
 ) -> list[EvaluationTask]:
-    """`settings.samples` episodes of each of the first `settings.episodes` tasks of the endless list that `settings.seed` stands
-    for: the longer list begins with the shorter.
+    """`settings.samples` episodes of each of the first `settings.episodes` tasks of the list that `settings.seed` stands for: the
+    longer list begins with the shorter.
 
-    `size`: of `env`, from `count_tasks`. With one, each task is posed once before any is posed again; without, task seeds are
-    numbers that training never draws. `trained`: the environment that a run trains, if there is a run. Raises `ConfigError` if
-    that poses the same tasks.
+    `size`: of `env`, from `count_tasks`. With one, there are no more tasks than that, each once: a task that is posed twice would
+    weigh twice. Without, task seeds are numbers that training never draws. `trained`: the environment that a run trains, if
+    there is a run. Raises `ConfigError` if that poses the same tasks.
     """
     refuse_trained_tasks(env, size, trained)
     if size is None:
         seeds = [evaluation_seed(settings.seed, i) for i in range(settings.episodes)]
     else:
         order = Cursor(evaluation_seed(settings.seed, 0), size)
-        seeds = [order.task_seed(i) for i in range(settings.episodes)]
+        seeds = [order.task_seed(i) for i in range(min(settings.episodes, size))]
     # Index 0 of a group would keep a preview, for nobody.
     samples = range(1, settings.samples + 1)
     return [EvaluationTask(i, sample, seed) for i, seed in enumerate(seeds) for sample in samples]

@@ -54,7 +54,7 @@ def test_rows_and_rewards_of_ones_own_are_trained_evaluated_and_told_by_name(tmp
     assert rows[-1]["data/epochs"] > 0.5
     evaluated = read_objects(tmp_path / "own" / "evaluation.jsonl")
     assert [each["step"] for each in evaluated][-1] == 3
-    assert evaluated[-1]["evaluation/episodes"] == 8
+    assert evaluated[-1]["evaluation/episodes"] == 5
     episodes = read_objects(tmp_path / "own" / "episodes.jsonl")
     assert {e["turns"][0]["user"] for e in episodes} <= {row["prompt"][0]["content"] for row in ROWS}
     write(tmp_path, ROWS[1:])

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -27,7 +27,6 @@ import msgspec
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, Secret, ServingConfig, did_you_mean, revealed
 from r3async.data.records import Trajectory
 from r3async.envs.pool import passed_on
-from r3async.rollout.agents.server import AgentServer
 from r3async.rollout.agents.session import Session
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine
@@ -37,6 +36,9 @@ from r3async.world.appending import RETRY_SECONDS
 from r3async.world.files import replace_file
 from r3async.world.real import REAL
 
+if TYPE_CHECKING:
+    from r3async.rollout.agents.server import AgentServer
+
 FUNCTION = "agent:"
 COMMAND, OUTSIDE = "agent-command", "agent-outside"
 KINDS = (COMMAND, OUTSIDE)
@@ -45,7 +47,7 @@ ENDING_SECONDS = 5.0
 """What a process may take to end after SIGTERM, before it is killed."""
 
 Play = Callable[[EpisodeTask], Awaitable[Trajectory]]
-Agent = Callable[[AgentServer, Session], Awaitable[float | None]]
+Agent = Callable[["AgentServer", Session], Awaitable[float | None]]
 """Plays one episode; returns its reward, if it knows it."""
 
 
@@ -315,6 +317,9 @@ async def agent_player(
     if agent is None and not serving.enabled:
         yield None
         return
+    # Not above: aiohttp takes a while, and commands that serve nobody import this file too.
+    from r3async.rollout.agents.server import AgentServer
+
     clock = world.clock.time
     server = AgentServer(engine, renderer, episode, serving, generator_id=generator_id, report=report, clock=clock)
     await server.start()

@@ -96,10 +96,13 @@ def missing_package(name: str) -> str:
 
 
 def numbers(row: Row) -> dict[str, float]:
-    """The figures of a row that can be drawn: no texts, no nulls, and not what counts the rows."""
+    """The figures of a row that can be drawn, also those that an environment told an evaluation: no texts, no nulls, and not what
+    counts the rows."""
+    told = [(of, value) for of, value in row.items() if of.endswith("/metrics") and isinstance(value, Mapping)]
+    inner = {f"{of}/{name}": value for of, values in told for name, value in values.items()}
     return {
         name: float(value)
-        for name, value in row.items()
+        for name, value in {**row, **inner}.items()
         if isinstance(value, (int, float)) and name not in ("step", "time")
     }
 

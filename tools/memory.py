@@ -122,10 +122,15 @@ INIT_VOCABULARY = 264
 """256 bytes and six special tokens, in eights: of a model that `model.init` makes."""
 
 
+def check_kind(config: Mapping[str, Any], name: str) -> None:
+    """Raise `ConfigError` for a `config.json` of a kind that no backend trains, whatever else is in it."""
+    kind = config.get("model_type")
+    if reason := REFUSED.get(str(kind)):
+        raise ConfigError(f"{name} cannot be trained ({kind}): {reason}. These can: {supported()}")
+
+
 def check_trained(shape: ModelShape, learner: LearnerConfig) -> None:
     """Raise `ConfigError` if the ranks of `learner.parallel` cannot share this model, or its backend not train it."""
-    if reason := REFUSED.get(shape.kind):
-        raise ConfigError(f"{shape.name} cannot be trained ({shape.kind}): {reason}. These can: {supported()}")
     if learner.backend == "megatron" and shape.kind not in ARCHITECTURES:
         raise ConfigError(
             f'`learner.backend` = "megatron" trains {supported()} and no {shape.kind} ({shape.name}): set it to "torch"'
@@ -152,7 +157,8 @@ def check_router_settings(shape: ModelShape, config: Config) -> None:
 
 
 def planned_shape(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape that a `config.json` describes. Raises `ConfigError` if its numbers are not there."""
+    """The shape that a `config.json` describes. Raises `ConfigError` if its numbers are not there, or nothing trains it."""
+    check_kind(config, name)
     try:
         return read_shape(config, name)
     except ShapeError as error:

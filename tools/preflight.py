@@ -16,13 +16,14 @@ from typing import Any
 from r3async.actors.layout import Demand, hosts_needed
 from r3async.config import Config, ConfigError, EnvConfig, bare_host, did_you_mean, environments
 from r3async.data.architectures import declared
-from r3async.data.model_shape import ShapeError, read_shape
+from r3async.data.model_shape import ShapeError, moe_geometry, read_shape
 from r3async.envs import Action, WrongEnvironment, checked_messages, checked_result
 from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import is_agent
 from r3async.rollout.episode import close_environment
 from r3async.tools.memory import (
     GPU_PARAMETERS,
+    check_kind,
     check_router_settings,
     check_trained,
     engine_memory,
@@ -113,9 +114,16 @@ def _json(path: Path, said: str) -> dict[str, Any]:
 
 
 def check_supported(config: Config) -> None:
-    """The backend trains models of that kind, on the ranks that there are. A model whose numbers are not known is not judged."""
+    """The backend trains models of that kind, on the ranks that there are. A dense model whose numbers are not known is not
+    judged."""
+    name, described = Path(config.model.path).name, _json(Path(config.model.path) / "config.json", "`model.path`")
+    check_kind(described, name)
+    try:
+        moe_geometry(described)
+    except ShapeError as error:
+        raise ConfigError(f"{name} cannot be trained: {error}") from error
     with contextlib.suppress(ShapeError):
-        shape = read_shape(_json(Path(config.model.path) / "config.json", "`model.path`"), Path(config.model.path).name)
+        shape = read_shape(described, name)
         check_trained(shape, config.learner)
         check_router_settings(shape, config)
         if shape.parameters > GPU_PARAMETERS:

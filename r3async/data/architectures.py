@@ -142,9 +142,27 @@ TORCH_ONLY: dict[str, Architecture] = {
 """What the backend `torch` alone trains, held to transformers' own model by a test like the rest. A checkpoint of it has all
 experts of a layer in one tensor, with biases, which the links between checkpoints and Megatron do not divide."""
 
+RECURRENT = (
+    *(
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "kimi_linear",
+        "nemotron_h",
+        "jamba",
+        "bamba",
+    ),
+    *("minimax", "olmo_hybrid", "recurrent_gemma", "mamba", "falcon_mamba"),
+)
+"""By `model_type`: some or all layers keep a state in place of attention."""
+
 REFUSED: dict[str, str] = {
     "deepseek_v2": "its routers take gates from scores in which groups of experts are masked, so routes cannot be replayed",
-    "qwen3_next": "its recurrent layers would mix the samples of a micro-batch",
+    "gemma2": "its attention scores are soft-capped, which packed attention does not do",
+    "phimoe": "its routers choose by a rule of their own, so routes cannot be replayed",
+    **dict.fromkeys(RECURRENT, "its recurrent layers would mix the samples of a micro-batch"),
 }
 """By `model_type`: what no backend trains, and why."""
 

@@ -29,11 +29,14 @@ class RoutingShape(msgspec.Struct, frozen=True):
 
 
 def moe_geometry(config: Mapping[str, Any]) -> tuple[RoutingShape | None, list[int]]:
-    """Routing shape and indices of the MoE layers, from a Hugging Face `config.json`; `(None, [])` for a dense model."""
+    """Routing shape and indices of the MoE layers, from a Hugging Face `config.json`; `(None, [])` for a dense model. Raises
+    `ShapeError` for a mixture that is described by other words."""
     config = config.get("text_config", config)
     experts = next((n for k in ("num_experts", "num_local_experts", "n_routed_experts") if (n := config.get(k))), 0)
     if experts < 2:
         return None, []
+    if missing := [key for key in ("num_hidden_layers", "num_experts_per_tok") if not isinstance(config.get(key), int)]:
+        raise ShapeError(f"config.json has no {missing[0]!r} that is a number, so its routes cannot be told")
     dense = set(config.get("mlp_only_layers") or ()) | set(range(config.get("first_k_dense_replace") or 0))
     step = config.get("decoder_sparse_step") or 1
     frequency = config.get("moe_layer_freq") or 1

@@ -91,7 +91,14 @@ def test_models_that_nothing_trains_are_refused_by_name(kind, words, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("kind", ["phimoe", *TORCH_ONLY])
+@pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts_per_tok"])
+def test_a_mixture_that_is_described_by_other_words_is_refused_in_a_line(key, words, tmp_path):
+    path = described(tmp_path / "m", **{"model_type": "hunyuan_v1_moe", key: None, "moe_topk": 2})
+    judge(typed("train", "quickstart", f"model.path={path}", "learner.backend=torch", *words, cwd=tmp_path), (key,))
+
+
+@pytest.mark.parametrize("kind", ["granitemoe", *TORCH_ONLY])
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
 def test_a_model_of_another_kind_is_refused_on_megatron(kind, words, tmp_path):
     path = described(tmp_path / "m", model_type=kind)

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from r3async.data.architectures import TORCH_ONLY
+from r3async.data.architectures import RECURRENT, TORCH_ONLY
 from r3async.data.model_shape import read_shape
+from r3async.learner import LearnerError
 from r3async.learner.torch.backend import TorchLearner
+from r3async.learner.torch.model import ATTENTION, PackedModel
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm
 from tests.helpers.equality import assert_equal_transformers
@@ -52,6 +55,26 @@ def test_numbers_of_the_plan_are_those_of_models_that_only_this_backend_trains(t
         path = ha.make_model(tmp_path / variant, variant)
         shape = read_shape(json.loads((path / "config.json").read_text()))
         assert shape.parameters == sum(p.numel() for p in ha.load_plain(path).parameters())
+
+
+SMALL = {
+    **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "pad_token_id": 0},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 2},
+    **{"num_experts": 8, "num_local_experts": 8},
+}
+BY_OTHER_WORDS = {"kimi_linear", "nemotron_h", "qwen3_5", "qwen3_5_moe"}
+"""Their configuration nests these numbers, or has other names for them."""
+
+
+@pytest.mark.parametrize("kind", sorted({"gemma2", "phimoe", *RECURRENT} - BY_OTHER_WORDS))
+def test_what_is_refused_by_name_this_backend_would_refuse_when_it_looks(kind):
+    known = AutoConfig.for_model(kind).to_dict()
+    config = AutoConfig.for_model(kind, **{name: value for name, value in SMALL.items() if name in known})
+    with torch.device("meta"):
+        causal = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+    why = {"gemma2": "uses soft-capping", "phimoe": "routes of this model cannot"}
+    with pytest.raises(LearnerError, match=why.get(kind, "calls attention 0 times instead of once")):
+        PackedModel(causal.eval(), config.to_dict(), longest=64)
 
 
 def test_scores_with_own_routes_sinks_and_windows_are_those_of_transformers(tmp_path):

@@ -53,7 +53,7 @@ def _attend(
     """
     name = type(module).__name__
     if attention_plan is None:
-        raise LearnerError(f"{name} is not handed the keyword arguments of the model: use learner.backend=megatron")
+        raise LearnerError(f"{name} is not handed the keyword arguments of the model, so samples would see each other")
     extras = {"a mask of its own": attention_mask, "soft-capping": softcap}
     for what, given in extras.items():
         if given is not None:

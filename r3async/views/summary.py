@@ -180,7 +180,7 @@ def headlines(summary: RunSummary) -> list[Headline]:
         ),
         Headline(
             "oldest token",
-            f"{number(oldest)} versions",
+            f"{number(oldest)} {'version' if oldest == 1 else 'versions'}",
             "no bound recorded" if bound is None else f"{bound} allowed; mean {number(age, 2)}",
             "bad" if summary.stale else "",
         ),

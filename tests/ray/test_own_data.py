@@ -1,4 +1,5 @@
-"""GRPO on rows of one's own, from the file to the metrics: Ray, vLLM and a learner, with chat prompts and two rewards."""
+"""GRPO on rows of one's own, from the file to the metrics: Ray, vLLM and a learner, with chat prompts and three rewards, one each
+in the forms of TRL and of verl."""
 
 import io
 import json
@@ -18,12 +19,27 @@ def right(completions, answer, **columns):
     """TRL's form, for chat prompts."""
     return [float(text[0]["content"].strip() == want) for text, want in zip(completions, answer)]
 
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """verl's form, for its rows."""
+    assert data_source == "sums" and extra_info["split"] == "train"
+    return float(ground_truth in solution_str)
+
 def brief(completion, answer):
     return 1 / (1 + len(completion))
 '''
+SUMS = [(a, b) for a in range(5) for b in range(5)]
 ROWS = [
-    {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a in range(5) for b in range(5)
+    {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": f"{a}+{b}="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+        "extra_info": {"split": "train", "index": index},
+        "answer": str(a + b),
+    }
+    for index, (a, b) in enumerate(SUMS)
 ]
+WEIGHTS = {"right": 1.0, "brief": 0.5, "compute_score": 0.25}
 
 
 def test_rows_and_rewards_of_ones_own_are_trained_evaluated_and_told_by_name(tmp_path, monkeypatch):
@@ -32,7 +48,7 @@ def test_rows_and_rewards_of_ones_own_are_trained_evaluated_and_told_by_name(tmp
     write(tmp_path, ROWS)
     settings = {
         "data": {"path": "sums.jsonl", "eval": 5},
-        "reward": [{"fn": "rewards.py:right"}, {"fn": "rewards.py:brief", "weight": 0.5}],
+        "reward": [{"fn": f"rewards.py:{name}", "weight": weight} for name, weight in WEIGHTS.items()],
         "schedule": {"groups_per_step": 4, "samples_per_group": 4},
         "generator": {"dtype": "float32", "kv_cache_gib": 0.25},
         "learner": {"dtype": "float32", "lr": 2e-4},
@@ -48,7 +64,8 @@ def test_rows_and_rewards_of_ones_own_are_trained_evaluated_and_told_by_name(tmp
     rows = read_objects(tmp_path / "own" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
-        assert row["reward/mean"] == pytest.approx(row["reward/right_mean"] + 0.5 * row["reward/brief_mean"])
+        parts = sum(weight * row[f"reward/{name}_mean"] for name, weight in WEIGHTS.items())
+        assert row["reward/mean"] == pytest.approx(parts)
         assert 0 < row["reward/brief_mean"] <= 0.5
         assert row["reward/brief_std"] >= 0
     assert rows[-1]["data/epochs"] > 0.5

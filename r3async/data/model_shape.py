@@ -155,19 +155,27 @@ class ModelShape(msgspec.Struct, frozen=True):
         return self.attention + self.norms + inner
 
     def of_rank(self, learner: LearnerConfig, stage: int) -> int:
-        """Parameters that a Megatron rank of pipeline stage `stage` holds: attention, dense layers, shared experts and the
-        vocabulary divided by tp, experts by ep, layers by pp; norms and routers are on every rank. Tied embeddings are on the
-        first and the last stage."""
+        """Parameters that a Megatron rank of pipeline stage `stage` holds: see `parts_of_rank`."""
+        return sum(self.parts_of_rank(learner, stage).values())
+
+    def parts_of_rank(self, learner: LearnerConfig, stage: int) -> dict[str, int]:
+        """Parameters of each part that a Megatron rank of pipeline stage `stage` holds: attention, dense layers, shared experts
+        and the vocabulary divided by tp, experts by ep, layers by pp; norms and routers are on every rank. Tied embeddings are on
+        the first and the last stage."""
         p = learner.parallel
         here = range(stage * self.layers // p.pp, (stage + 1) * self.layers // p.pp)
         moe = sum(i in self.moe_layers for i in here)
-        shared = (self.attention * len(here) + self.dense * (len(here) - moe) + self.shared_experts * moe) // p.tp
-        routers = self.router - self.shared_experts
-        total = shared + self.norms * len(here) + moe * (routers + self.experts_of_layer // p.ep)
         last, first = stage == p.pp - 1, stage == 0
         vocabulary = -(-self.vocab // p.tp) * self.hidden
-        total += vocabulary * (first + last - (self.tied and first and last))
-        return total + self.hidden * last
+        return {
+            "attention": self.attention * len(here) // p.tp,
+            "dense": self.dense * (len(here) - moe) // p.tp,
+            "shared experts": self.shared_experts * moe // p.tp,
+            "experts": self.experts_of_layer * moe // p.ep,
+            "routers": (self.router - self.shared_experts) * moe,
+            "norms": self.norms * len(here) + self.hidden * last,
+            "vocabulary": vocabulary * (first + last - (self.tied and first and last)),
+        }
 
     def check_divides(self, parallel: ParallelConfig) -> None:
         """Raise `ShapeError` if the ranks of `learner.parallel` cannot share this model."""

@@ -1,0 +1,101 @@
+"""Learners of any size and of any rank, none of whose tensors has memory, nor other ranks beside it: shapes alone are real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from r3async.config import Config
+
+
+@contextmanager
+def alone_of(world: int, rank: int) -> Iterator[None]:
+    """A process group of `world` ranks, of which this is `rank`, and no other is there: collectives change nothing."""
+    make = dist.new_group
+
+    def new_group(ranks: Any = None, *args: Any, **settings: Any) -> dist.ProcessGroup:
+        return make(ranks, *args, **{**settings, "backend": "fake"})
+
+    def gather(out: list[Any], mine: Any, *args: Any, **settings: Any) -> None:
+        out[:] = [mine] * len(out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", new_group)
+        patch.setattr(dist, "all_gather_object", gather)
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def megatron_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
+    """The learner that `MegatronLearner.load` makes on that rank. Weights are not read."""
+    from r3async.learner.megatron import backend
+
+    with alone_of(config.learner.parallel.world, rank), pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        patch.setattr(backend, "load_weights", lambda *args: None)
+        patch.setattr(backend, "checkpoint_files", lambda directory: {})
+        learner = backend.MegatronLearner.load(config, path)
+        try:
+            yield learner
+        finally:
+            learner.close()
+
+
+@contextmanager
+def torch_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
+    """The learner that `TorchLearner.load` makes on that rank."""
+    from r3async.learner.torch import backend
+    from r3async.learner.torch.model import ATTENTION
+
+    def built(source: Path, dtype: torch.dtype) -> Any:
+        with torch.device("meta"):
+            loaded = AutoConfig.from_pretrained(source, local_files_only=True)
+            return AutoModelForCausalLM.from_config(loaded, dtype=dtype, attn_implementation=ATTENTION).eval()
+
+    with alone_of(config.learner.parallel.world, rank), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "load_model", built)
+        learner = backend.TorchLearner.load(config, path)
+        try:
+            yield learner
+        finally:
+            learner.close()
+
+
+def updated(optimizer: Any) -> dict[str, int]:
+    """Bytes of its parts after the gradients of all that it trains were made, and an update: gradients are of before that."""
+    optimizer._squared_norm = lambda gradients: 1.0  # nothing has a value
+    for group in optimizer._adam.param_groups:
+        group["fused"] = False
+    for parameter in optimizer.parameters:
+        if parameter.dtype == torch.float32:
+            parameter.grad = torch.empty_like(parameter)
+        else:
+            parameter.sum().backward()  # what is below float32 is summed as it comes
+    gradients = sum(local(s.grad).nbytes for s in optimizer._sums if s.grad is not None)
+    with torch.no_grad():
+        optimizer.step()
+    states = list(optimizer.states())
+    held = {local(p).untyped_storage()._cdata for p in optimizer.parameters}
+    return {
+        "gradients": gradients,
+        "masters": sum(s["master"].nbytes for s in states if s["master"].untyped_storage()._cdata not in held),
+        "moments": sum(t.nbytes for s in states for name, t in s.items() if name.startswith("exp_avg")),
+    }
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    from r3async.learner.optimizer import local
+
+    return local(tensor.detach())

@@ -1,0 +1,111 @@
+"""What a plan says of weights, gradients and optimizer, of every preset, against the learner itself of its full size, built on each
+of its stages without memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from r3async.config import Config, load_config
+from r3async.data.model_shape import read_shape
+from r3async.tools.memory import PUBLISHED, rank_memory, shape_of
+from r3async.tools.presets import preset_paths
+from tests.helpers import architectures
+from tests.helpers.unheld import local, megatron_rank, torch_rank, updated
+
+LAYERS_WITH_ADAPTERS = 4
+"""Of a model with adapters: those of one layer of experts are some hundred tensors, and all layers are alike."""
+
+
+def described(config: Config, directory: Path) -> Config:
+    """The configuration with a model at `directory`, of which there is the `config.json`."""
+    directory.mkdir()
+    if config.model.path:
+        numbers = dict(PUBLISHED[Path(config.model.path).name])
+        if config.learner.lora.rank:
+            numbers["num_hidden_layers"] = LAYERS_WITH_ADAPTERS
+        (directory / "config.json").write_text(json.dumps(numbers))
+    else:
+        from r3async.tools.init_model import byte_tokenizer, random_model
+
+        random_model(config.model.init, byte_tokenizer()).config.save_pretrained(directory)
+    before = shape_of(config)[0]
+    config.model.path = str(directory)
+    if not config.learner.lora.rank:
+        assert shape_of(config)[0].parameters == before.parameters
+    return config
+
+
+def stages(config: Config) -> list[int]:
+    """The first and the last rank of each pipeline stage."""
+    p = config.learner.parallel
+    each = p.world // p.pp
+    return sorted({rank for stage in range(p.pp) for rank in (stage * each, (stage + 1) * each - 1)})
+
+
+@pytest.mark.parametrize("name", [path.stem for path in preset_paths()])
+def test_the_learner_of_a_preset_holds_what_the_plan_says(tmp_path, name):
+    config = described(load_config(name), tmp_path / "model")
+    learner, planned = config.learner, rank_memory(shape_of(config)[0], config)
+    build = {"megatron": megatron_rank, "torch": torch_rank}[learner.backend]
+    most: dict[str, int] = {}
+    for rank in stages(config):
+        with build(config, tmp_path / "model", rank) as made:
+            held = [local(p) for p in made.model.parameters()]
+            found = {"parameters": sum(p.numel() for p in held), "weights": sum(p.nbytes for p in held)}
+            found |= updated(made.optimizer)
+        most = {part: max(most.get(part, 0), size) for part, size in found.items()}
+    # FSDP divides each parameter's rows.
+    assert most["parameters"] == pytest.approx(planned.parameters, rel=1e-3 if learner.backend == "torch" else 0)
+    optimizer = most["gradients"] + most["masters"] + most["moments"]
+    if learner.backend == "torch" and learner.parallel.dp > 1:
+        # What FSDP puts together of layers, and a layer's gradient, is there while a pass is made.
+        optimizer += planned.optimizer - 12 * planned.parameters
+        assert most["weights"] == pytest.approx(4 * planned.parameters, rel=1e-3)
+    else:
+        assert most["weights"] == planned.weights
+    assert optimizer == pytest.approx(planned.optimizer, rel=0.002 if learner.shard_optimizer else 1e-6)
+
+
+PARTS = {
+    "embed_tokens": "vocabulary",
+    "lm_head": "vocabulary",
+    "layernorm": "norms",
+    "model.norm": "norms",
+    "q_norm": "norms",
+    "k_norm": "norms",
+    "_a_proj": "norms",  # projections to low ranks: of the attention, what is not divided
+    "self_attn": "attention",
+    ".gate.weight": "routers",
+    "shared_expert_gate": "routers",
+    "shared_expert": "shared experts",
+}
+"""What the tensors of a checkpoint belong to: the first that is in their name."""
+
+
+@pytest.mark.parametrize("variant", architectures.VARIANTS)
+@pytest.mark.parametrize("layout", [{"dp": 2, "tp": 2}, {"dp": 2, "pp": 3}, {"cp": 2, "pp": 3, "tp": 2}])
+def test_each_part_of_any_model_is_on_a_rank_as_planned(tmp_path, variant, layout):
+    kind = variant.partition("/")[0]
+    numbers = architectures.SHARED | architectures.VARIANTS[variant] | {"model_type": kind, "rms_norm_eps": 1e-6}
+    if kind == "olmoe":
+        layout = {**layout, "tp": 1}
+    numbers["num_hidden_layers"] = 6
+    (tmp_path / "config.json").write_text(json.dumps(numbers))
+    shape = read_shape(numbers)
+    ep = 2 if shape.moe_layers and layout.get("cp", 1) * layout.get("dp", 1) * layout.get("tp", 1) > 1 else 1
+    config = load_config(
+        "quickstart", [f"learner.parallel.{key}={value}" for key, value in {**layout, "ep": ep}.items()]
+    )
+    per_stage = config.learner.parallel.world // config.learner.parallel.pp
+    for rank in stages(config):
+        expected, found = shape.parts_of_rank(config.learner, rank // per_stage), dict.fromkeys(PARTS.values(), 0)
+        found |= {"experts": 0, "dense": 0}
+        with megatron_rank(config, tmp_path, rank) as made:
+            for link in made.links:
+                known = (part for word, part in PARTS.items() if word in link.names[0])
+                part = "experts" if link.expert else next(known, "dense")
+                found[part] += link.parameter.numel()
+        assert found == expected, f"rank {rank}"

@@ -35,32 +35,45 @@ def matrices(shape: ModelShape, layer: int, *, joined: bool) -> list[Matrix]:
 
 
 class Adapted(NamedTuple):
-    """Of a rank. `parameters`: of its adapters; `weights`: that have one; `largest`: of these, the one with most values."""
+    """Of a rank. `parameters`: of its adapters; `weights`: that have one; `largest`: of these, the one with most values;
+    `gradient`: values of the largest parameter that holds such a one, whose gradient is made whole."""
 
     parameters: int
     weights: int
     largest: int
+    gradient: int
+
+
+STACKED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+"""Matrices that are one parameter of a Megatron layer; so are all experts of a rank."""
 
 
 def adapted(shape: ModelShape, learner: LearnerConfig, stage: int = 0) -> Adapted:
     """With `learner.lora`; an estimate where the model has matrices of other names, such as shared experts."""
     p, sharded = learner.parallel, learner.backend == "torch"
-    parameters, weights, largest = 0, 0, 0
+    parameters, weights, largest, gradient = 0, 0, 0, 0
     for layer in range(stage * shape.layers // p.pp, (stage + 1) * shape.layers // p.pp):
+        of_parameter: dict[str, int] = {}
+        chosen = set()
         for m in matrices(shape, layer, joined=sharded):
-            router = m.name.endswith("mlp.gate")
-            named = any(names_matrix(target, m.name, router=router) for target in learner.lora.targets)
-            if not named or (router and learner.freeze_router):
-                continue
             if m.divided == "experts":
                 share = rows = columns = p.dp if sharded else p.ep
             else:  # FSDP divides the rows of all
                 rows = p.dp if sharded else p.tp if m.divided == "rows" else 1
                 columns = p.tp if m.divided == "columns" else 1
                 share = rows * columns
-            parameters += learner.lora.rank * m.copies * (m.rows // rows + m.columns // columns)
             held = m.copies * m.rows * m.columns // share
+            last = m.name.rpartition(".")[2]
+            parameter = m.name if sharded else STACKED.get(last, last)
+            of_parameter[parameter] = of_parameter.get(parameter, 0) + held
+            router = m.name.endswith("mlp.gate")
+            named = any(names_matrix(target, m.name, router=router) for target in learner.lora.targets)
+            if not named or (router and learner.freeze_router):
+                continue
+            chosen.add(parameter)
+            parameters += learner.lora.rank * m.copies * (m.rows // rows + m.columns // columns)
             weights += held
-            # One of Megatron's experts is a parameter of its own.
+            # An adapter of Megatron's is of one expert.
             largest = max(largest, held if sharded else held // max(1, m.copies // share))
-    return Adapted(parameters, weights, largest)
+        gradient = max(gradient, *(of_parameter[name] for name in chosen), 0)
+    return Adapted(parameters, weights, largest, gradient)

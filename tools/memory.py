@@ -12,8 +12,9 @@ vocabulary and two layers whole in the compute dtype, with one layer's fp32 grad
 
 The teacher of `algorithm.distillation` has weights only, divided in the same way.
 
-With `learner.lora` the weights stay, and all the rest is of the adapters, 16 bytes a parameter, and of one adapted weight: its
-gradient, and that in fp32. The start model's values of what is adapted are in host memory, in the compute dtype.
+With `learner.lora` the weights stay, and all the rest is of the adapters, 16 bytes a parameter, and of one adapted
+parameter: its gradient (all experts of a layer are one), and in fp32 that of one matrix. The start model's values of what
+is adapted are in host memory, in the compute dtype.
 
 **Activations** follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), counted for this decoder: no
 dropout, attention without a score matrix, grouped queries, gated feed-forward. Values kept for the backward pass, by
@@ -305,7 +306,7 @@ def _adapters(shape: ModelShape, learner: LearnerConfig, stage: int, width: int)
     """Values, gradients and moments of the adapters, and what it takes to make their gradients of one weight's."""
     made = adapted(shape, learner, stage)
     moments = 0 if learner.offload_moments else 8 // (min(copies(learner)) if learner.shard_optimizer else 1)
-    return (8 + moments) * made.parameters + (width + 4) * made.largest
+    return (8 + moments) * made.parameters + width * made.gradient + 4 * made.largest
 
 
 def layer_values(shape: ModelShape, index: int, *, stacked: bool = True) -> tuple[float, float]:

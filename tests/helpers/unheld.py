@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as ps
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -32,9 +33,11 @@ def alone_of(world: int, rank: int) -> Iterator[None]:
         patch.setattr(dist, "new_group", new_group)
         patch.setattr(dist, "all_gather_object", gather)
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        patch.setattr(torch.nn.Module, "to", lambda module, device: module)  # all is where it is made
         try:
             yield
         finally:
+            ps.destroy_model_parallel()
             dist.destroy_process_group()
 
 
@@ -43,7 +46,9 @@ def megatron_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
     """The learner that `MegatronLearner.load` makes on that rank. Weights are not read."""
     from r3async.learner.megatron import backend
 
+    described = backend.read_model(path)  # numbers that it computes are not shapes
     with alone_of(config.learner.parallel.world, rank), pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        patch.setattr(backend, "read_model", lambda source: described)
         patch.setattr(backend, "load_weights", lambda *args: None)
         patch.setattr(backend, "checkpoint_files", lambda directory: {})
         learner = backend.MegatronLearner.load(config, path)

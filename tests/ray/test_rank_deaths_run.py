@@ -1,4 +1,7 @@
-"""A run of which a learner's rank is killed five times: Ray, ZeroMQ, Megatron on two ranks of gloo, an engine without a model."""
+"""A run of which a learner's rank is killed five times: Ray, ZeroMQ, Megatron on two ranks of gloo, an engine without a model.
+
+`R3ASYNC_RANK_KILLS=10` kills ten, which takes some minutes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.ray.test_resume_run import check_books, events, finished_weights, run
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("local_ray")]
 
-STEPS, KILLS = 12, 5
+STEPS, KILLS = 12, int(os.environ.get("R3ASYNC_RANK_KILLS", "5"))
 EXACT = [
     "schedule.max_staleness=0",
     f"steps={STEPS}",
@@ -30,7 +33,7 @@ def ranks_of(run_dir):
     return [first, *(e["pids"] for e in events(run_dir, "ranks_restarted"))][-1]
 
 
-def test_a_run_whose_ranks_are_killed_five_times_ends_with_the_same_weights_bit_by_bit(untrained, tmp_path):
+def test_a_run_whose_ranks_are_killed_again_and_again_ends_with_the_same_weights_bit_by_bit(untrained, tmp_path):
     """And is not restarted for it, nor is a generator."""
     straight, _ = run(untrained, tmp_path, "straight", *EXACT)
     killed = tmp_path / "killed"
@@ -39,7 +42,7 @@ def test_a_run_whose_ranks_are_killed_five_times_ends_with_the_same_weights_bit_
         driver = subprocess.Popen([*command, *settings(untrained, "killed", *EXACT)], stdout=screen, stderr=screen)
     try:
         for kill in range(KILLS):
-            wait_for(lambda kill=kill: len(trained(killed)) >= 2 * kill + 1, driver, tmp_path / "screen", 300)
+            wait_for(lambda kill=kill: len(trained(killed)) >= kill + 1, driver, tmp_path / "screen", 300)
             os.kill(ranks_of(killed)[kill % 2], signal.SIGKILL)
             wait_for(
                 lambda kill=kill: len(events(killed, "ranks_restarted")) == kill + 1, driver, tmp_path / "screen", 300

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import xxhash
@@ -184,7 +185,7 @@ class TcpReceiver:
     ):
         self._world, self._clock, self._files = world, world.clock.monotonic, world.files
         self._here = world.processes.host
-        self._folder = HostFolder(directory, folder, world)
+        self._folder = HostFolder(directory, f"{folder}-{quote(self._here, safe='')}", world)
         self._identity = f"{identity}-{world.unique()[:8]}".encode()
         self._keys, self._host, self._name = keys, host, name
         self._sockets = world.sockets()

@@ -3,6 +3,9 @@ it. Nothing is allocated: tensors have shapes only."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 from r3async.config import Config, ConfigError
@@ -32,13 +35,31 @@ def check_built(config: Config, path: Path) -> None:
     from r3async.learner import LearnerError
 
     try:
-        if config.learner.backend == "megatron":
-            from r3async.learner.trained import check_model as fits
-
-            fits(path, config.learner.parallel)
-        elif config.learner.backend == "torch":
-            from r3async.learner.torch.built import check_built as built
-
-            built(config, path)
+        with _without_collections():
+            _build(config, path)
     except LearnerError as error:
         raise ConfigError(f"`model.path` = {str(path)!r}: {error}") from error
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """What torch and transformers make when they are imported stays; looking at it again and again is a sixth of the time."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
+
+
+def _build(config: Config, path: Path) -> None:
+    """Raises `LearnerError`."""
+    if config.learner.backend == "megatron":
+        from r3async.learner.trained import check_model as fits
+
+        fits(path, config.learner.parallel)
+    elif config.learner.backend == "torch":
+        from r3async.learner.torch.built import check_built as built
+
+        built(config, path)

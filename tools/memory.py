@@ -34,7 +34,8 @@ Tensor parallelism comes with sequence parallelism, and divides all of it. 1F1B 
 fp32 tensors and a mask of at most `learner.logprobs.CHUNK_ELEMENTS`; backward, one of them in fp32 and in the compute
 dtype, and the gradient of the output matrix, summed in fp32.
 
-**Temporary copies**: one bucket of gradients in fp32 while ranks sum it, and one of moments with `offload_moments`.
+**Temporary copies**: one bucket of gradients in fp32 while ranks sum it, and one of moments with `offload_moments`; with
+adapters, a parameter of the start model and what they make of it, one matrix at a time in fp32.
 **Context**: on a GPU `CONTEXT_BYTES` for CUDA, NCCL and cuBLAS, assumed: no GPU has measured it yet. What is not in it: the
 allocator's fragments, and ranks that get more than their share of routed tokens.
 
@@ -269,10 +270,11 @@ def _without_teacher(shape: ModelShape, config: Config) -> RankMemory:
         logits = _logits(shape, config) if stage == p.pp - 1 else 0
         activations = _activations(shape, config, stage)
         if learner.lora.rank:
-            optimizer, trained = _adapters(shape, learner, stage, width), adapted(shape, learner, stage).parameters
+            made = adapted(shape, learner, stage)
+            optimizer = _adapters(shape, learner, stage, width)
+            temporary = max(_temporary(learner, made.parameters), 3 * width * made.gradient + 12 * made.largest)
         else:
-            optimizer, trained = _optimizer(shape, learner, stage, held), held
-        temporary = _temporary(learner, trained)
+            optimizer, temporary = _optimizer(shape, learner, stage, held), _temporary(learner, held)
         by_stage.append(RankMemory(held, width * held, optimizer, activations, logits, temporary, context))
     return max(by_stage, key=lambda m: m.total)
 

@@ -191,7 +191,8 @@ class Adapters:
         for candidate, base, adapters in self._adapted:
             target = local(candidate.parameter.detach())
             parts = zip(candidate.held.split(base.to(target.device)), adapters, strict=True)
-            made = [part.float() if adapter is None else adapter.merged(part) for part, adapter in parts]
+            # Rounded one at a time: all experts of a layer are one parameter.
+            made = [(part if one is None else one.merged(part)).to(target.dtype) for part, one in parts]
             target.copy_(candidate.held.join(made))
 
     @contextmanager

@@ -9,6 +9,8 @@ from r3async.learner import build_learner
 from r3async.tools.adapted import adapted
 from r3async.tools.memory import rank_memory, shape_of
 from r3async.tools.plan import make_plan
+from tests.helpers import models as hm
+from tests.tools.test_plan_measured import SHAPES, peak
 
 
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
@@ -43,3 +45,16 @@ def test_a_plan_with_adapters_needs_a_part_of_the_memory():
     assert after.optimizer < before.optimizer / 4
     assert any("learner.lora" in note and "host memory" in note for note in make_plan(lora).notes)
     assert not any("learner.lora" in note for note in make_plan(full).notes)
+
+
+def test_to_merge_the_adapters_of_experts_takes_the_memory_of_the_plan(tmp_path):
+    """No more is in float32 at once than a matrix."""
+    path = hm.make_hf_model(tmp_path / "model", **SHAPES["mostly optimizer"])
+    lora = [f"model.path={path}", "learner.lora.rank=4", 'learner.lora.targets=["experts"]', "routing.replay=off"]
+    config = load_config("quickstart", [*lora, "learner.dtype=bfloat16"])
+    planned = rank_memory(shape_of(config)[0], config)
+    learner = build_learner(config, path)
+    try:
+        assert peak(learner._adapters.merge) < planned.temporary
+    finally:
+        learner.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from r3async.tools.bench.drift import Plan, Report, burst_of, phase_of, render, run, simulate, tables
-from r3async.tools.bench.jobs import BenchError
+from r3async.tools.bench.jobs import ANSWER, BenchError
 from r3async.tools.bench.step_response import Response, response
 
 
@@ -67,6 +68,50 @@ def test_without_seeds_it_is_the_simulation_alone():
     report = run(Plan([]), print)
     assert (report.phases, report.bursts) == ([], [])
     assert len(render(report).splitlines()) == 3 + len(report.simulated)
+
+
+@pytest.mark.parametrize("steps", [1, 3], ids=["in-the-middle", "before-the-last-checkpoint"])
+@pytest.mark.parametrize("interrupted", ["calm", "fixed", "soft and hard"])
+def test_an_interrupted_measurement_continues_with_the_runs_that_are_not_whole(
+    tmp_path, monkeypatch, interrupted, steps
+):
+    plan = Plan([0, 1], calm=3, burst=3, settle=0)
+    row = {
+        "rollout_kl/k3": 0.1,
+        "served_kl/k3": 0.2,
+        "served_kl/tokens": 9.0,
+        "optimizer/step_share": 1.0,
+        "rollout_kl/coef": 0.01,
+        "reward/mean": 0.5,
+    }
+    made, stops = [], {("seed-1", interrupted.replace(" ", "-"))}
+
+    def train(config, directory, *, timeout, say):
+        name = directory.parent.name, directory.name
+        file = directory / config.name / "metrics.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        first = file.read_text().count("\n") if file.exists() else 0
+        assert first in (0, plan.calm), "begun again over what was left"
+        stop = name in stops
+        for step in range(first + 1, first + 1 + steps if stop else config.steps + 1):
+            with file.open("a") as lines:
+                lines.write(json.dumps(row | {"step": step}) + "\n")
+        if stop:
+            stops.clear()
+            raise BenchError("interrupted")
+        (directory / ANSWER).write_text("null")
+        made.append(name)
+
+    monkeypatch.setattr("r3async.tools.bench.drift.train_apart", train)
+    monkeypatch.setattr("r3async.tools.init_model.init_model", lambda model, *_, **__: model.mkdir(parents=True))
+    with pytest.raises(BenchError, match="interrupted"):
+        run(plan, print, keep=tmp_path)
+    report = run(plan, print, keep=tmp_path)
+    assert len(report.bursts) == 6
+    every = [(f"seed-{seed}", way) for seed in (0, 1) for way in ("calm", "fixed", "soft", "soft-and-hard")]
+    assert made == every, "each was made to its end once"
+    assert run(plan, print, keep=tmp_path) == report
+    assert made == every
 
 
 def test_the_page_has_the_tables_of_the_report_kept_beside_it_and_they_show_what_it_says():

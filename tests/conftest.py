@@ -9,12 +9,16 @@ import os
 import sys
 import threading
 
+import hypothesis
 import psutil
 import pytest
 import pytest_asyncio
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# An example takes as long as a busy machine lets it.
+hypothesis.settings.register_profile("r3async", deadline=None)
+hypothesis.settings.load_profile("r3async")
 # A machine may have a GPU, of which a torch for CPUs knows nothing, but Ray does.
 if os.path.exists("/dev/nvidiactl") and "+cpu" in importlib.metadata.version("torch"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -16,7 +16,7 @@ RAW = [n for n, c in SCHEMA.columns.items() if not c.compressible and not c.sets
 COMPRESSIBLE = [n for n, c in SCHEMA.columns.items() if c.compressible]
 ROWS, LAYOUTS, PACKED = range(3)
 """Of what stands for a table in a body."""
-FAST = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FAST = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 
 
 def make_supports(rng: np.random.Generator, length: int, vocab_size: int = 200) -> Supports:

@@ -171,7 +171,7 @@ def run(seed: int, starts: list[tuple[str, int, int, bool, bool]]) -> Known:
     return known
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @example(seed=0, starts=[("killed", 6, 0, False, False)])  # between making the run's directory and syncing its name
 @given(seed=st.integers(0, 2**32), starts=STARTS)
 def test_a_run_resumes_from_a_whole_checkpoint_that_is_no_older_than_the_last_that_was_reported(seed, starts):

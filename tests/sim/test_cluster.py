@@ -82,7 +82,7 @@ def test_towards_the_end_of_a_run_nothing_more_is_generated() -> None:
     assert ending.engine_idle > predict(endless, steps=12, settle=4).engine_idle + 0.1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     staleness=st.integers(0, 4),
     window=st.integers(1, 6),

@@ -106,7 +106,7 @@ class Tried:
             file.close()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(steps=STEPS)
 @example(steps=[("remove_tree", "d"), ("open", "d", {"create": True}), ("remove", "d/x")])
 def test_every_call_returns_or_raises_what_the_real_one_does(tmp_path_factory, steps) -> None:
@@ -122,7 +122,7 @@ def test_every_call_returns_or_raises_what_the_real_one_does(tmp_path_factory, s
     assert disk.used == sum(len(data) for data in simulated.everything().values() if data is not None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps=STEPS, seed=st.integers(0, 2**32))
 def test_what_is_synced_survives_a_power_failure(steps, seed) -> None:
     """After a last `sync` of everything, whatever happened before; and nothing appears that never was."""
@@ -143,7 +143,7 @@ def test_what_is_synced_survives_a_power_failure(steps, seed) -> None:
     assert disk.used == sum(len(data) for data in there.values() if data is not None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps=STEPS, synced=st.integers(0, 60), seed=st.integers(0, 2**32))
 def test_the_same_seed_leaves_the_same_and_of_a_synced_file_at_least_what_was_synced(steps, synced, seed) -> None:
     left = []
@@ -338,7 +338,7 @@ def test_operations_take_their_time_and_are_observed() -> None:
     assert seen == [("create", "/run/a"), ("append", "/run/a")]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), records=st.integers(1, 30))
 def test_records_on_a_disk_that_writes_short_are_whole_and_in_order(seed, records) -> None:
     disk, files = disk_and_files(seed)

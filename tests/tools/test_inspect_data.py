@@ -254,7 +254,7 @@ def test_json_lines_hold_everything_and_give_it_back(tmp_path, monkeypatch) -> N
     assert [json.loads(x)["group_index"] for x in (tmp_path / "few.jsonl").read_text().splitlines()] == [1]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False), st.integers(-1, 2**31 - 1))
 def test_any_log_prob_and_version_come_back_exactly(tmp_path_factory, logprob: float, version: int) -> None:
     trajectory = made(0)

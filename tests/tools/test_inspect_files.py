@@ -82,7 +82,7 @@ def test_a_file_that_holds_no_message_is_one_line(tmp_path, monkeypatch, data) -
     assert len(text.splitlines()) == 1
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.data())
 def test_no_byte_that_changed_in_a_message_goes_unseen_or_ends_the_command(data) -> None:
     frames = [bytearray(frame) for frame in encode_trajectory(made(0))]
@@ -140,7 +140,7 @@ def _unseen(broken: str, how: str) -> bool:
     return broken.startswith("learner") and how == "changed"
 
 
-@settings(deadline=None, max_examples=20)  # each is written to the disk, and synchronized
+@settings(max_examples=20)  # each is written to the disk, and synchronized
 @given(st.data())
 def test_no_byte_that_changed_in_a_checkpoint_goes_unseen_or_ends_the_command(tmp_path_factory, data) -> None:
     path = write_checkpoint(Checkpoints(tmp_path_factory.mktemp("run")), 20)

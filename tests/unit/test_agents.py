@@ -18,7 +18,7 @@ from tests.helpers.serving import answer_ids, ready, renderer, until
 
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
 SETTINGS = EpisodeConfig(
-    max_turns=3, max_new_tokens=96, max_prompt_tokens=900, max_total_tokens=1000, timeout=20, retries=0
+    max_turns=3, max_new_tokens=96, max_prompt_tokens=900, max_total_tokens=1000, timeout=100, retries=0
 )
 HERE = str(Path(__file__).parents[2])
 

@@ -78,7 +78,7 @@ async def steps(arrivals: list[list[int]], window: int, tokens: int, ahead: bool
     return trained, lane
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     late=st.lists(st.integers(0, 4), min_size=16, max_size=16),
     cuts=st.lists(st.integers(0, 16), min_size=9, max_size=9).map(sorted),

@@ -111,7 +111,7 @@ def test_unknown_estimators_are_refused_when_the_config_is_read():
         load_config("quickstart", ["algorithm.rollout_kl.estimator=k4"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.floats(-30, 30), st.floats(0.01, 1e4))
 def test_one_token_counts_no_more_than_its_limit_and_its_gradient_stays(delta, limit):
     """Against k3 in float64, cut and continued by hand."""

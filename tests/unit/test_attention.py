@@ -28,7 +28,7 @@ def dense(query, key, value, scale, sinks, window):
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     sinks=st.booleans(),

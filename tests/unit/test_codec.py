@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from r3async.transport import codec
 from r3async.transport.codec import WireError
 
-FAST = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FAST = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 
 
 @FAST

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, EvaluationConfig
@@ -215,7 +215,6 @@ def test_the_number_that_a_text_says(text, said):
     assert last_number(text) == said
 
 
-@settings(deadline=None)
 @given(
     st.integers(-(10**9), 10**9),
     st.sampled_from(["{}", r"\boxed{{{}}}", "so\n#### {}", "it is {:,}."]),

@@ -6,7 +6,7 @@ import sys
 import types
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.checkpoint.resume import check_settings
@@ -115,7 +115,6 @@ nested = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(names, nested, max_size=4))
 def test_every_dotted_name_of_a_row_is_found_and_filled_in(row):
     for name in names_of(row):
@@ -128,7 +127,6 @@ def test_every_dotted_name_of_a_row_is_found_and_filled_in(row):
             assert fill(f"<{{{name}}}>{{{{{name}}}}}", row, "here") == f"<{value}>{{{name}}}"
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_a_text_without_names_is_no_template_but_for_double_braces(text):
     plain = text.replace("{", "").replace("}", "")
@@ -139,7 +137,6 @@ def test_a_text_without_names_is_no_template_but_for_double_braces(text):
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.permutations(range(30)), st.sampled_from([0.1, 0.5, 3, 29]))
 def test_the_parts_are_disjoint_and_do_not_depend_on_the_order(tmp_path_factory, order, share):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"

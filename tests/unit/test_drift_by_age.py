@@ -23,7 +23,7 @@ def sums_of(tokens) -> np.ndarray:
     return drift_sums(*columns, *(torch.tensor(x, dtype=torch.int64) for x in (ages, turns, positions))).numpy()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TOKENS, st.integers(0, 30))
 def test_means_are_those_of_single_tokens_however_they_are_divided(tokens, cut):
     def result(part):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import EpisodeConfig
@@ -121,7 +121,6 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(steps)
 def test_rows_equal_a_position_by_position_reference(history):
     builders, references = [SampleBuilder(SHAPE)], [Reference()]
@@ -182,7 +181,6 @@ class Recorded:
 turns = st.lists(st.tuples(st.integers(0, 9), calls.filter(lambda call: call.sampled)), min_size=1, max_size=6)
 
 
-@settings(deadline=None)
 @given(turns)
 def test_whole_episodes_equal_a_position_by_position_reference(told):
     engine = Recorded([call for _, call in told])

@@ -5,7 +5,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, EvaluationConfig, ServingConfig
@@ -88,7 +88,6 @@ async def test_an_environment_without_such_a_policy_is_named():
         await evaluate_without_model(EnvConfig(name="mine"), Mute, "oracle", EvaluationConfig(episodes=1), max_turns=1)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 3), st.integers(1, 120))
 def test_evaluation_poses_each_of_a_number_of_tasks_once_at_most(size, seed, episodes):
     seeds = [task.task_seed for task in evaluation_tasks(REVERSE, size, EvaluationConfig(episodes=episodes, seed=seed))]
@@ -98,7 +97,6 @@ def test_evaluation_poses_each_of_a_number_of_tasks_once_at_most(size, seed, epi
     assert [task.task_seed for task in longer[: len(seeds)]] == seeds
 
 
-@settings(deadline=None)
 @given(st.integers(1, 9), st.data())
 def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_with_one_that_passes(n, data):
     passed, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))

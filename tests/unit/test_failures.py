@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import EpisodeConfig
@@ -116,7 +116,6 @@ ends_of_runs = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(ends_of_runs, st.sampled_from([0.0, 0.05, 0.2, 1.0]))
 def test_it_stops_exactly_when_the_share_of_recent_tasks_is_over_the_limit(ends, limit):
     failures = TaskFailures(limit, 3)
@@ -131,7 +130,6 @@ def test_it_stops_exactly_when_the_share_of_recent_tasks_is_over_the_limit(ends,
             assert failures.too_many(who) == (share > allowed + 1e-9), (share, allowed)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 30), st.dictionaries(st.integers(0, 29), st.integers(0, 100), max_size=12), st.integers(0, 9))
 def test_no_group_poses_a_quarantined_task_and_what_was_leased_before_stays(size, quarantined, seed):
     quarantined = {task: group for task, group in quarantined.items() if task < size}

@@ -69,7 +69,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(moves)
 def test_exactly_the_weights_of_the_learners_own_past_may_have_sampled_what_it_trains(moves: Any) -> None:
     history = History()

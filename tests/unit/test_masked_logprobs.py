@@ -27,7 +27,7 @@ def case(vocab_size: int, tokens: int, seed: int):
     return *floats, torch.from_numpy(targets), torch.from_numpy(0.5 + rng.random(tokens)), dense, sets
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from([1, 2, 8, 33, 300]), st.integers(0, 9), st.integers(0, 999), st.integers(1, 4), st.booleans())
 def test_renormalised_over_the_support_as_a_dense_softmax_is(vocab_size, tokens, seed, chunk, entropy_gradient):
     hidden, matrix, targets, temperatures, dense, sets = case(vocab_size, tokens, seed)

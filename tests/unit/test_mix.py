@@ -27,7 +27,7 @@ WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
 # -- the order ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WEIGHTS, st.integers(0, 5000), st.integers(1, 300))
 def test_any_stretch_of_groups_has_each_environment_s_share(weights, start, length):
     order = Order(weights)
@@ -39,7 +39,7 @@ def test_any_stretch_of_groups_has_each_environment_s_share(weights, start, leng
         assert abs(found - share * length) <= 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(WEIGHTS, st.integers(0, 100), st.data())
 def test_each_environment_has_tasks_and_epochs_of_its_own(weights, seed, data):
     sizes = data.draw(st.lists(st.none() | st.integers(1, 7), min_size=len(weights), max_size=len(weights)))

@@ -13,7 +13,7 @@ from r3async.data.records import SCHEMA, Sample, SchemaError, TokenTable, Trajec
 from r3async.data.routes import CHUNK, route_dtype, sorted_columns
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 
-FAST = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FAST = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 
 
 def routes(tokens: int, layers: int, top_k: int, experts: int, seed: int = 0) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.data.records import Sample
@@ -14,7 +14,6 @@ def make_samples(lengths):
     return [Sample(f"s{i}", make_table(n, seed=i, schema=EXTRA), 0.5 + i) for i, n in enumerate(lengths)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(9, 30), st.integers(1, 5))
 def test_packed_rows_are_the_samples_rows_with_positions_from_zero(lengths, cap, ranks):
     samples = make_samples(lengths)

@@ -21,7 +21,6 @@ def costs_of(planned, lengths, cost):
     return np.asarray([[each[m].sum() for m in mine] for mine in planned])
 
 
-@settings(deadline=None)
 @example([], 100, 3, COSTS[0])
 @example([0, 0], 100, 3, COSTS[1])
 @example([100], 100, 64, COSTS[1])
@@ -39,7 +38,6 @@ def test_every_sample_once_no_cap_exceeded_equal_counts_and_always_the_same(leng
     assert planned == plan(lengths, max_tokens=cap, ranks=ranks, cost=cost)
 
 
-@settings(deadline=None)
 @given(some_lengths, st.integers(1, 9), costs, st.randoms())
 def test_the_order_of_samples_is_of_no_account(lengths, ranks, cost, chance):
     shuffled = lengths.copy()
@@ -51,7 +49,6 @@ def test_the_order_of_samples_is_of_no_account(lengths, ranks, cost, chance):
     assert one == other
 
 
-@settings(deadline=None)
 @given(some_lengths, st.integers(1, 9), costs)
 def test_no_plan_is_better_than_the_bounds(lengths, ranks, cost):
     planned = plan(lengths, max_tokens=128, ranks=ranks, cost=cost)
@@ -67,7 +64,7 @@ def every_plan(n, slots):
     return itertools.product(range(slots), repeat=n)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), costs, st.sampled_from([(2, 1), (2, 2), (3, 1)]))
 def test_bounds_hold_for_every_plan_there_is(lengths, cost, shape):
     """By enumeration of all ways to put up to six samples in up to four micro-batches."""

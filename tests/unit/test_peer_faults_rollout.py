@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.data.model_shape import RoutingShape
@@ -175,7 +175,6 @@ def random_table(length: int, seed: int, schema: Schema, dtype: int) -> TokenTab
     return TokenTable(columns, schema)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.floats(0, 1), st.integers(0, 1)), min_size=1, max_size=5),
     st.sampled_from([SCHEMA, ADDED]),

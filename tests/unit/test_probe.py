@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import load_config
@@ -68,7 +68,6 @@ def sampled_of(seed: int, temperature: float, reported_at: float):
     return SampledProbe(positions, tokens, reported, plain), scores
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([0.3, 0.7, 1.0, 1.5]))
 def test_what_is_sampled_is_compared_at_the_runs_temperature_though_no_one_knew_the_token(seed, temperature):
     sampled, scores = sampled_of(seed, temperature, temperature)

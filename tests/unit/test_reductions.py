@@ -38,7 +38,7 @@ def reduced(
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), masks=masks_strategy)
 def test_weights_against_means(reduction, data, masks):
     arrays = [np.asarray(m, bool) for m in masks]

@@ -95,7 +95,7 @@ def visit(shape, path):
     return state, run.oldest, [] if run.done else moves, run.done
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.builds(
         Shape,

@@ -194,7 +194,7 @@ def test_every_rank_makes_the_same_share(two_ranks, model_path, backend):
     assert one["optimizer/step_share"] < 1
 
 
-@examples(max_examples=60, deadline=None)
+@examples(max_examples=60)
 @given(st.floats(0, 0.5), st.floats(0.001, 2), st.floats(0, 1), st.sampled_from([0.5, 1.0, 2.0]))
 def test_the_line_search_ends_within_the_limit_or_at_the_least(start, growth, at, power):
     tried: list[float] = []
@@ -224,7 +224,7 @@ def test_drift_without_the_step_is_asked_for_only_where_the_step_is_too_far():
     assert shortest(lambda share: 0.4 * share, 0.5, never) == (1.0, 0.4)
 
 
-@examples(max_examples=30, deadline=None)
+@examples(max_examples=30)
 @given(
     st.lists(st.floats(LEAST, 1), min_size=1, max_size=4),
     st.floats(0, 0.3),
@@ -262,7 +262,7 @@ def test_a_shortened_step_is_the_step_of_a_smaller_learning_rate(shares, decay, 
 # -- which episodes ------------------------------------------------------------------------------------------------------
 
 
-@examples(max_examples=60, deadline=None)
+@examples(max_examples=60)
 @given(st.lists(st.integers(1, 400), min_size=2, max_size=60), st.floats(0.01, 0.3), st.booleans())
 def test_the_share_is_kept_and_the_choice_is_that_of_the_names(tokens, share, bounded):
     region = SimpleNamespace(probe_share=share, bound=0.1 if bounded else None, bounds_served=bounded)

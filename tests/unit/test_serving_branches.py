@@ -40,7 +40,7 @@ request_strategy = st.fixed_dictionaries(
     rows=st.sampled_from(["auto", "stepwise"]),
     template=st.sampled_from(list(RENDERERS)),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_rows_are_what_the_engine_saw_and_each_sampled_token_is_trained_once(requests, rows, template):
     asyncio.run(_play(requests, rows, RENDERERS[template]))
 
@@ -57,7 +57,7 @@ class Afresh(Session):
     rows=st.sampled_from(["auto", "stepwise"]),
     template=st.sampled_from(list(RENDERERS)),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_a_conversation_that_is_continued_gives_what_one_begun_afresh_gives(requests, rows, template):
     # Each says something of its own: of two conversations with equal texts and other tokens, either may be continued.
     requests = [

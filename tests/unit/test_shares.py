@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.checkpoint.tensors import Place
@@ -41,7 +41,6 @@ def interleaved(groups: int, widths: list[int], columns: int):
     return join(whole), whole, Held(places, split, join)
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 4), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 6), st.sampled_from([4, 16])
 )

@@ -25,7 +25,7 @@ def sets_of(dense: np.ndarray) -> Supports:
     return Supports.of_bits(np.packbits(dense, axis=1, bitorder="little"), dense.shape[1])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SIZES, SHARES, st.integers(0, 99))
 def test_bytes_hold_exactly_the_sets_whatever_is_done_to_them(vocab_size, shares, seed):
     rng = np.random.default_rng(seed)
@@ -78,7 +78,6 @@ def test_a_token_of_top_p_takes_at_most_34_bytes():
     assert len(sets.encode()) / len(sets) <= 34
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=40), st.integers(0, 12))
 def test_any_bytes_are_sets_that_can_be_read_or_are_refused(data, length):
     try:

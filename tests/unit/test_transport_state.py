@@ -14,7 +14,7 @@ from r3async.transport.outbox import DAMAGED_TIMES, MOST, Outbox, Pending
 from tests.helpers.transport import make_trajectory
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     window=st.integers(1, 3),
     steps=st.integers(1, 5),
@@ -108,7 +108,7 @@ def test_without_free_bytes_on_the_disk_only_the_window_is_taken():
     assert not capacity.lacks_only_disk(5)  # it lacks memory, too
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.sampled_from("xyz")), max_size=40))
 def test_ledger_against_sets(steps):
     ledger = Ledger()
@@ -206,7 +206,7 @@ def test_outbox_sends_small_ones_together_and_a_large_one_alone():
     assert len(outbox.ready(OPEN, 10**9)) == wire.MOST_TOGETHER
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_outbox_keeps_each_until_it_is_settled_and_counts_what_is_in_flight(data):
     outbox = Outbox()

@@ -115,7 +115,7 @@ def name_of(group: int, episode: int, rng: random.Random) -> str:
     return rng.choice([trajectory_name(group, episode)] * 6 + [trajectory_name(group + 1, episode), f"x{episode}", "g"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rng=st.integers(0, 2**32).map(random.Random), actions=st.integers(1, 60))
 def test_what_senders_make_a_learner_hold_is_bounded_whatever_they_claim(rng, actions):
     """Any deliveries of many senders: wrong groups, sizes and names, one trajectory by several, the window's over and over."""

@@ -30,7 +30,7 @@ from tests.helpers.transport import (
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_the_frames_of_each_come_out_of_a_message_of_several(data):
     """Of any sizes, from nothing on; also in a buffer at an odd address, as ZeroMQ hands it out."""

@@ -45,14 +45,14 @@ def pairs(draw):
     return before.tobytes(), after.tobytes()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(pairs())
 def test_a_block_becomes_what_it_was_made_of(pair):
     before, after = pair
     assert bytes(decode_block(before, record_of(before, after))) == after
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(pairs(), st.data())
 def test_a_record_that_is_torn_or_changed_is_refused_or_harmless(pair, data):
     before, after = pair

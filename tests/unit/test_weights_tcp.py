@@ -276,7 +276,7 @@ def test_two_hundred_versions_later_the_digest_is_the_learners(tmp_path):
     run(script, tmp_path)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["join", "done", "failed"])), max_size=200))
 def test_a_tree_has_no_circle_and_no_host_serves_too_many(events):
     tree, trees = Tree(), Trees()

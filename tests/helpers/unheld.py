@@ -18,6 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from r3async.config import Config
 
 
+def end_groups() -> None:
+    """Those of a learner of another module that was not closed: a process has one default group."""
+    if dist.is_initialized():
+        ps.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
 @contextmanager
 def alone_of(world: int, rank: int) -> Iterator[None]:
     """A process group of `world` ranks, of which this is `rank`, and no other is there: collectives change nothing."""
@@ -32,13 +39,13 @@ def alone_of(world: int, rank: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", new_group)
         patch.setattr(dist, "all_gather_object", gather)
+        end_groups()
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         patch.setattr(torch.nn.Module, "to", lambda module, device: module)  # all is where it is made
         try:
             yield
         finally:
-            ps.destroy_model_parallel()
-            dist.destroy_process_group()
+            end_groups()
 
 
 @contextmanager

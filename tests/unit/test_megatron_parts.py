@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from megatron.core import parallel_state
 
 from r3async.config import ParallelConfig
 from r3async.learner import LearnerError
@@ -21,6 +20,7 @@ from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.trained import read_model
 from tests.helpers import models as hm
 from tests.helpers.learner import settings
+from tests.helpers.unheld import end_groups
 
 
 def test_rms_norm_and_its_gradient_equal_torch():
@@ -39,9 +39,7 @@ def test_rms_norm_and_its_gradient_equal_torch():
 
 
 def test_process_groups_of_the_same_ranks_are_one():
-    if torch.distributed.is_initialized():  # another module's learner was not closed
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+    end_groups()
     layout = parallel.start(ParallelConfig(), torch.device("cpu"))
     made = len(layout.made)
     layout.close()

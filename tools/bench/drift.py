@@ -133,7 +133,7 @@ def configure(plan: Plan, seed: int, model: Path | None, way: Sequence[str] = ()
 
 def run(plan: Plan, say: Say, *, keep: Path | None = None) -> Report:
     """Simulate, and make the runs of each seed. With `keep`, runs are made in that directory and stay. Those that it has are not
-    made again; those that were interrupted begin again. Raises `BenchError`."""
+    made again; those that were interrupted start again. Raises `BenchError`."""
     bursts: list[Burst] = []
     rows: dict[str, list[list[dict[str, Any]]]] = {"calm": [], "burst": []}
     with tempfile.TemporaryDirectory(prefix="r3async-drift-") as scratch:

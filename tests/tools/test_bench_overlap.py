@@ -9,10 +9,18 @@ import pytest
 
 from r3async.config import Config, to_toml
 from r3async.record.timeline import Timeline
-from r3async.tools.bench.jobs import BenchError
+from r3async.tools.bench.jobs import ANSWER, BenchError
 from r3async.tools.bench.overlap import Plan, configure, predict_all, run
 from tests.sim.test_capacity import row
 
+FIGURES = {
+    "learner/wait_seconds": 1.0,
+    "generator/engine_idle_share": 0.5,
+    "staleness/max": 1,
+    "staleness/mean": 0.5,
+    "weights/update_seconds": 0.3,
+    "reward/mean": 0.5,
+}
 PLAN = Plan([0, 1], steps=12, settle=4, groups_per_step=2, samples_per_group=2)
 
 
@@ -49,3 +57,33 @@ def test_every_bound_is_predicted_from_the_run_with_one(tmp_path: Path) -> None:
 def test_a_prediction_needs_the_run_that_it_is_calibrated_on(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="calibrated on S = 1"):
         run(Plan([0, 2]), print, keep=tmp_path, predicting=True)
+
+
+def test_an_interrupted_measurement_continues_with_the_runs_that_are_not_whole(tmp_path, monkeypatch):
+    made: list[str] = []
+    stops = [12, 5]  # S = 0 is killed after its last step, and then S = 1 in the middle
+
+    def train(config: Config, directory: Path, **_: object) -> None:
+        directory.mkdir()
+        write_run(directory / config.name, config)
+        file = directory / config.name / "metrics.jsonl"
+        rows = [FIGURES | msgspec.json.decode(line) for line in file.read_bytes().splitlines()]
+        name = directory.name
+        if stops and name not in made:
+            made.append(name)
+            file.write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in rows[: stops.pop(0)]))
+            raise BenchError("interrupted")
+        file.write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in rows))
+        (directory / ANSWER).write_text("null")
+        made.append(name)
+
+    monkeypatch.setattr("r3async.tools.bench.overlap.train_apart", train)
+    monkeypatch.setattr("r3async.tools.init_model.init_model", lambda model, *_, **__: model.mkdir())
+    for _ in range(2):
+        with pytest.raises(BenchError, match="interrupted"):
+            run(PLAN, print, keep=tmp_path)
+    report = run(PLAN, print, keep=tmp_path)
+    assert [r.max_staleness for r in report.runs] == [0, 1]
+    assert made == ["s0", "s0", "s1", "s1"]
+    assert run(PLAN, print, keep=tmp_path) == report
+    assert made == ["s0", "s0", "s1", "s1"], "a whole run is not made again"

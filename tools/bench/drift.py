@@ -21,9 +21,9 @@ import msgspec
 from r3async.config import Config, RolloutKLConfig, load_config
 from r3async.learner.figures import AGES, MEASURED_DRIFT, SERVED_DRIFT
 from r3async.learner.losses.drift import TrustRegion
-from r3async.tools.bench.jobs import ANSWER, BenchError, Say, table
+from r3async.tools.bench.jobs import BenchError, Say, table
 from r3async.tools.bench.step_response import Plant, Response, respond, response
-from r3async.tools.bench.training import metrics_of, train_apart
+from r3async.tools.bench.training import is_made, metrics_of, train_apart
 
 TIMEOUT = 1200.0
 EVERY = (1, 4)
@@ -156,29 +156,18 @@ def _runs(plan: Plan, seed: int, place: Path, say: Say) -> tuple[list[dict[str, 
         init_model(model, configure(plan, seed, None, burst=False), progress=say)
     probing = plan.ways()["fixed"]
     calm = configure(plan, seed, model, probing, burst=False)
-    if not _made(calm, place / "calm"):
+    if not is_made(calm, place / "calm"):
         say(f"seed {seed}: {plan.calm} calm steps")
         train_apart(calm, place / "calm", timeout=TIMEOUT, say=say)
     before, after = _checked(metrics_of(calm, place / "calm"), plan.calm), {}
     for name, way in plan.ways().items():
         directory, config = place / name.replace(" ", "-"), configure(plan, seed, model, way, burst=True)
-        if not _made(config, directory):
+        if not is_made(config, directory):
             say(f"seed {seed}, {name}: {plan.burst} steps with {plan.factor:g} times the learning rate")
             shutil.copytree(place / "calm" / calm.name, directory / config.name, symlinks=True)
             train_apart(config, directory, timeout=TIMEOUT, say=say)
         after[name] = _checked(metrics_of(config, directory), plan.calm + plan.burst)[plan.calm :]
     return before, after
-
-
-def _made(config: Config, directory: Path) -> bool:
-    """Whether the run of `config` is in `directory`, to its end. What an interrupted one left is removed, as another would
-    continue it. Metrics alone do not tell: a run that was killed before its last checkpoint may have all of them."""
-    if not directory.is_dir():
-        return False
-    if (directory / ANSWER).is_file() and len(metrics_of(config, directory)) >= config.steps:
-        return True
-    shutil.rmtree(directory)
-    return False
 
 
 def _checked(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:

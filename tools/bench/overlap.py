@@ -18,7 +18,7 @@ import msgspec
 from r3async.config import Config, config_from_dict, load_config, to_dict
 from r3async.schedule.admission import age_bound
 from r3async.tools.bench.jobs import BenchError, Say, table
-from r3async.tools.bench.training import metrics_of, train_apart
+from r3async.tools.bench.training import is_made, metrics_of, train_apart
 from r3async.tools.simulate.calibrate import calibrate
 from r3async.tools.simulate.cluster import predict
 from r3async.tools.simulate.model import Model
@@ -135,8 +135,9 @@ def configure(plan: Plan, max_staleness: int, model: Path | None = None) -> Conf
 
 
 def run(plan: Plan, say: Say, *, keep: Path | None = None, predicting: bool = False) -> Report:
-    """Make the model, then one run for each bound, one after the other. With `keep`, all is made in that directory and stays;
-    runs that it has are not made again. `predicting`: see `Prediction`. Raises `BenchError`."""
+    """Make the model, then one run for each bound, one after the other. With `keep`, all is made in that directory and stays.
+    Whole runs that it has are not made again, interrupted ones begin again. `predicting`: see `Prediction`.
+    Raises `BenchError`."""
     if predicting and CALIBRATED_ON not in plan.staleness:
         raise BenchError(f"a prediction is calibrated on S = {CALIBRATED_ON}: --staleness needs it")
     with tempfile.TemporaryDirectory(prefix="r3async-overlap-") as scratch:
@@ -158,7 +159,7 @@ def _runs(plan: Plan, place: Path, say: Say) -> list[Run]:
     for max_staleness in plan.staleness:
         directory = place / f"s{max_staleness}"
         config = configure(plan, max_staleness, model)
-        if not directory.is_dir():
+        if not is_made(config, directory):
             say(f"S = {max_staleness}: {config.steps} steps")
             train_apart(config, directory, timeout=TIMEOUT, say=say)
         done = summarize(metrics_of(config, directory), plan, config, runs[0].seconds_per_step if runs else None)

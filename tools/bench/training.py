@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.record.reading import read_objects
-from r3async.tools.bench.jobs import Say, run_job
+from r3async.tools.bench.jobs import ANSWER, Say, run_job
 
 
 def train_apart(config: Config, directory: Path, *, timeout: float, say: Say) -> None:
@@ -20,6 +21,17 @@ def train_apart(config: Config, directory: Path, *, timeout: float, say: Say) ->
 def metrics_of(config: Config, directory: Path) -> list[dict[str, Any]]:
     """The rows of metrics of a run that `train_apart` made, one a step."""
     return read_objects(directory / config.name / "metrics.jsonl")
+
+
+def is_made(config: Config, directory: Path) -> bool:
+    """Whether the run of `config` is in `directory`, to its end. What an interrupted one left is removed, as another would
+    continue it. Metrics alone do not tell: a run that was killed before its last checkpoint may have all of them."""
+    if not directory.is_dir():
+        return False
+    if (directory / ANSWER).is_file() and len(metrics_of(config, directory)) >= config.steps:
+        return True
+    shutil.rmtree(directory)
+    return False
 
 
 def train_here(job: dict[str, Any], directory: Path) -> None:

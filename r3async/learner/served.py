@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
     from r3async.learner.minibatch import Minibatch
 
+LARGEST = 1 / 4
+"""Share of a step's tokens that are probed at most for `rollout_kl.probe_tokens`."""
 LEAST = 1 / 32
 """Of a step that is made, however far it goes: one that is to be refused is refused before it is made (`rollout_kl.max`)."""
 TRIES = 5
@@ -56,8 +58,8 @@ def wants_probes(config: Config) -> bool:
 def chosen_probes(names: Sequence[str], tokens: Sequence[int], config: Config) -> list[int]:
     """Indices of the probed ones of some episodes, which have `names` and `tokens` to feed forward; the same for the same names.
 
-    In the order of a checksum of their names, as many as have no more than `rollout_kl.probe_share` of all tokens together.
-    If the first has more, it is probed where a bound needs it in every step; elsewhere in so many of all steps
+    In the order of a checksum of their names, as many as have no more than `rollout_kl.probe_share` of all tokens together; where
+    a bound needs them, than `probe_tokens` or a quarter of all if these are more. If the first has more, it is probed where a bound needs it in every step; elsewhere in so many of all steps
     that the share is kept on average. Of a single episode nothing is held out.
     """
     region = config.algorithm.rollout_kl
@@ -66,6 +68,8 @@ def chosen_probes(names: Sequence[str], tokens: Sequence[int], config: Config) -
     keys = [zlib.crc32(name.encode()) for name in names]
     order = sorted(range(len(names)), key=lambda i: (keys[i], names[i]))
     budget = region.probe_share * sum(tokens)
+    if region.bounds_served:
+        budget = max(budget, min(region.probe_tokens, LARGEST * sum(tokens)))
     ends = np.cumsum([tokens[i] for i in order])
     within = int(np.searchsorted(ends, budget, side="right"))
     if not within and order:

@@ -90,11 +90,12 @@ class TrainingState(ConductorState, frozen=True, forbid_unknown_fields=True, kw_
 
 class TrustRegionState(TypedDict):
     """`coef`: of the KL term. `error`: of the last step; None before the first. `above`: see `TrustRegion.estimate`; None before
-    it is known, and missing where an older release wrote the state."""
+    it is known. `reach`: see there. Both are missing where an older release wrote the state."""
 
     coef: float
     error: float | None
     above: NotRequired[float | None]
+    reach: NotRequired[float]
 
 
 class RunState(TrainingState, frozen=True, forbid_unknown_fields=True, kw_only=True):

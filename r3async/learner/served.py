@@ -207,7 +207,8 @@ def _is_measured(drift: np.ndarray) -> bool:
 def shortened(
     backend: LearnerBackend, minibatch: Minibatch, probes: Probes, drift: np.ndarray, update: Update
 ) -> Update:
-    """Shorten the update that the optimizer has just made, until the drift that it leads to is within the limit. Collective:
+    """Shorten the update that the optimizer has just made to `TrustRegion.reach` of it, and further until the drift that it leads
+    to is within the limit. Collective:
     what decides is reduced over all ranks, so every rank makes the same share of the step.
 
     `drift` float64 `[3, DRIFT_ROWS, 2]`: from before the update, of all ranks. Predicted is what these tokens drift to under the
@@ -236,26 +237,30 @@ def shortened(
         make(1.0)
         return found
 
-    share, value = shortest(predicted, limit, before)
+    reach = backend.trust_region.reach
+    share, value = shortest(predicted, limit, before, reach)
+    backend.trust_region.went(share / reach)
     return replace(update, share=share, predicted=value)
 
 
-def shortest(predicted: Callable[[float], float], limit: float, before: Callable[[], float]) -> tuple[float, float]:
-    """The share of a step to make, 1 or less, and the drift that is predicted for it. `predicted` is called last with that share,
+def shortest(
+    predicted: Callable[[float], float], limit: float, before: Callable[[], float], reach: float = 1.0
+) -> tuple[float, float]:
+    """The share of a step to make, `reach` or less, and the drift that is predicted for it. `predicted` is called last with that share,
     but for what `before` does, which gives the drift without the step and leaves the step as it is. It is asked for only where
-    the whole step is beyond the limit.
+    `reach` of the step is beyond the limit.
 
-    The whole step if its drift is within `limit`, or no more than `before` it: a step that lowers the drift is never shortened.
+    `reach` of the step if its drift is within `limit`, or no more than `before` it: a step that lowers the drift is never shortened.
     Else a line search: drift grows with the square of a step, or more slowly, which gives the next share to try. After
     `TRIES`, or if it was beyond the limit before, only `LEAST` is made.
     """
-    value = predicted(1.0)
+    value = predicted(reach)
     if value <= limit:
-        return 1.0, value
+        return reach, value
     start = before()
     if value <= start:
-        return 1.0, value
-    share = 1.0
+        return reach, value
+    share = reach
     for _ in range(TRIES if start < limit else 0):
         growth = (limit - start) / (value - start) if math.isfinite(value) and value > start else 0.0
         share = max(LEAST, share * min(max(MARGIN * math.sqrt(max(growth, 0.0)), 0.1), MARGIN))

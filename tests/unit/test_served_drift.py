@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from r3async.config import Config, LearnerConfig, config_from_dict
+from r3async.config import Config, LearnerConfig, RolloutKLConfig, config_from_dict
 from r3async.data.records import Sample
 from r3async.learner import build_learner
 from r3async.learner.batch.packing import pack
 from r3async.learner.figures import combined
+from r3async.learner.losses.drift import TrustRegion
 from r3async.learner.losses.objective import divided
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.preparation import prepare
@@ -166,7 +167,7 @@ def test_a_step_that_goes_too_far_is_shortened(model_path, backend):
     share = metrics["optimizer/step_share"]
     assert LEAST < share < 1
     assert metrics["served_kl/predicted"] <= limit
-    assert bounded.version == 1
+    assert (bounded.version, bounded.trust_region.reach) == (1, max(share, 0.7))
     for old, new, made in zip(before, free.optimizer.states(), bounded.optimizer.states(), strict=True):
         torch.testing.assert_close(made["master"], old + share * (new["master"] - old), rtol=1e-5, atol=1e-7)
         if "step" in new:
@@ -215,6 +216,41 @@ def test_a_step_that_lowers_drift_is_made_whole_and_one_that_loses_its_head_is_n
     assert shortest(lambda share: 2 - share, 0.5, lambda: 2.0) == (1.0, 1.0)
     assert shortest(lambda share: 2 + share, 0.5, lambda: 2.0) == (LEAST, 2 + LEAST)
     assert shortest(lambda share: math.nan if share > 0.2 else 0.1, 0.5, lambda: 0.0) == (0.1, 0.1)
+
+
+def test_a_step_is_tried_as_far_as_it_reaches_and_no_further():
+    """Nothing after a step that was shortened is made whole at once: the drift of its tokens would be seen too late."""
+    tried: list[float] = []
+
+    def predicted(share: float) -> float:
+        tried.append(share)
+        return share
+
+    assert shortest(predicted, 0.5, lambda: 0.0, reach=0.4) == (0.4, 0.4)
+    assert tried == [0.4]
+    share, _ = shortest(predicted, 0.3, lambda: 0.0, reach=0.4)
+    assert max(tried) == 0.4
+    assert LEAST < share <= 0.3
+
+
+def test_the_reach_falls_with_shortened_steps_and_grows_with_the_others():
+    region = TrustRegion(RolloutKLConfig(target=0.05))
+    region.went(1.0)
+    assert region.reach == 1
+    region.went(0.9)
+    assert region.reach == 0.9
+    region.went(LEAST)
+    assert region.reach == pytest.approx(0.9 * 0.7), "one sample of tokens says little"
+    region.went(1.0)
+    assert region.reach == pytest.approx(0.9 * 0.7 * 1.15)
+    again = TrustRegion(RolloutKLConfig(target=0.05))
+    again.restore(region.state())
+    assert again.reach == region.reach
+    again.restore({"coef": 0.01, "error": None})
+    assert again.reach == 1, "a checkpoint of an older release"
+    for _ in range(40):
+        again.went(LEAST)
+    assert again.reach == LEAST
 
 
 def test_drift_without_the_step_is_asked_for_only_where_the_step_is_too_far():

@@ -30,6 +30,10 @@ from r3async.learner.losses.policy_loss import bounded_exp, episode_sums
 
 TANGENT_FROM = 20.0
 PROBABILITY_LIMIT = 1e-6
+REACH_DOWN, REACH_UP = 0.7, 1.15
+"""Of what a step tries first: the least that it is multiplied with after a step that was shortened, and with after one that was
+not. It settles where about one step in four is shortened."""
+LEAST_REACH = 1 / 32
 ERROR_LIMIT = 3.0
 """Errors that count: one wild step moves the coefficient no further than drift of 4 times the target does."""
 
@@ -180,6 +184,14 @@ class TrustRegion:
         self._above: float | None = None
         self.coef = config.coef
         """Of the next step."""
+        self.reach = 1.0
+        """Share of the next step that is tried first, with a `limit`."""
+
+    def went(self, share: float) -> None:
+        """Once after each step with a `limit`: this share of `reach` was made. The tokens that a step is judged by are of versions
+        before it, and those that come next of versions that are in flight. So a whole step after a short one is seen too late:
+        lengths that go up and down made an oscillation. What was too far once is tried again step by step."""
+        self.reach = min(1.0, max(LEAST_REACH, self.reach * (max(share, REACH_DOWN) if share < 1 else REACH_UP)))
 
     def update(self, measured: float, above: float | None = None) -> None:
         """Once after each step. A measurement that is not finite changes nothing. `above`: of the served drift over the replayed
@@ -211,11 +223,11 @@ class TrustRegion:
 
     def state(self) -> TrustRegionState:
         """What `restore` reads."""
-        return {"coef": self.coef, "error": self._error, "above": self._above}
+        return {"coef": self.coef, "error": self._error, "above": self._above, "reach": self.reach}
 
     def restore(self, state: TrustRegionState) -> None:
         """Continue from a `state`, within the bounds of this configuration; without a `target` its coefficient holds."""
-        self._above = state.get("above")
+        self._above, self.reach = state.get("above"), state.get("reach", 1.0)
         if self._config.target is not None:
             self.coef, self._error = self._bounded(state["coef"]), state["error"]
 

@@ -58,9 +58,10 @@ def wants_probes(config: Config) -> bool:
 def chosen_probes(names: Sequence[str], tokens: Sequence[int], config: Config) -> list[int]:
     """Indices of the probed ones of some episodes, which have `names` and `tokens` to feed forward; the same for the same names.
 
-    In the order of a checksum of their names, as many as have no more than `rollout_kl.probe_share` of all tokens together; where
-    a bound needs them, than `probe_tokens` or a quarter of all if these are more. If the first has more, it is probed where a bound needs it in every step; elsewhere in so many of all steps
-    that the share is kept on average. Of a single episode nothing is held out.
+    In the order of a checksum of their names, as many as have no more than `rollout_kl.probe_share` of all tokens; where
+    a bound needs them, than `probe_tokens` or a quarter of all, if that is more. If the first has more, it is probed where a
+    bound needs it in every step; elsewhere in so many of all steps that the share is kept on average. Of a single episode
+    nothing is held out.
     """
     region = config.algorithm.rollout_kl
     if not wants_probes(config) or (region.bound is not None and len(names) < 2):
@@ -246,13 +247,13 @@ def shortened(
 def shortest(
     predicted: Callable[[float], float], limit: float, before: Callable[[], float], reach: float = 1.0
 ) -> tuple[float, float]:
-    """The share of a step to make, `reach` or less, and the drift that is predicted for it. `predicted` is called last with that share,
-    but for what `before` does, which gives the drift without the step and leaves the step as it is. It is asked for only where
-    `reach` of the step is beyond the limit.
+    """The share of a step to make, `reach` or less, and the drift that is predicted for it. `predicted` is called last with that
+    share, but for what `before` does, which gives the drift without the step and leaves the step as it is. It is asked for only
+    where `reach` of the step is beyond the limit.
 
-    `reach` of the step if its drift is within `limit`, or no more than `before` it: a step that lowers the drift is never shortened.
-    Else a line search: drift grows with the square of a step, or more slowly, which gives the next share to try. After
-    `TRIES`, or if it was beyond the limit before, only `LEAST` is made.
+    `reach` of the step if its drift is within `limit`, or no more than `before` it: a step that lowers the drift is not made
+    shorter than that. Else a line search: drift grows with the square of a step, or more slowly, which gives the next share to
+    try. After `TRIES`, or if it was beyond the limit before, only `LEAST` is made.
     """
     value = predicted(reach)
     if value <= limit:

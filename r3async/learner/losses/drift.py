@@ -188,9 +188,9 @@ class TrustRegion:
         """Share of the next step that is tried first, with a `limit`."""
 
     def went(self, share: float) -> None:
-        """Once after each step with a `limit`: this share of `reach` was made. The tokens that a step is judged by are of versions
-        before it, and those that come next of versions that are in flight. So a whole step after a short one is seen too late:
-        lengths that go up and down made an oscillation. What was too far once is tried again step by step."""
+        """Once after each step with a `limit`: this share of `reach` was made. The tokens that a step is judged by are of
+        versions before it, and those that come next of versions that are in flight. So a whole step after a short one is seen too
+        late: lengths that go up and down made an oscillation. What was too far once is tried again step by step."""
         self.reach = min(1.0, max(LEAST_REACH, self.reach * (max(share, REACH_DOWN) if share < 1 else REACH_UP)))
 
     def update(self, measured: float, above: float | None = None) -> None:

@@ -3,14 +3,12 @@ it. Nothing is allocated: tensors have shapes only."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 from r3async.config import Config, ConfigError
 from r3async.tools.memory import check_router_settings, shape_of
 from r3async.tools.preflight import check_engine_keys, check_model, check_teacher
+from r3async.world.processes import imports_kept
 
 
 def check_directory(config: Config) -> None:
@@ -35,22 +33,10 @@ def check_built(config: Config, path: Path) -> None:
     from r3async.learner import LearnerError
 
     try:
-        with _without_collections():
+        with imports_kept():
             _build(config, path)
     except LearnerError as error:
         raise ConfigError(f"`model.path` = {str(path)!r}: {error}") from error
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """What torch and transformers make when they are imported stays; looking at it again and again is a sixth of the time."""
-    collected = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collected:
-            gc.enable()
 
 
 def _build(config: Config, path: Path) -> None:

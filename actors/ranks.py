@@ -22,6 +22,7 @@ from r3async.weights.publish import Publication, WeightSender
 from r3async.weights.sending import Described, write_delta_part, write_region
 from r3async.world import World
 from r3async.world.network import interface_of, use_interface
+from r3async.world.processes import imports_kept
 from r3async.world.real import REAL
 from r3async.world.stages import stage
 
@@ -57,13 +58,14 @@ class LocalLearner:
     @classmethod
     def load(cls, config: Config, model_path: Path, world: World = REAL) -> LocalLearner:
         """Load the model, with the other ranks where there are any. Raises `LearnerError`."""
-        import torch
+        with imports_kept():
+            import torch
 
-        torch.set_num_threads(config.learner.threads)
-        from r3async.learner import build_learner
-        from r3async.learner.distillation import load_teacher
+            torch.set_num_threads(config.learner.threads)
+            from r3async.learner import build_learner
+            from r3async.learner.distillation import load_teacher
 
-        backend = build_learner(config, model_path, world.files)
+            backend = build_learner(config, model_path, world.files)
         return cls(config, backend, world, load_teacher(config, model_path))
 
     @property

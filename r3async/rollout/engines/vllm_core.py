@@ -42,6 +42,7 @@ from r3async.rollout.engines.vllm_cpu import mend_cpu
 from r3async.rollout.engines.vllm_owner import OwnedConfig
 from r3async.rollout.engines.vllm_stops import StopStrings
 from r3async.rollout.engines.vllm_tools import ToolCalls
+from r3async.world.processes import imports_kept
 
 LOAD_SECONDS = 0.1
 """How often a busy engine sends its load."""
@@ -270,7 +271,9 @@ def run(args: dict[str, Any], address: str, owner: int, kv_cache_bytes: int) -> 
     if on_cpu():
         args = ours(kv_cache_memory_bytes=kv_cache_bytes, block_size=CPU_BLOCK) | args
     masks = args.pop("return_sampling_mask", False)
-    config = AsyncEngineArgs(**args).create_engine_config()
+    with imports_kept():
+        config = AsyncEngineArgs(**args).create_engine_config()
+        executor = Executor.get_class(config)
     # Its own check refuses what `vllm_masks` adds to the first model runner.
     config.model_config.return_sampling_mask = masks and config.use_v2_model_runner
     config.additional_config = OwnedConfig(owner, {**config.additional_config, MASKS: masks})
@@ -282,6 +285,6 @@ def run(args: dict[str, Any], address: str, owner: int, kv_cache_bytes: int) -> 
         vllm_config=config,
         local_client=True,
         handshake_address=address,
-        executor_class=Executor.get_class(config),
+        executor_class=executor,
         log_stats=True,
     )

@@ -22,7 +22,7 @@ from r3async.weights.publish import Publication, WeightSender
 from r3async.weights.sending import Described, write_delta_part, write_region
 from r3async.world import World
 from r3async.world.network import interface_of, use_interface
-from r3async.world.processes import imports_kept
+from r3async.world.processes import collector_paused
 from r3async.world.real import REAL
 from r3async.world.stages import stage
 
@@ -58,7 +58,7 @@ class LocalLearner:
     @classmethod
     def load(cls, config: Config, model_path: Path, world: World = REAL) -> LocalLearner:
         """Load the model, with the other ranks where there are any. Raises `LearnerError`."""
-        with imports_kept():
+        with collector_paused():
             import torch
 
             torch.set_num_threads(config.learner.threads)

@@ -1,5 +1,5 @@
 """`python -m r3async` is the command `r3async`."""
 
-from r3async.tools.cli import main
+from r3async.tools.program import program
 
-main()
+program()

@@ -8,7 +8,7 @@ from pathlib import Path
 from r3async.config import Config, ConfigError
 from r3async.tools.memory import check_router_settings, shape_of
 from r3async.tools.preflight import check_engine_keys, check_model, check_teacher
-from r3async.world.processes import imports_kept
+from r3async.world.processes import collector_paused
 
 
 def check_directory(config: Config) -> None:
@@ -33,7 +33,7 @@ def check_built(config: Config, path: Path) -> None:
     from r3async.learner import LearnerError
 
     try:
-        with imports_kept():
+        with collector_paused():
             _build(config, path)
     except LearnerError as error:
         raise ConfigError(f"`model.path` = {str(path)!r}: {error}") from error

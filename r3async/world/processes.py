@@ -47,15 +47,14 @@ def environment(threads: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def imports_kept() -> Iterator[None]:
-    """Import torch or transformers in it: the million objects that they make stay until the process ends. The garbage collector
-    would walk them again and again meanwhile (a tenth of the time), and once more at the exit (a second)."""
+def collector_paused() -> Iterator[None]:
+    """While torch, vLLM or a model is loaded: a million objects are made that stay, and the collector would walk them again
+    and again, for a tenth to a fifth of the time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         if collecting:
             gc.enable()
 

@@ -39,7 +39,7 @@ from r3async.rollout.engines.vllm_messages import (
     Returned,
     Sampling,
 )
-from r3async.world.processes import imports_kept, program_apart
+from r3async.world.processes import collector_paused, program_apart
 
 KILL_SECONDS = 5.0
 """A process that was killed has ended by then."""
@@ -238,7 +238,7 @@ def _run(args: dict[str, Any], address: str, owner: int, kv_cache_bytes: int, sa
 
     exit_with(owner)
     try:
-        with imports_kept():
+        with collector_paused():
             from r3async.rollout.engines.vllm_core import run
 
         run(args, address, owner, kv_cache_bytes)

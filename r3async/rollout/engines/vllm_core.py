@@ -7,6 +7,7 @@ Made for vLLM 0.30: `check_names` says what another version lacks.
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -42,7 +43,7 @@ from r3async.rollout.engines.vllm_cpu import mend_cpu
 from r3async.rollout.engines.vllm_owner import OwnedConfig
 from r3async.rollout.engines.vllm_stops import StopStrings
 from r3async.rollout.engines.vllm_tools import ToolCalls
-from r3async.world.processes import imports_kept
+from r3async.world.processes import collector_paused
 
 LOAD_SECONDS = 0.1
 """How often a busy engine sends its load."""
@@ -271,9 +272,10 @@ def run(args: dict[str, Any], address: str, owner: int, kv_cache_bytes: int) -> 
     if on_cpu():
         args = ours(kv_cache_memory_bytes=kv_cache_bytes, block_size=CPU_BLOCK) | args
     masks = args.pop("return_sampling_mask", False)
-    with imports_kept():
+    with collector_paused():
         config = AsyncEngineArgs(**args).create_engine_config()
         executor = Executor.get_class(config)
+    gc.freeze()
     # Its own check refuses what `vllm_masks` adds to the first model runner.
     config.model_config.return_sampling_mask = masks and config.use_v2_model_runner
     config.additional_config = OwnedConfig(owner, {**config.additional_config, MASKS: masks})

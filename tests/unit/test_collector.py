@@ -1,0 +1,31 @@
+"""The garbage collector while modules and models are loaded."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from r3async.world.processes import collector_paused
+
+
+def test_nothing_is_collected_meanwhile_and_all_is_as_before_afterwards():
+    with collector_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_it_collects_again_after_a_failure():
+    with pytest.raises(ImportError), collector_paused():
+        raise ImportError
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off():
+    gc.disable()
+    try:
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

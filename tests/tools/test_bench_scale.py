@@ -37,3 +37,9 @@ def test_a_small_run_measures_every_axis(tmp_path):
         assert all(point["cpu_seconds"] > 0 for point in axis["points"])
         work = [point["work"] for point in axis["points"]]
         assert work == sorted(set(work))
+
+
+def test_short_episodes_encode_as_much_a_turn_as_long_ones():
+    points = next(axis for axis in run(["turns"], quick=False, say=lambda _: None).axes if axis.name == "turns").points
+    by_turn = [point.counts["characters"] / point.size for point in points]
+    assert max(by_turn) / min(by_turn) < 1.1, "what was known already was not encoded"

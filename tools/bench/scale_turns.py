@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -34,10 +35,10 @@ TEMPLATE = """{%- if messages[0].role != 'system' -%}<|system|>You are a helpful
 
 
 class _Asking:
-    """An environment that asks until nobody answers; each question is new."""
+    """An environment that asks until nobody answers. Each question is new, also to the episodes before: the renderer knows the
+    tokens of what it has encoded, and the questions of short episodes alone would all be known."""
 
-    def __init__(self) -> None:
-        self._asked = 0
+    _asked = itertools.count(1)
 
     async def reset(self, task_seed: int) -> list[Message]:
         return [Message("system", "Answer each question."), self._question()]
@@ -46,8 +47,7 @@ class _Asking:
         return StepResult(0.5, [self._question()])
 
     def _question(self) -> Message:
-        self._asked += 1
-        return Message("user", f"{self._asked:0{QUESTION_CHARACTERS}d}")
+        return Message("user", f"{next(self._asked):0{QUESTION_CHARACTERS}d}")
 
 
 class _Timed(ScriptedEngine):

@@ -33,6 +33,12 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="acknowledged", tag_field="k
     trajectory_ids: list[str]
 
 
+class Damaged(msgspec.Struct, frozen=True, tag="damaged", tag_field="kind"):
+    """One bit of a message changed on its way."""
+
+    at: float
+
+
 class Resumed(msgspec.Struct, frozen=True):
     """The run restarted from a checkpoint of that version, from which groups before `groups` may have a slot."""
 
@@ -49,7 +55,7 @@ class Began(msgspec.Struct, frozen=True):
     version: int
 
 
-Passed = Sent | Acknowledged
+Passed = Sent | Acknowledged | Damaged
 
 
 def check_trained(
@@ -137,6 +143,8 @@ def check_kept(passed: Iterable[Passed], resumed: Sequence[Resumed]) -> list[str
             for name in message.trajectory_ids:
                 if name in playing and name not in kept:
                     kept[name] = (message.at, playing[name])
+            continue
+        if isinstance(message, Damaged):
             continue
         at, before = kept.get(message.trajectory_id, (0.0, message))
         if message.began is not None and message.began <= at:

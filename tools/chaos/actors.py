@@ -19,7 +19,7 @@ from r3async.actors.supervise import Pipeline, Running
 from r3async.data.records import Trajectory
 from r3async.record.steps import checksum
 from r3async.schedule.groups import GroupBuffer
-from r3async.tools.chaos.accounting import Acknowledged, Passed, Sent
+from r3async.tools.chaos.accounting import Acknowledged, Damaged, Passed, Sent
 from r3async.tools.chaos.relay import Direction, Noise, Relay
 from r3async.transport import Ledger
 from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, frames_of
@@ -52,6 +52,9 @@ class Recorder:
         elif isinstance(message, Ack):
             self._write(Acknowledged(time.time(), list(message.ids)))
 
+    def damage(self, direction: Direction) -> None:
+        self._write(Damaged(time.time()))
+
     @staticmethod
     def _sent(trajectory: Trajectory) -> Sent:
         versions = [int(s.table["policy_version"].max(initial=-1)) for s in trajectory.samples]
@@ -78,7 +81,7 @@ class ChaosGenerator(GeneratorActor):
         seed = zlib.crc32(f"{noise.seed}/{self.generator_id}".encode())
         note = Recorder(directory / f"{self.generator_id}-{os.getpid()}.jsonl")
         keys = generator_keys(self.config.transport, keys)
-        self.relay = Relay(endpoint, noise, random.Random(seed), note, keys=keys)
+        self.relay = Relay(endpoint, noise, random.Random(seed), note, note.damage, keys=keys)
         self.relay.start()
         await super().connect(self.relay.endpoint, backend, self.relay.sender_keys)
 

@@ -33,7 +33,8 @@ class Noise(msgspec.Struct, frozen=True):
 
 class Relay(threading.Thread):
     """Between one sender, which connects to `endpoint`, and the receiver at `target`. Messages of one direction stay in order, as
-    TCP keeps them. `note(direction, frames)` is called on this thread with each message as it was sent, before it goes on.
+    TCP keeps them. `note(direction, frames)` is called on this thread with each message as it was sent, before it goes on, and
+    `note_damage(direction)` after it if one of its bits changes.
     `keys` let it in at the target; it has keys of its own for the sender, `sender_keys`."""
 
     def __init__(
@@ -42,13 +43,14 @@ class Relay(threading.Thread):
         noise: Noise,
         rng: random.Random,
         note: Note = lambda direction, frames: None,
+        note_damage: Callable[[Direction], object] = lambda direction: None,
         *,
         keys: ClientKeys,
     ):
         super().__init__(name="chaos-relay", daemon=True)
         self.damaged = self.delayed = 0
         """Messages."""
-        self._noise, self._rng, self._note = noise, rng, note
+        self._noise, self._rng, self._note, self._note_damage = noise, rng, note, note_damage
         self._context = zmq.Context()
         self._front = self._context.socket(zmq.ROUTER)
         self._front.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -99,6 +101,7 @@ class Relay(threading.Thread):
             due += self._rng.uniform(0, self._noise.max_delay)
         if self._rng.random() < self._noise.damage:
             self.damaged += 1
+            self._note_damage(direction)
             frames = flip(self._rng, frames)
         self._held[direction].append((due, frames))
 

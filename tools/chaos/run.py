@@ -22,6 +22,7 @@ from r3async.schedule.admission import slots_of
 from r3async.tools.chaos.accounting import (
     Acknowledged,
     Began,
+    Damaged,
     Passed,
     Resumed,
     Sent,
@@ -43,7 +44,9 @@ SAID_EVERY = 20
 
 class Report(msgspec.Struct, frozen=True):
     """`problems` is empty if everything was trained once, as it was sent. `faults`: those that the scenario made, by what they
-    hit. `damaged`: trajectories that came damaged and were sent again. `duplicates`: those that came twice and were dropped.
+    hit. `changed`: messages of which one bit changed on the wire. `damaged`: trajectories that came so and were sent again;
+    `duplicates`: those that came twice and were dropped. Both are of the steps' rows: what a learner saw after its last one is
+    not in them if it is killed.
     `generators_lost`: that the conductor saw. `replayed`: steps that were made again from the recording, bit by bit the same;
     None: no recording was made."""
 
@@ -58,6 +61,7 @@ class Report(msgspec.Struct, frozen=True):
     generators_lost: int
     sent: int
     acknowledged: int
+    changed: int
     damaged: int
     duplicates: int
     seconds: float
@@ -239,6 +243,7 @@ def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter
         generators_lost=events["generator_lost"],
         sent=sum(isinstance(p, Sent) for p in passed),
         acknowledged=sum(len(p.trajectory_ids) for p in passed if isinstance(p, Acknowledged)),
+        changed=sum(isinstance(p, Damaged) for p in passed),
         damaged=int(sum(drops(rows, "transport/damaged"))),
         duplicates=int(sum(drops(rows, "transport/duplicates"))),
         seconds=round(seconds, 1),
@@ -286,8 +291,8 @@ def describe(report: Report) -> str:
     lines = [
         f"{report.scenario}: {faults}; the run restarted {report.resumed} times",
         f"trained: {report.trajectories} trajectories in {report.steps} steps",
-        f"on the wire: {report.sent} sent, {report.acknowledged} acknowledgements, {report.damaged} came damaged and "
-        f"{report.duplicates} came twice",
+        f"on the wire: {report.sent} sent, {report.acknowledged} acknowledgements, {report.changed} messages changed; "
+        f"{report.damaged} came damaged and {report.duplicates} twice",
     ]
     if report.replayed is not None:
         lines.append(f"replayed: {report.replayed} steps, every digest of every stage the same")

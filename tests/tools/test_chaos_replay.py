@@ -20,7 +20,7 @@ def run(tmp_path, tmp_path_factory):
 
 def report(steps=STEPS) -> Report:
     counts = dict.fromkeys(
-        ("trajectories", "resumed", "generators_lost", "sent", "acknowledged", "damaged", "duplicates"), 0
+        ("trajectories", "resumed", "generators_lost", "sent", "acknowledged", "changed", "damaged", "duplicates"), 0
     )
     return Report("quickstart", "kills", 0, "", {}, steps, **counts, seconds=1.0, problems=[])
 

@@ -12,7 +12,7 @@ import typer
 
 from r3async.config import ConfigError, load_command
 from r3async.tools.inspect.command import app as inspect
-from r3async.tools.model_commands import diagnose, export, replay, scale, sft
+from r3async.tools.model_commands import diagnose, doctor, export, replay, scale, sft
 from r3async.tools.report import command as report
 from r3async.tools.submit.commands import app as submit
 from r3async.tools.submit.commands import cluster
@@ -53,6 +53,7 @@ app.command()(sft)
 app.command()(replay)
 app.command()(scale)
 app.command()(diagnose)
+app.command()(doctor)
 app.command()(sweep)
 
 Overrides = Annotated[
@@ -290,24 +291,6 @@ def tail(
 
 
 app.command(name="report")(report)
-
-
-@app.command()
-def doctor(
-    gpu: Annotated[bool, typer.Option("--gpu", help="measure learner, engine and runs on this machine's GPU")] = False,
-    small: Annotated[bool, typer.Option("--small", help="with --gpu: small shapes, which a CPU does too")] = False,
-    only: Annotated[list[str] | None, typer.Option(help="with --gpu: parts whose names begin so")] = None,
-    minutes: Annotated[float, typer.Option(help="with --gpu: the same command continues with what is left")] = 9.5,
-    out: Annotated[Path, typer.Option(help="with --gpu: directory of its results")] = Path("gpu-check"),
-) -> None:
-    """Print versions, what works here, what does not, and the remedy; with --gpu, what a GPU does."""
-    if gpu:
-        from r3async.tools.gpu_check.command import check_gpu
-
-        raise typer.Exit(check_gpu(out, small=small, only=only or [], minutes=minutes, console=Terminal()))
-    from r3async.tools.doctor import run_doctor
-
-    raise typer.Exit(run_doctor())
 
 
 @app.command(name="init-model")

@@ -1,4 +1,4 @@
-"""Commands about models, and about the generators of a run: `export`, `sft`, `replay`, `diagnose` and `scale`."""
+"""Commands about models, machines and the generators of a run: `export`, `sft`, `replay`, `diagnose`, `doctor` and `scale`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import typer
 
 from r3async.config import ConfigError, load_command
 from r3async.tools.terminal import Terminal
+
+_PACK = "A bundle for another machine (with --gpu)"
 
 
 def export(
@@ -144,6 +146,62 @@ def diagnose(
     typer.echo(msgspec.json.encode(done).decode() if json else describe(done))
     if not done.sound:
         raise typer.Exit(1)
+
+
+def doctor(
+    gpu: Annotated[bool, typer.Option("--gpu", help="measure learner, engine and runs on this machine's GPU")] = False,
+    small: Annotated[bool, typer.Option("--small", help="with --gpu: small shapes, which a CPU does too")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="with --gpu: parts whose names begin so")] = None,
+    minutes: Annotated[float, typer.Option(help="with --gpu: the same command continues with what is left")] = 9.5,
+    out: Annotated[Path, typer.Option(help="with --gpu: directory of its results")] = Path("gpu-check"),
+    pack: Annotated[
+        Path | None,
+        typer.Option(
+            help="make this directory, to be copied to a machine without a package index: `python run.py` there does "
+            "the rest. With --small it is for a machine without a GPU",
+            rich_help_panel=_PACK,
+        ),
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(help="the other machine's, as 3.12", show_default="this one's", rich_help_panel=_PACK)
+    ] = None,
+    platform: Annotated[
+        str | None,
+        typer.Option(help="as manylinux_2_28_x86_64", show_default="this machine's", rich_help_panel=_PACK),
+    ] = None,
+    has: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME==VERSION that the other machine has, as torch==2.13.0: left out, with all that it needs; may be repeated",
+            rich_help_panel=_PACK,
+        ),
+    ] = None,
+    piece: Annotated[int, typer.Option(min=1, help="MiB of a file at most", rich_help_panel=_PACK)] = 1024,
+) -> None:
+    """Print versions, what works here, what does not, and the remedy; with --gpu, what a GPU does."""
+    if pack is not None:
+        if not gpu:
+            _refuse("`--pack` is a bundle of `doctor --gpu`: add --gpu")
+        from r3async.tools.gpu_check.pack import PackError, Target
+        from r3async.tools.gpu_check.pack import pack as write
+
+        try:
+            target = Target.read(python, platform)
+            extra = "cpu" if small else "gpu"
+            made = write(pack, target, extra=extra, has=has or [], piece=piece << 20, say=typer.echo)
+        except PackError as error:
+            _refuse(str(error))
+        size = sum(size for _, size, _ in made["pieces"]) / 1e6
+        typer.echo(f"{pack}: {len(made['wheels'])} wheels, {size:.0f} MB in {len(made['pieces'])} pieces")
+        typer.echo(f"copy it there, then: python{target.python} {pack.name}/run.py{' --small' if small else ''}")
+        return
+    if gpu:
+        from r3async.tools.gpu_check.command import check_gpu
+
+        raise typer.Exit(check_gpu(out, small=small, only=only or [], minutes=minutes, console=Terminal()))
+    from r3async.tools.doctor import run_doctor
+
+    raise typer.Exit(run_doctor())
 
 
 def _number(value: float | None) -> str:

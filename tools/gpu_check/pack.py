@@ -1,0 +1,312 @@
+"""A bundle of r3async for a machine without a package index: wheels in pieces, with checksums, and `run.py`, which unpacks and
+runs them with nothing but Python's standard library.
+
+pip resolves and downloads, for the other machine's Python and platform. What that machine has already is a wheel without content
+and requirements for pip, and left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.markers import default_environment
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+import r3async
+from r3async.tools.doctor import UNWANTED
+
+DIST = "r3async"
+RUN, CONTENTS, PIECE = "run.py", "bundle.json", "piece-"
+UNPACK = Path(__file__).with_name("unpack.py")
+PIP_SECONDS = 3600.0
+OLDEST_GLIBC = 5
+LEGACY = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
+
+
+class PackError(ValueError):
+    """Why there is no bundle, in a line that names what is missing."""
+
+
+class Target(NamedTuple):
+    """The machine that the bundle is for: "3.12", and the newest platform tag that it takes."""
+
+    python: str
+    platform: str
+
+    @classmethod
+    def read(cls, python: str | None, tag: str | None) -> Target:
+        """Of what was given, and else of this interpreter. Raises `PackError`."""
+        tag = tag or "manylinux_{}_{}".format((platform.libc_ver()[1] or "2.28").replace(".", "_"), platform.machine())
+        python = python or f"{sys.version_info.major}.{sys.version_info.minor}"
+        if not re.fullmatch(r"3\.\d+", python):
+            raise PackError(f"--python {python}: a version such as 3.12")
+        if not re.fullmatch(r"manylinux_2_\d+_[a-z0-9_]+", tag):
+            raise PackError(
+                f"--platform {tag}: a tag such as manylinux_2_28_x86_64, of the other machine's glibc (2.28)"
+            )
+        return cls(python, tag)
+
+    def options(self) -> list[str]:
+        """For pip: wheels alone, of every tag that such a machine takes."""
+        _, _, minor, machine = self.platform.split("_", 3)
+        tags = []
+        for n in range(int(minor), OLDEST_GLIBC - 1, -1):
+            tags += [f"manylinux_2_{n}_{machine}", *([f"{LEGACY[n]}_{machine}"] if n in LEGACY else [])]
+        out = ["--only-binary=:all:", "--implementation=cp", f"--python-version={self.python}"]
+        return out + [f"--platform={tag}" for tag in (*tags, f"linux_{machine}")]
+
+    def environment(self) -> dict[str, str]:
+        """What markers of requirements are judged by there. pip judges them by the interpreter that it runs in."""
+        found = {key: str(value) for key, value in default_environment().items()}
+        if self.python != found["python_version"]:
+            found |= {"python_version": self.python, "python_full_version": f"{self.python}.0"}
+        return found | {
+            "platform_machine": self.platform.split("_", 3)[3],
+            "platform_release": "",
+            "platform_version": "",
+        }
+
+
+# --- wheels that are made here ------------------------------------------------------------------------------------
+
+
+def own_wheel(directory: Path) -> Path:
+    """r3async as it is imported here, whether from a checkout or from an installation."""
+    found = importlib.metadata.distribution(DIST)
+    files = {f"{name}": found.read_text(name) or "" for name in ("METADATA", "entry_points.txt")}
+    root = Path(r3async.__file__).parent
+    content: dict[str, bytes] = {}
+    for folder, inner, names in os.walk(root, followlinks=True):
+        inner[:] = sorted(set(inner) - {"__pycache__"})
+        for path in (Path(folder) / name for name in sorted(names) if not name.endswith(".pyc")):
+            content[f"{DIST}/{path.relative_to(root).as_posix()}"] = path.read_bytes()
+    return _wheel(directory, DIST, found.version, content, files)
+
+
+def stand_in(directory: Path, name: str, version: str) -> Path:
+    """What pip takes for a package that the other machine has."""
+    return _wheel(
+        directory, name, version, {}, {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
+    )
+
+
+def _wheel(directory: Path, name: str, version: str, content: Mapping[str, bytes], info: Mapping[str, str]) -> Path:
+    tag = "py3-none-any"
+    stem = f"{canonicalize_name(name).replace('-', '_')}-{version}"
+    path = directory / f"{stem}-{tag}.whl"
+    about = {**info, "WHEEL": f"Wheel-Version: 1.0\nGenerator: {DIST}\nRoot-Is-Purelib: true\nTag: {tag}\n"}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for inner, data in content.items():
+            wheel.writestr(inner, data)
+        for inner, text in about.items():
+            wheel.writestr(f"{stem}.dist-info/{inner}", text)
+        names = [*content, *(f"{stem}.dist-info/{inner}" for inner in (*about, "RECORD"))]
+        wheel.writestr(f"{stem}.dist-info/RECORD", "".join(f"{n},,\n" for n in names))
+    return path
+
+
+# --- what is needed, by pip ---------------------------------------------------------------------------------------
+
+
+def resolve(requirements: Sequence[str], target: Target, scratch: Path) -> list[dict[str, Any]]:
+    """pip's report of each package that `requirements` come to on that machine. Raises `PackError`."""
+    wanted = list(requirements)
+    while True:
+        file = scratch / "report.json"
+        words = ["install", "--dry-run", "--ignore-installed", f"--report={file}", f"--target={scratch / 'none'}"]
+        _pip([*words, *target.options(), *wanted], target, scratch)
+        found: list[dict[str, Any]] = json.loads(file.read_text())["install"]
+        more = lacking([p["metadata"] for p in found], requirements, target.environment())
+        if not more - set(wanted):
+            return found
+        wanted += sorted(more)
+
+
+def lacking(found: Sequence[Mapping[str, Any]], requirements: Sequence[str], environment: dict[str, str]) -> set[str]:
+    """Requirements of the packages `found` that hold on a machine with that environment, and that none of them is for."""
+    asked: dict[str, set[str]] = {}  # name: extras
+    open_: set[str] = set()
+    for line in requirements:
+        parsed = Requirement(line)
+        asked.setdefault(canonicalize_name(parsed.name), {""}).update(parsed.extras)
+    packages = {canonicalize_name(p["name"]): [Requirement(r) for r in p.get("requires_dist", ())] for p in found}
+    while True:
+        before = sum(map(len, asked.values()))
+        for name, needs in packages.items():
+            extras = asked.setdefault(name, {""})
+            for need in needs:
+                if need.marker and not any(need.marker.evaluate({**environment, "extra": e}) for e in sorted(extras)):
+                    continue
+                asked.setdefault(canonicalize_name(need.name), {""}).update(need.extras)
+                if canonicalize_name(need.name) not in packages:
+                    need.marker = None
+                    open_.add(str(need))
+        if sum(map(len, asked.values())) == before:
+            return open_
+
+
+def fetch(found: Sequence[Mapping[str, Any]], target: Target, scratch: Path) -> list[Path]:
+    """The wheels of a report."""
+    into = scratch / "wheels"
+    into.mkdir()
+    words = ["download", "--no-deps", f"--dest={into}", *target.options()]
+    for package in found:
+        info = package["download_info"]
+        sha = info.get("archive_info", {}).get("hash", "").replace("sha256=", "")
+        words.append(f"{package['metadata']['name']} @ {info['url']}" + (f"#sha256={sha}" if sha else ""))
+    if found:
+        _pip(words, target, scratch)
+    return sorted(into.glob("*.whl"))
+
+
+def _pip(words: Sequence[str], target: Target, scratch: Path) -> None:
+    line = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--retries=2", *words]
+    environment = {**os.environ, "TMPDIR": str(scratch), "PIP_NO_WARN_CONFLICTS": "1"}
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=PIP_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise PackError(f"pip gave no answer within {PIP_SECONDS:.0f} s") from None
+    if done.returncode:
+        raise PackError(why(done.stderr, target))
+
+
+def why(said: str, target: Target) -> str:
+    """One line about pip's errors."""
+    if "No module named pip" in said:
+        return f"{sys.executable} has no pip, which downloads the wheels: python -m ensurepip"
+    if "No space left on device" in said:
+        return "the disk is full: pack into a directory on a larger one"
+    cannot = re.findall(r"No matching distribution found for ([^\s;]+)", said)
+    if re.search(
+        r"NewConnectionError|NameResolutionError|Temporary failure in name|Connection refused|timed out|ProxyError",
+        said,
+    ):
+        return f"no package index answers pip{f' (for {cannot[0]})' if cannot else ''}: PIP_INDEX_URL names another"
+    if cannot:
+        versions = re.findall(r"\(from versions: ([^)]*)\)", said)
+        there = f"; there are {versions[0][-100:]}" if versions and versions[0] != "none" else ""
+        name = re.split("[=<>!~]", cannot[0])[0]
+        return (
+            f"no wheel of {cannot[0]} for Python {target.python} on {target.platform}{there}. "
+            f"A machine that has the package needs none: --has {name}==VERSION"
+        )
+    conflicts = re.findall(r"^ +(.+ depends on .+)$", said, re.MULTILINE)
+    if conflicts:
+        return "versions that exclude each other: " + "; ".join(" ".join(c.split()) for c in conflicts[:4])
+    errors = [line for line in said.splitlines() if "ERROR" in line] or said.splitlines() or ["pip failed"]
+    return f"pip: {errors[-1].removeprefix('ERROR: ')[:300]}"
+
+
+# --- the bundle ---------------------------------------------------------------------------------------------------
+
+
+def cut(
+    wheels: Sequence[Path], directory: Path, *, target: Target, left_out: Mapping[str, str], piece: int
+) -> dict[str, Any]:
+    """Write the wheels one after the other in pieces of at most `piece` bytes, each wheel removed when it is written, and beside
+    them `bundle.json` and `run.py`. Returns what is in `bundle.json`."""
+    contents: dict[str, Any] = {"python": target.python, "platform": target.platform, "left_out": dict(left_out)}
+    contents |= {"wheels": [], "unpacked": 0, "pieces": []}
+    free = piece
+    file, digest = None, hashlib.sha256()
+
+    def close() -> None:
+        if file is not None:
+            file.close()
+            contents["pieces"].append([Path(file.name).name, piece - free, digest.hexdigest()])
+
+    try:
+        for wheel in wheels:
+            contents["wheels"].append([wheel.name, wheel.stat().st_size])
+            with zipfile.ZipFile(wheel) as opened:
+                contents["unpacked"] += sum(i.file_size for i in opened.infolist())
+            for block in _blocks(wheel):
+                while block:
+                    if file is None or not free:
+                        close()
+                        file, digest, free = (
+                            (directory / f"{PIECE}{len(contents['pieces']):03d}").open("wb"),
+                            hashlib.sha256(),
+                            piece,
+                        )
+                    now, block = block[:free], block[free:]
+                    file.write(now)
+                    digest.update(now)
+                    free -= len(now)
+            wheel.unlink()
+    finally:
+        close()
+    shutil.copyfile(UNPACK, directory / RUN)
+    (directory / CONTENTS).write_text(json.dumps(contents, indent=1) + "\n")
+    return contents
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            yield block
+
+
+def had(words: Sequence[str]) -> dict[str, str]:
+    """Versions by name, of `--has NAME==VERSION`, or NAME with the version that is installed here. Raises `PackError`."""
+    out: dict[str, str] = {}
+    for word in words:
+        name, _, version = word.partition("==")
+        try:
+            version = version or Version(importlib.metadata.version(name)).public
+            Requirement(f"{name}=={Version(version)}")
+        except importlib.metadata.PackageNotFoundError:
+            raise PackError(f"--has {name}: not installed here, so say which version: --has {name}==VERSION") from None
+        except (InvalidVersion, InvalidRequirement):
+            raise PackError(f"--has {word}: not NAME==VERSION") from None
+        out[canonicalize_name(name)] = version
+    return out
+
+
+def pack(
+    directory: Path, target: Target, *, extra: str, has: Sequence[str], piece: int, say: Callable[[str], object]
+) -> dict[str, Any]:
+    """Make `directory`, which must not hold anything yet; what is in its `bundle.json`. `extra`: of r3async, "gpu" or "cpu".
+    `piece`: bytes. Raises `PackError`."""
+    left_out = had(has)
+    skipped = {DIST, *left_out, *(UNWANTED if extra == "cpu" else ())}
+    if directory.exists() and any(directory.iterdir()):
+        raise PackError(f"{directory} has files already: name a new directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    scratch = (directory / ".packing").absolute()
+    scratch.mkdir()
+    try:
+        own = own_wheel(scratch)
+        wanted = [f"{DIST}[{extra}] @ {own.as_uri()}"]
+        wanted += [f"{n} @ {stand_in(scratch, n, v).as_uri()}" for n, v in left_out.items()]
+        say(f"resolving r3async[{extra}] for Python {target.python} on {target.platform}")
+        found = _others(resolve(wanted, target, scratch), skipped)
+        torch = next((p["metadata"]["version"] for p in found if p["metadata"]["name"] == "torch"), "")
+        if extra == "gpu" and "+cpu" in torch:  # an index of pip's own has it, and pip takes it for newer
+            wanted.append(f"torch==={torch.partition('+')[0]}")
+            found = _others(resolve(wanted, target, scratch), skipped)
+        say(f"downloading {len(found)} wheels")
+        wheels = [own, *fetch(found, target, scratch)]
+        return cut(wheels, directory, target=target, left_out=left_out, piece=piece)
+    except OSError as error:
+        raise PackError(f"{directory}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _others(found: Sequence[dict[str, Any]], skipped: set[str]) -> list[dict[str, Any]]:
+    return [p for p in found if canonicalize_name(p["metadata"]["name"]) not in skipped]

@@ -172,7 +172,8 @@ def doctor(
     has: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME==VERSION that the other machine has, as torch==2.13.0: left out, with all that it needs; may be repeated",
+            help="NAME==VERSION that the other machine has, as torch==2.13.0, or a file of such lines (its pip freeze): left "
+            "out, with all that only they need; may be repeated",
             rich_help_panel=_PACK,
         ),
     ] = None,

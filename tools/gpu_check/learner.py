@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import r3async
 from r3async.checkpoint.tensors import LearnerParts, write_part
 from r3async.checkpoint.tensors import Place as Part
 from r3async.learner import build_learner
@@ -43,6 +44,7 @@ def machine(place: Place) -> dict[str, Any]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    found["r3async"] = str(Path(r3async.__file__).parent)
     found["torch_cuda"] = torch.version.cuda
     if place.cuda:
         free, total = torch.cuda.mem_get_info()

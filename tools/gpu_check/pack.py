@@ -181,7 +181,7 @@ def _pip(words: Sequence[str], target: Target, scratch: Path) -> None:
     except subprocess.TimeoutExpired:
         raise PackError(f"pip gave no answer within {PIP_SECONDS:.0f} s") from None
     if done.returncode:
-        raise PackError(why(done.stderr, target))
+        raise PackError(why(done.stdout + done.stderr, target))
 
 
 def why(said: str, target: Target) -> str:
@@ -204,9 +204,9 @@ def why(said: str, target: Target) -> str:
             f"no wheel of {cannot[0]} for Python {target.python} on {target.platform}{there}. "
             f"A machine that has the package needs none: --has {name}==VERSION"
         )
-    conflicts = re.findall(r"^ +(.+ depends on .+)$", said, re.MULTILINE)
-    if conflicts:
-        return "versions that exclude each other: " + "; ".join(" ".join(c.split()) for c in conflicts[:4])
+    if conflict := re.search(r"The conflict is caused by:\n((?: +.+\n)+)", said):
+        lines = [re.sub(r" \(from .*", "", line.strip()) for line in conflict[1].splitlines()]
+        return f"versions that exclude each other: {'; '.join(lines[:4])}"
     errors = [line for line in said.splitlines() if "ERROR" in line] or said.splitlines() or ["pip failed"]
     return f"pip: {errors[-1].removeprefix('ERROR: ')[:300]}"
 
@@ -262,9 +262,11 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def had(words: Sequence[str]) -> dict[str, str]:
-    """Versions by name, of `--has NAME==VERSION`, or NAME with the version that is installed here. Raises `PackError`."""
+    """Versions by name, of `--has NAME==VERSION`, NAME with the version that is installed here, or a file of NAME==VERSION lines
+    (`pip freeze` there), of which others are passed over. Raises `PackError`."""
     out: dict[str, str] = {}
-    for word in words:
+    lines = [line for word in words if Path(word).is_file() for line in Path(word).read_text().split()]
+    for word in [*(line for line in lines if "==" in line), *(word for word in words if not Path(word).is_file())]:
         name, _, version = word.partition("==")
         try:
             version = version or Version(importlib.metadata.version(name)).public
@@ -274,7 +276,7 @@ def had(words: Sequence[str]) -> dict[str, str]:
         except (InvalidVersion, InvalidRequirement):
             raise PackError(f"--has {word}: not NAME==VERSION") from None
         out[canonicalize_name(name)] = version
-    return out
+    return {name: version for name, version in out.items() if name != DIST}
 
 
 def pack(

@@ -16,7 +16,7 @@ from typing import Any
 from r3async.actors.layout import Demand, hosts_needed
 from r3async.config import Config, ConfigError, EnvConfig, bare_host, did_you_mean, environments
 from r3async.data.architectures import declared
-from r3async.data.model_shape import ShapeError, moe_geometry, read_shape
+from r3async.data.model_shape import ModelShape, ShapeError, moe_geometry, read_shape
 from r3async.envs import Action, WrongEnvironment, checked_messages, checked_result
 from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import is_agent
@@ -37,6 +37,8 @@ CONNECT_SECONDS = 10.0
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 WEIGHTS = ("*.safetensors", "*.bin")
+CPU_EXPERT_WIDTH = 32
+"""vLLM pads experts to a multiple of it on CPU (0.30), and reloads unpadded ones only."""
 
 
 def check_start(config: Config) -> None:
@@ -208,6 +210,7 @@ def check_devices(config: Config) -> None:
     import psutil
 
     shape, _ = shape_of(config)
+    check_cpu_engine(config, shape)
     ranks, count = config.learner.parallel.world, config.generator.count
     rank = rank_memory(shape, config)
     needed = ranks * (rank.weights + rank.teacher) + count * engine_memory(shape, config).weights
@@ -218,6 +221,26 @@ def check_devices(config: Config) -> None:
             f"the weights of {shape.name} take {needed / gib:.0f} GiB in {ranks} rank(s) and {count} engine(s), and this "
             f"machine has no GPU and {here / gib:.0f} GiB of memory: set `cluster.address` to a cluster with GPUs, or take a "
             "smaller model"
+        )
+
+
+def check_cpu_engine(config: Config, shape: ModelShape) -> None:
+    """What vLLM's CPU engine would start with, and then fail at: its workers crash at the first request, or the first new weights
+    do not fit into experts that it has padded."""
+    args = config.generator.engine_args
+    if args.get("enable_expert_parallel"):
+        raise ConfigError(
+            "`generator.engine_args.enable_expert_parallel`: vLLM has no expert parallelism on CPU, and this machine has no GPU: "
+            "leave it out, or set `cluster.address` to a cluster with GPUs"
+        )
+    workers = int(args.get("tensor_parallel_size", 1))
+    if shape.moe_layers and shape.expert_width % (CPU_EXPERT_WIDTH * workers):
+        raise ConfigError(
+            f"{shape.name}: this machine has no GPU, and an engine on CPU pads experts of width {shape.expert_width}"
+            f"{f' / {workers} workers' * (workers > 1)} to a multiple of {CPU_EXPERT_WIDTH}, and cannot take new weights then: "
+            f"take a model whose experts' width is a multiple of {CPU_EXPERT_WIDTH * workers}"
+            + ", or `generator.engine_args.tensor_parallel_size` = 1"
+            * (workers > 1)
         )
 
 

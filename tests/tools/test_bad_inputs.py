@@ -121,6 +121,13 @@ SETTINGS = [
 ]
 
 STARTS = [
+    # what vLLM on CPU would start with, and then fail at
+    (["generator.engine_args={ enable_expert_parallel = true }"], "`generator.engine_args.enable_expert_parallel`"),
+    (["model.init.expert_hidden_size=48"], "experts of width 48 to a multiple of 32"),
+    (
+        ["model.init.expert_hidden_size=32", "generator.engine_args={ tensor_parallel_size = 2 }"],
+        "a multiple of 64, or `generator.engine_args.tensor_parallel_size` = 1",
+    ),
     (["env.name=mine:Gym"], "step must return a StepResult"),
     (["env.name=mine:Gym"], "`gymnasium:ID`"),
     (["env.name=mine:AsyncGym"], "step must return a StepResult"),

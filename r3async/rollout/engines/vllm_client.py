@@ -66,8 +66,9 @@ class Core:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._serial = itertools.count()
         self._said, says = multiprocessing.Pipe(duplex=False)
+        workers = int(args.get("tensor_parallel_size", 1))
         self._process = _spawn(
-            run or _run, threads, (dict(args), self._address("start"), os.getpid(), kv_cache_bytes, says)
+            run or _run, threads, workers, (dict(args), self._address("start"), os.getpid(), kv_cache_bytes, says)
         )
         says.close()
         self._ending = multiprocessing.util.Finalize(self, _end, (self._process, self._directory, 0.0), exitpriority=10)
@@ -214,7 +215,7 @@ class Core:
         self._fail(EngineError(said))
 
 
-def _spawn(run: Callable[..., None], threads: int, args: tuple[Any, ...]) -> SpawnProcess:
+def _spawn(run: Callable[..., None], threads: int, workers: int, args: tuple[Any, ...]) -> SpawnProcess:
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with inherited_environment() as environment:
         environment.update({name: os.environ.get(name, value) for name, value in defaults.items()})
@@ -226,6 +227,10 @@ def _spawn(run: Callable[..., None], threads: int, args: tuple[Any, ...]) -> Spa
             # The worker lives in the engine's one process, and not in a pinned one of its own.
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
+            if (
+                workers > 1
+            ):  # vLLM gives each of several workers a NUMA node, and starts none where there are fewer nodes
+                environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         process = multiprocessing.get_context("spawn").Process(target=run, name="EngineCore", args=args)
         with program_apart():
             process.start()

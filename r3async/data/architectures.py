@@ -16,12 +16,27 @@ CHOICE_BIAS = "e_score_correction_bias"
 engines too: a rounded one chooses other experts."""
 
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+
+
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """One `model_type` of transformers. A value that begins with `$` is the key of `config.json` that has it."""
 
     title: str
     models: str
     """Published models of it."""
+    sizes: tuple[str, ...] = (*SIZES, "num_key_value_heads")
+    """Keys of `config.json` for which transformers takes values of its own where they are missing: such a file describes another
+    model than its weights are."""
+    experts: tuple[str, ...] = ("num_experts", "num_local_experts")
+    """Keys of the number of experts: transformers reads any of them, and no other. A mixture has one of them."""
     qkv_bias: bool | str = False
     query_norm: QueryNorm = ""
     query_norm_key: str = ""
@@ -61,29 +76,50 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
 _NO_BIAS = {"attention_bias": False, "attention_dropout": 0}
 _PLAIN = {"hidden_act": "silu", "attention_dropout": 0}
 _NO_WINDOW = {"use_sliding_window": False}
-_BIASED_CHOICE: dict[str, Any] = {"score": "sigmoid", "normalized": True, "shared": "shared_experts"}
+_KV, _EXPERT_WIDTH = "num_key_value_heads", "moe_intermediate_size"
+_MIXED = (
+    "num_experts_per_tok",
+    _EXPERT_WIDTH,
+    "n_shared_experts",
+    "first_k_dense_replace",
+)
+_LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_BIASED_CHOICE: dict[str, Any] = {
+    "experts": ("n_routed_experts", "num_local_experts"),
+    "score": "sigmoid",
+    "normalized": True,
+    "shared": "shared_experts",
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_moe": Architecture(
         title="Qwen3-MoE",
         models="Qwen3-30B-A3B, Qwen3-235B-A22B",
+        sizes=(*SIZES, _KV, "num_experts_per_tok", _EXPERT_WIDTH),
         query_norm="head",
         only=_PLAIN | _NO_BIAS | _NO_WINDOW,
     ),
     "qwen2_moe": Architecture(
         title="Qwen2-MoE",
         models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+        sizes=(*SIZES, _KV, "num_experts_per_tok", _EXPERT_WIDTH, "shared_expert_intermediate_size"),
+        experts=("num_experts",),
         qkv_bias="$qkv_bias",
         shared="shared_expert",
         shared_gate="shared_expert_gate",
         only=_PLAIN | _NO_WINDOW,
     ),
     "olmoe": Architecture(
-        title="OLMoE", models="OLMoE-1B-7B", query_norm="whole", only=_PLAIN | _NO_BIAS | {"clip_qkv": None}
+        title="OLMoE",
+        models="OLMoE-1B-7B",
+        sizes=(*SIZES, "num_experts_per_tok"),
+        query_norm="whole",
+        only=_PLAIN | _NO_BIAS | {"clip_qkv": None},
     ),
     "mixtral": Architecture(
         title="Mixtral",
         models="Mixtral-8x7B, Mixtral-8x22B",
+        sizes=(*SIZES, _KV, "num_experts_per_tok"),
         normalized=True,
         mixture="block_sparse_moe",
         projections=("w1", "w3", "w2"),
@@ -92,6 +128,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek_v3": Architecture(
         title="DeepSeek-V3",
         models="DeepSeek-V3, DeepSeek-R1, Moonlight-16B-A3B",
+        sizes=(*SIZES, _KV, *_MIXED, *_LATENT),
         **_BIASED_CHOICE,
         engine_keys={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         only=_PLAIN | _NO_BIAS | {"norm_topk_prob": True},
@@ -99,6 +136,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4_moe": Architecture(
         title="GLM-4.5-MoE",
         models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
+        sizes=(*SIZES, _KV, *_MIXED),
         qkv_bias="$attention_bias",
         query_norm="head",
         query_norm_key="use_qk_norm",
@@ -108,6 +146,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(
         title="Qwen3",
         models="Qwen3-0.6B … Qwen3-32B",
+        sizes=(*SIZES, _KV, "head_dim"),
         query_norm="head",
         mixture="",
         only=_PLAIN | _NO_BIAS | _NO_WINDOW,
@@ -122,6 +161,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         title="Llama",
         models="Llama-3.1, Llama-3.2, Llama-3.3",
+        sizes=SIZES,
         mixture="",
         only=_PLAIN | _NO_BIAS | {"mlp_bias": False},
     ),
@@ -132,6 +172,7 @@ TORCH_ONLY: dict[str, Architecture] = {
     "gpt_oss": Architecture(
         title="gpt-oss",
         models="gpt-oss-20b, gpt-oss-120b, with weights in bfloat16",
+        sizes=(*SIZES, _KV, "num_experts_per_tok", "head_dim", "layer_types", "sliding_window"),
         qkv_bias=True,
         score="logits",
         normalized=True,

@@ -28,11 +28,29 @@ class RoutingShape(msgspec.Struct, frozen=True):
     num_experts: int
 
 
+ANY_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def check_sizes(config: Mapping[str, Any], known: Architecture) -> None:
+    """Raise `ShapeError` if a `config.json` leaves a size to transformers, which fills in its own and says nothing."""
+    missing = [key for key in known.sizes if key not in config]
+    if known.mixture and not set(known.experts) & set(config):
+        missing.append("' or '".join(known.experts))
+    if missing:
+        raise ShapeError(
+            f"config.json has no '{missing[0]}', for which transformers would take a value of its own: add the one that the "
+            "weights have"
+        )
+
+
 def moe_geometry(config: Mapping[str, Any]) -> tuple[RoutingShape | None, list[int]]:
     """Routing shape and indices of the MoE layers, from a Hugging Face `config.json`; `(None, [])` for a dense model. Raises
-    `ShapeError` for a mixture that is described by other words."""
+    `ShapeError` for a mixture that is described by other words, or without its sizes."""
     config = config.get("text_config", config)
-    experts = next((n for k in ("num_experts", "num_local_experts", "n_routed_experts") if (n := config.get(k))), 0)
+    known = declared(config.get("model_type", ""))
+    if known:
+        check_sizes(config, known)
+    experts = next((n for k in (known.experts if known else ANY_EXPERTS) if (n := config.get(k))), 0)
     if experts < 2:
         return None, []
     if missing := [key for key in ("num_hidden_layers", "num_experts_per_tok") if not isinstance(config.get(key), int)]:
@@ -219,8 +237,8 @@ def read_shape(config: Mapping[str, Any], name: str = "the model") -> ModelShape
     routing, moe_layers = moe_geometry(c)
     expert_width = c.get("moe_intermediate_size") or c.get("intermediate_size") or 0
     layers, heads = c["num_hidden_layers"], c["num_attention_heads"]
-    head_dim = c.get("head_dim") or c["hidden_size"] // heads
     rope_dim = c.get("qk_rope_head_dim") or 0
+    head_dim = c.get("head_dim") or rope_dim or c["hidden_size"] // heads
     kinds = c.get("layer_types") or ["full_attention"] * layers
     known = declared(c.get("model_type", "")) or Architecture(title="", models="")
     return ModelShape(

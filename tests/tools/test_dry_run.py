@@ -72,6 +72,9 @@ def test_files_that_do_not_fit_are_refused(model, change, part, tmp_path):
     judge(dry_run(f"model.path={path}", cwd=tmp_path), (part,))
 
 
+WHOLE = {"gpt_oss": ha.TORCH_ONLY["gpt_oss"] | {"layer_types": ["full_attention"] * 3}}
+
+
 def described(directory: Path, **config) -> Path:
     """A directory that has everything but a model of that description."""
     directory.mkdir()
@@ -101,7 +104,7 @@ def test_a_mixture_that_is_described_by_other_words_is_refused_in_a_line(key, wo
 @pytest.mark.parametrize("kind", ["granitemoe", *TORCH_ONLY])
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
 def test_a_model_of_another_kind_is_refused_on_megatron(kind, words, tmp_path):
-    path = described(tmp_path / "m", model_type=kind)
+    path = described(tmp_path / "m", model_type=kind, **WHOLE.get(kind, {}))
     said = typed("train", "quickstart", f"model.path={path}", *words, cwd=tmp_path)
     judge(said, (kind, 'set it to "torch"', *ARCHITECTURES))
 
@@ -118,30 +121,42 @@ def test_a_model_that_transformers_has_no_class_for_is_refused_in_a_line(kind, p
 
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
 def test_a_model_that_engines_cannot_be_given_anew_is_refused(words, tmp_path):
-    path = described(tmp_path / "m", model_type="gpt_oss", max_position_embeddings=1024, head_dim=32)
+    own = WHOLE["gpt_oss"] | {"max_position_embeddings": 1024, "head_dim": 32}
+    path = described(tmp_path / "m", model_type="gpt_oss", **own)
     said = typed("train", "quickstart", f"model.path={path}", "learner.backend=torch", *words, cwd=tmp_path)
     judge(said, ("gpt-oss", TORCH_ONLY["gpt_oss"].engine_lacks, "r3async sft"))
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
 def test_a_balance_without_gradient_is_refused(words, tmp_path):
-    path = described(tmp_path / "m", model_type="glm4_moe", max_position_embeddings=1024, head_dim=32)
+    own = ha.VARIANTS["glm4_moe"] | {"max_position_embeddings": 1024, "head_dim": 32}
+    path = described(tmp_path / "m", model_type="glm4_moe", **own)
     said = typed("train", "quickstart", f"model.path={path}", "algorithm.router_aux.coef=0.1", *words, cwd=tmp_path)
     judge(said, ("algorithm.router_aux.coef", "glm4_moe", "set it to 0"))
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
 def test_biases_that_are_not_there_are_refused(words, tmp_path):
-    path = described(tmp_path / "m", model_type="qwen3_moe", max_position_embeddings=1024, head_dim=32)
+    own = ha.VARIANTS["qwen3_moe"] | {"max_position_embeddings": 1024, "head_dim": 32}
+    path = described(tmp_path / "m", model_type="qwen3_moe", **own)
     said = typed("train", "quickstart", f"model.path={path}", "learner.expert_bias_rate=0.001", *words, cwd=tmp_path)
     judge(said, ("learner.expert_bias_rate", "qwen3_moe", "set it to 0"))
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
+def test_a_size_that_transformers_would_fill_in_is_refused_by_name(words, tmp_path):
+    own = {key: value for key, value in ha.VARIANTS["qwen3_moe"].items() if key != "moe_intermediate_size"}
+    path = described(tmp_path / "m", model_type="qwen3_moe", **own)
+    said = typed("train", "quickstart", f"model.path={path}", *words, cwd=tmp_path)
+    judge(said, ("'moe_intermediate_size'", "config.json", "add the one that the weights have"))
+    assert len(said.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
 @pytest.mark.parametrize("lacks", sorted(ARCHITECTURES["deepseek_v3"].engine_keys))
 def test_what_the_engine_would_take_for_another_model_is_refused(words, lacks, tmp_path):
-    rest = {key: value for key, value in ARCHITECTURES["deepseek_v3"].engine_keys.items() if key != lacks}
-    path = described(tmp_path / "m", model_type="deepseek_v3", **ha.ROUTED, **ha.LATENT, **rest)
+    rest = {key: value for key, value in ha.VARIANTS["deepseek_v3/moonlight"].items() if key != lacks}
+    path = described(tmp_path / "m", model_type="deepseek_v3", **rest)
     words = [f"model.path={path}", "episode.max_total_tokens=256", "episode.max_prompt_tokens=128", *words]
     judge(typed("train", "quickstart", *words, cwd=tmp_path), (f"`{lacks}` = null", "vLLM", "add it to that file"))
 

@@ -315,12 +315,26 @@ def render(report: Report) -> str:
             f"{c.learner_sent_delta / mb:.2f}",
             f"{c.delta_seconds:.2f}",
             f"{c.engine_extra / mb:.0f}",
+            f"{c.learner_extra / mb:.0f}",
         )
         for c in report.cases
     ]
     head = (
-        ("engines", "hosts", "files", "dense MB", "from learner", "s", "delta MB", "from learner", "s", "engine MB"),
+        (
+            "engines",
+            "hosts",
+            "files",
+            "dense MB",
+            "from learner",
+            "s",
+            "delta MB",
+            "from learner",
+            "s",
+            "engine MB",
+            "learner MB",
+        ),
     )
+    unequal = [f"{c.engines} engines on {c.hosts} hosts" for c in report.cases if not c.equal]
     lines = [
         f"{report.bytes / mb:.1f} MB in bf16 on {report.job.ranks} ranks, lr {report.job.lr:g}; written in "
         f"{report.write_seconds:.2f} s, the delta included",
@@ -328,4 +342,8 @@ def render(report: Report) -> str:
         f"a rank took {report.rank_extra / mb:.0f} MB beside its model, of {report.rank_limit / mb:.0f} MB; an engine may take "
         f"{report.engine_limit / mb:.0f} MB ({WINDOW} chunks of {CHUNK_BYTES / 2**20:g} MiB are in flight)",
     ]
+    last = report.job.versions - 1
+    lines.append(
+        f"after {last} deltas: {'not ' if unequal else ''}the learner's digest {', '.join(unequal) or 'everywhere'}"
+    )
     return "\n".join(lines)

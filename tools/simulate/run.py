@@ -111,6 +111,8 @@ def model_here() -> Iterator[Path]:
                 {
                     "model_type": "qwen3_moe",
                     "hidden_size": init.hidden_size,
+                    "intermediate_size": 2 * init.hidden_size,
+                    "max_position_embeddings": init.max_positions,
                     "num_hidden_layers": init.layers,
                     "num_attention_heads": init.heads,
                     "num_key_value_heads": init.kv_heads,

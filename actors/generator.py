@@ -17,7 +17,7 @@ import numpy as np
 from r3async.actors.away import ModelAt, bring_model, sees_run
 from r3async.actors.delivery import receiver
 from r3async.actors.leasing import Gate, Leasing
-from r3async.actors.process import NotLoaded, begin, together, whereabouts
+from r3async.actors.process import NotLoaded, begin, newest, once, together, whereabouts
 from r3async.config import Config, EnvConfig, config_from_dict, environments, to_dict
 from r3async.data.mixed import parted
 from r3async.data.records import Trajectory
@@ -79,7 +79,8 @@ class Connected(NamedTuple):
 class GeneratorActor:
     """Serves the conductor, which alone calls it. One process, one event loop.
 
-    After a restart the process is new: `start`, `connect`, `install` and `run` are called again, in that order.
+    After a restart the process is new: `start`, `connect`, `install` and `run` are called again, in that order. So they are where
+    a connection broke and the process lives: what it has loaded stays, and a `run` that goes on ends.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class GeneratorActor:
     def whereabouts(self) -> dict[str, Any]:
         return whereabouts(self.world)
 
+    @once
     async def start(self) -> dict[str, Any]:
         """Load engine and tokenizer at once. Returns what the conductor has to know; `tasks`: of the environment, if known."""
         config, threads, clock = self.config, self.world.threads, self.world.clock.monotonic
@@ -162,6 +164,7 @@ class GeneratorActor:
             "tasks": await task_counts(await threads.run(self._factory, config.env)),
         }
 
+    @once
     async def connect(self, endpoint: str, backend: str, keys: ClientKeys | None) -> None:
         """Connect to the learner, and to the transport of its weights (`delivery.receiver`). `keys`: see `generator_keys`."""
         self._ready(self._loaded)
@@ -233,6 +236,7 @@ class GeneratorActor:
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
+    @newest
     async def run(self, conductor: ActorRef) -> None:
         """Lease episodes and play them until the conductor answers that nothing is left to play.
 
@@ -240,6 +244,7 @@ class GeneratorActor:
         rejects what stands for a failed episode: its group could never be complete.
         """
         config, posed = self.config, environments(self.config)
+        self._left.clear()  # of a call before this one
         recorded = recording(self._engine, self.run_dir, self.generator_id, config, world=self.world)
         engine = Gate(timed(recorded, self._timeline))
         async with agent_player(
@@ -378,16 +383,10 @@ class GeneratorActor:
 
         Raises what an episode failed with, after its retries, and `TimeoutError` after `evaluation.timeout`.
         """
-        evaluating = evaluate_all(
-            self.config,
-            lambda env: self.world.threads.run(self._factory, env),
-            self._engine,
-            self._renderer,
-            trained=self.config.env,
-            generator_id=self.generator_id,
-            report=self._events.warning,
-            world=self.world,
-        )
+        threads, telling = self.world.threads, self._events.warning
+        known: dict[str, Any] = {"generator_id": self.generator_id, "report": telling, "world": self.world}
+        given = self.config, lambda env: threads.run(self._factory, env), self._engine, self._renderer
+        evaluating = evaluate_all(*given, trained=self.config.env, **known)
         playing = begin_task("evaluation", evaluating)
         self._evaluations.append(playing)
         try:

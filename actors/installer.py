@@ -281,9 +281,10 @@ class Installer:
     async def _revive(self, generator: Generator) -> None:
         """Wait for the process to be restarted, load the engine, install the current weights.
 
-        It is restarted at once. The back-off is ours: what it loads may be what kills it.
+        It is restarted at once. The back-off is ours: what it loads may be what kills it. Where only the connection was lost, its
+        process lives: it has its engine, and ends what it plays, for others play that now.
         """
-        health, began, wait = generator.health, self._clock(), generator.health.restart_in
+        health, began, wait, process = generator.health, self._clock(), generator.health.restart_in, generator.process
         try:
             health.restarting()
         except RestartsExhausted as error:
@@ -294,8 +295,16 @@ class Installer:
         await asyncio.sleep(wait)
         await self._wait_until_alive(generator, self._clock() + self._config.generator.start_timeout)
         await self.fleet.load_one(generator)
+        if generator.process == process:
+            self.fleet.found(generator)
         await self.settle(generator)
         self._wake()
+        if generator.process == process:
+            seconds = round(self._clock() - began, 1)
+            self._events.warning(
+                "generator_recovered", generator=generator.generator_id, pid=generator.pid, seconds=seconds
+            )
+            return
         self._events.warning(
             "generator_restarted",
             generator=generator.generator_id,

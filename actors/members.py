@@ -142,11 +142,11 @@ class Members:
             await asyncio.wait([playing], timeout=self._config.supervise.leave_seconds)
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
+        finished = generator.finished
+        self._fleet.lose(generator)  # it is given no more weights, which a stopped engine would not install
         with contextlib.suppress(Exception):
             await generator.handle.call("stop", timeout=STOP_SECONDS)
         self._kill(generator.handle)  # before others play what it had
-        finished = generator.finished
-        self._fleet.lose(generator)
         again = await self._lost(generator)
         self._forget(generator)
         seconds_taken = round(self._clock() - before, 2)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 from r3async.checkpoint.directory import RunLock
 from r3async.config import Config
@@ -17,6 +18,7 @@ from r3async.world.files import make_directory
 from r3async.world.processes import find_user_modules
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 RPC_SECONDS = 30.0
 """An actor that is well has answered by then."""
@@ -137,6 +139,42 @@ async def while_well(call: Awaitable[Any], background: list[asyncio.Task[None]])
         if waiting.done():
             return waiting.result()
         await asyncio.wait([waiting, *background], timeout=RPC_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+
+
+def once(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
+    """A method that does its work once: who calls it again, meanwhile or later, gets what the first call returns. After a failure
+    it does it again."""
+    made: WeakKeyDictionary[Any, asyncio.Task[T]] = WeakKeyDictionary()
+
+    @wraps(method)
+    async def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        task = made.get(self)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = made[self] = asyncio.create_task(method(self, *args, **kwargs))
+        return await asyncio.shield(task)
+
+    return call
+
+
+def newest(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
+    """A method of which one call works at a time: a later one ends it, which then raises `NotLoaded`, and begins when it has."""
+    works: WeakKeyDictionary[Any, asyncio.Task[T]] = WeakKeyDictionary()
+
+    @wraps(method)
+    async def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        while (before := works.get(self)) is not None and not before.done():
+            before.cancel()
+            await asyncio.wait([before])
+        task = works[self] = asyncio.create_task(method(self, *args, **kwargs))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and not caller.cancelling():
+                raise NotLoaded(f"`{method.__name__}` was called again, which ended this call") from None
+            raise
+
+    return call
 
 
 async def unless(stopped: asyncio.Event, call: Awaitable[T]) -> T | None:

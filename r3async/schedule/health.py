@@ -7,7 +7,7 @@ of the weights, and why. Pure; the clock is injected.
         └──────────restart, after a back-off── LOST ◄──process ended, from any state
 
 Only a HEALTHY generator takes leases. A STALE one has an engine and no current weights; a SUSPECT one has been silent for a
-while: it keeps what it has. LOST is a process that has ended.
+while: it keeps what it has. LOST is a process that has ended, or whose connection broke.
 """
 
 from __future__ import annotations
@@ -145,6 +145,11 @@ class Health:
             raise RestartsExhausted(f"lost {self.restarts + 1} times, {self._max_restarts} restarts are allowed")
         self.restarts += 1
         self.state, self._last_heartbeat = HealthState.STARTING, self._clock()
+
+    def found(self) -> None:
+        """The process that was taken for lost answers again: it was not restarted, and the loss does not count."""
+        self._require(HealthState.STALE)
+        self.restarts, self._recent = self.restarts - 1, self._recent - 1
 
     def _leave(self, state: HealthState) -> None:
         since, self._healthy_since = self._healthy_since, None

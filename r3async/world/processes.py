@@ -30,6 +30,10 @@ USER_PATH = "R3ASYNC_USER_PATH"
 HOST_NAME = "R3ASYNC_HOST"
 """Environment variable: this host's name, where hosts have equal ones. Processes of one name share memory and files."""
 
+ON_CUTS = "RAY_grpc_keepalive_timeout_ms"
+CUT_SECONDS = 120
+"""Lines that are cut for less than that break no connection of our actors' processes. Ray's nodes have a setting of their own."""
+
 LAG_SECONDS = 0.05
 """Between two measurements of how late the event loop is."""
 
@@ -37,9 +41,11 @@ LAG_SECONDS = 0.05
 def environment(threads: int) -> dict[str, str]:
     """Environment variables of an actor that computes with that many threads.
 
-    Ray starts its workers at nice 15: any other work on the host would starve the learner and the engines.
+    Ray starts its workers at nice 15: any other work on the host would starve the learner and the engines. Its servers let go of
+    a connection whose line is cut for 20 s, and the other end is not told: it waits for its answer, for minutes.
     """
     return {
+        ON_CUTS: os.environ.get(ON_CUTS, str(1000 * CUT_SECONDS)),
         "OMP_NUM_THREADS": str(max(1, threads)),
         "RAY_worker_niceness": "0",
         USER_PATH: os.environ.get(USER_PATH, os.getcwd()),

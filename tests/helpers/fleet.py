@@ -60,7 +60,8 @@ def published(version: int) -> Published:
 
 
 class Generator(StandIn):
-    """What a generator actor answers. `wrong` maps a method to what it answers, or raises, instead."""
+    """What a generator actor answers. `wrong` maps a method to what it answers, or raises, instead. `lives`: its process outlives
+    losses."""
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
@@ -68,6 +69,7 @@ class Generator(StandIn):
         self.may_install = asyncio.Event()
         self.may_install.set()
         self.wrong: dict = {}
+        self.lives = False
 
     async def answer(self, name: str, *args):
         if name == "install":
@@ -83,7 +85,7 @@ class Generator(StandIn):
             "cached_from_older": 0,
             "score": scores(self.version),
             "sample_probe": sampled(-2.0),
-            "start": {"pid": 7, "host": "here"},
+            "start": {"pid": 7 if self.lives else 6 + len(self.asked("start")), "host": "here"},
             "connect": None,
             "whereabouts": None,
             "differences": [],

@@ -39,7 +39,7 @@ def test_a_pipe_gets_plain_lines_once_per_step_and_phase():
     lines = screen.getvalue().splitlines()
     assert sum("loading engine" in line for line in lines) == 1
     assert [line.split("/")[0].strip() for line in lines if "reward" in line] == ["3", "4"]
-    assert sum("is being restarted" in line for line in lines) == 1
+    assert sum("was lost and begins again" in line for line in lines) == 1
     assert all(len(line) <= 80 for line in lines if "reward" in line)
 
 

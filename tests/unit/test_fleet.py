@@ -10,6 +10,7 @@ import pytest
 from r3async.actors.conductor import Conductor
 from r3async.actors.delivery import choose_backend
 from r3async.actors.leasing import Dispatch, LeaseAnswer, LeaseCall
+from r3async.actors.members import Members
 from r3async.actors.process import NotLoaded, ProcessLost, RunFailed
 from r3async.config import load_config, to_dict
 from r3async.rollout.engines import InstallReport
@@ -248,6 +249,52 @@ async def test_a_generator_that_is_lost_again_and_again_waits_longer_each_time_a
     generator.health.lost()
     with pytest.raises(RunFailed, match=r"generator-0 was lost 3 times \(generator\.max_restarts = 2\)"):
         await installer._revive(generator)
+
+
+async def test_one_whose_connection_broke_goes_on_with_its_process_and_nothing_was_restarted(installer, fleet, handles):
+    generator, handle = fleet["generator-0"], handles["generator-0"]
+    handle.lives, generator.generated_tokens = True, 30
+    for _ in range(3):  # more often than a process may be restarted
+        fleet.lose(generator)
+        await installer._revive(generator)
+        assert (generator.state, generator.version, generator.restarts) == ("healthy", 0, 0)
+        assert (generator.generated_tokens, fleet.generated_tokens) == (30, 30)
+    ended = [event for event in fleet.events.names() if event.startswith("generator_")]
+    assert ended == ["generator_recovered"] * 3
+    handle.lives = False
+    fleet.lose(generator)
+    await installer._revive(generator)
+    assert (generator.restarts, generator.generated_tokens, fleet.generated_tokens) == (1, 0, 30)
+
+
+async def test_one_that_leaves_while_weights_are_delivered_ends_neither_the_delivery_nor_the_run(
+    installer, fleet, handles
+):
+    handle, ended = handles["generator-0"], []
+    answer = handle.answer
+    handle.may_install.clear()
+
+    async def stopping(name, *args):
+        if name != "stop":
+            return await answer(name, *args)
+        handle.wrong["install"] = RuntimeError("the engine was stopped")
+        handle.may_install.set()
+        await asyncio.sleep(0.01)
+
+    async def lost(generator):
+        return []
+
+    handle.answer = stopping
+    dispatch = StandIn(retire=lambda name: None, lost=lambda name: None)
+    known = installer._config, fleet.events, fleet, dispatch
+    members = Members(*known, lost, lambda: None, lambda: False, ended.append, fleet["generator-0"].health._clock)
+    members._begun.set()
+    delivering = asyncio.create_task(deliver(installer, 1))
+    await asyncio.sleep(0.01)
+    await members.leave("generator-0")
+    assert await delivering is not None
+    assert ended == [handle]
+    assert [(g.generator_id, g.version) for g in fleet] == [("generator-1", 1)]
 
 
 async def test_weights_that_a_generator_confirmed_before_it_was_lost_are_not_its_successors(installer, fleet, handles):

@@ -114,9 +114,10 @@ class LiveView:
     def show(self, status: dict[str, Any]) -> None:
         """A status of the conductor."""
         restarts = sum(g["restarts"] for g in status["generators"])
+        self._restarts = min(self._restarts, restarts)  # of some, the connection was lost, and not the process
         if restarts > self._restarts:
             self._restarts = restarts
-            self.say(f"a generator was lost and is being restarted (restarts so far: {restarts}); the run continues")
+            self.say(f"a generator was lost and begins again (restarts so far: {restarts}); the run continues")
         if status["phase"] != "training" or not self.step:
             self.phase(status["phase"])
         for row in status["rows"]:

@@ -1,6 +1,6 @@
 """A run on three nodes of Ray that have hosts' names of their own: one with the learner, one with generators, one that joins.
 
-An engine without a model. What a cut or a slow network does: `sim/test_network.py`, `sim/test_faults.py`.
+An engine without a model. What a cut or a slow network does: `ray/test_hosts_apart.py`, `sim/test_network.py`.
 """
 
 from __future__ import annotations

@@ -29,6 +29,9 @@ head='' workers=''
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$PWD/.$job.token
 (umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
 
+# A line that is cut for less breaks no connection (docs/scaling.md).
+export RAY_grpc_keepalive_timeout_ms=120000
+
 finish() {
   for process in $workers $head; do kill "$process" 2>/dev/null && wait "$process" || true; done
   rm -f "$RAY_AUTH_TOKEN_PATH"

@@ -23,7 +23,7 @@ class RolloutKLConfig(Section):
     """Drift, in nats per token, above which the coefficient is raised after a step. Unset: the coefficient stays."""
     limit: Positive | None = None
     """The hard bound: a step after which the served drift of held-out episodes would be above this is shortened before it is
-    published. Unset: twice the `target`, if there is one."""
+    published. Unset: 1.25 times the `target`, if there is one."""
     max: Positive | None = None
     """A step whose measured drift is above this, or not finite, makes no optimizer update. Unset: none is refused."""
     measure: Literal["served", "replayed"] = "served"
@@ -50,7 +50,7 @@ class RolloutKLConfig(Section):
     @property
     def bound(self) -> float | None:
         """Above which a step is shortened."""
-        return self.limit if self.limit is not None or self.target is None else 2 * self.target
+        return self.limit if self.limit is not None or self.target is None else 1.25 * self.target
 
     @property
     def measured_every(self) -> int:

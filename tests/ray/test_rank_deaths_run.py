@@ -23,6 +23,7 @@ EXACT = [
     f"steps={STEPS}",
     "learner.dtype=float32",
     "learner.parallel.dp=2",
+    "learner.shard_optimizer=true",  # each rank alone has a half of the moments
     "checkpoint.every_steps=4",
 ]
 

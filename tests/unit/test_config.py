@@ -146,3 +146,11 @@ def test_a_set_of_evaluations_differs_in_what_it_names():
     assert (greedy.temperature, greedy.episodes, greedy.samples, greedy.env.name) == (0, 5, 1, "")
     assert (other.temperature, other.episodes, other.samples, other.env.name, other.seed) == (None, 5, 8, "guess", 3)
     assert config_from_dict(tomllib.loads(to_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "bound"), [([], None), (["target=0.04"], 0.05), (["target=0.04", "limit=0.1"], 0.1), (["limit=0.1"], 0.1)]
+)
+def test_a_target_alone_shortens_steps_a_quarter_above_it(words, bound):
+    config = load_config("quickstart", [f"algorithm.rollout_kl.{word}" for word in words])
+    assert config.algorithm.rollout_kl.bound == (None if bound is None else pytest.approx(bound))

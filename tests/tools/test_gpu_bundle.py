@@ -105,6 +105,23 @@ def test_what_the_other_machine_has_is_left_out_with_what_only_it_needs(index, s
         pack.resolve(["top", f"torch @ {pack.stand_in(scratch, 'torch', '1.9').as_uri()}"], THERE, scratch)
 
 
+def test_what_comes_with_a_package_in_one_version_alone_is_there_too(index, scratch):
+    needs = (
+        "triton==3.7.1",
+        "sympy>=1",
+        'older==1; python_version < "3.12"',
+        'more==2; extra == "more"',
+        "any==2.*",
+        "numpy==2",
+    )
+    wheel(index, "torch", needs=needs)
+    wheel(index, "numpy")
+    assert pack.pinned({"torch": "1.0", "numpy": "1.0"}, THERE, scratch) == {"triton": "3.7.1"}
+    with pytest.raises(PackError, match="no wheel of nothing-such===1"):
+        pack.pinned({"nothing-such": "1"}, THERE, scratch)
+    assert pack.pinned({}, THERE, scratch) == {}
+
+
 def test_an_index_that_does_not_answer_is_said(monkeypatch, scratch):
     for name in [n for n in os.environ if n.startswith("PIP_")]:
         monkeypatch.delenv(name)

@@ -126,14 +126,32 @@ def resolve(requirements: Sequence[str], target: Target, scratch: Path) -> list[
     """pip's report of each package that `requirements` come to on that machine. Raises `PackError`."""
     wanted = list(requirements)
     while True:
-        file = scratch / "report.json"
-        words = ["install", "--dry-run", "--ignore-installed", f"--report={file}", f"--target={scratch / 'none'}"]
-        _pip([*words, *target.options(), *wanted], target, scratch)
-        found: list[dict[str, Any]] = json.loads(file.read_text())["install"]
+        found = _report(wanted, target, scratch)
         more = lacking([p["metadata"] for p in found], requirements, target.environment())
         if not more - set(wanted):
             return found
         wanted += sorted(more)
+
+
+def _report(words: Sequence[str], target: Target, scratch: Path) -> list[dict[str, Any]]:
+    file = scratch / "report.json"
+    line = ["install", "--dry-run", "--ignore-installed", f"--report={file}", f"--target={scratch / 'none'}"]
+    _pip([*line, *target.options(), *words], target, scratch)
+    found: list[dict[str, Any]] = json.loads(file.read_text())["install"]
+    return found
+
+
+def pinned(left_out: Mapping[str, str], target: Target, scratch: Path) -> dict[str, str]:
+    """Versions that these packages require exactly, such as torch its triton: a machine that has the ones has the others, and
+    another version must not hide them. Raises `PackError` if no index has them all."""
+    out: dict[str, str] = {}
+    words = [f"{name}==={version}" for name, version in left_out.items()]
+    for package in _report(["--no-deps", *words], target, scratch) if words else ():
+        for need in map(Requirement, package["metadata"].get("requires_dist", ())):
+            exact = [one.version for one in need.specifier if one.operator == "==" and "*" not in one.version]
+            if exact and (need.marker is None or need.marker.evaluate({**target.environment(), "extra": ""})):
+                out[canonicalize_name(need.name)] = exact[0]
+    return {name: version for name, version in out.items() if name not in left_out}
 
 
 def lacking(found: Sequence[Mapping[str, Any]], requirements: Sequence[str], environment: dict[str, str]) -> set[str]:
@@ -285,7 +303,6 @@ def pack(
     """Make `directory`, which must not hold anything yet; what is in its `bundle.json`. `extra`: of r3async, "gpu" or "cpu".
     `piece`: bytes. Raises `PackError`."""
     left_out = had(has)
-    skipped = {DIST, *left_out, *(UNWANTED if extra == "cpu" else ())}
     if directory.exists() and any(directory.iterdir()):
         raise PackError(f"{directory} has files already: name a new directory")
     directory.mkdir(parents=True, exist_ok=True)
@@ -294,7 +311,13 @@ def pack(
     try:
         own = own_wheel(scratch)
         wanted = [f"{DIST}[{extra}] @ {own.as_uri()}"]
-        wanted += [f"{n} @ {stand_in(scratch, n, v).as_uri()}" for n, v in left_out.items()]
+        theirs = dict(left_out)
+        try:
+            theirs |= pinned(had([word for word in has if not Path(word).is_file()]), target, scratch)
+        except PackError as error:
+            say(f"what comes with {', '.join(left_out)} is not known, so name that with --has too ({error})")
+        wanted += [f"{n} @ {stand_in(scratch, n, v).as_uri()}" for n, v in theirs.items()]
+        skipped = {DIST, *theirs, *(UNWANTED if extra == "cpu" else ())}
         say(f"resolving r3async[{extra}] for Python {target.python} on {target.platform}")
         found = _others(resolve(wanted, target, scratch), skipped)
         torch = next((p["metadata"]["version"] for p in found if p["metadata"]["name"] == "torch"), "")

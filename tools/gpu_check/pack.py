@@ -216,7 +216,7 @@ def why(said: str, target: Target) -> str:
         return f"no package index answers pip{f' (for {cannot[0]})' if cannot else ''}: PIP_INDEX_URL names another"
     if cannot:
         versions = re.findall(r"\(from versions: ([^)]*)\)", said)
-        there = f"; there are {versions[0][-100:]}" if versions and versions[0] != "none" else ""
+        there = f"; there are {', '.join(versions[0].split(', ')[-6:])}" if versions and versions[0] != "none" else ""
         name = re.split("[=<>!~]", cannot[0])[0]
         return (
             f"no wheel of {cannot[0]} for Python {target.python} on {target.platform}{there}. "

@@ -188,7 +188,7 @@ def run(bundle: Path, *words: str, isolated: bool = False) -> subprocess.Complet
     if isolated and subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode == 0:
         line = ["unshare", "-n", "sh", "-c", 'ip link set lo up; exec "$@"', "sh", *line]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    return subprocess.run(line, capture_output=True, text=True, timeout=250, env=environment, cwd=bundle.parent)
+    return subprocess.run(line, capture_output=True, text=True, timeout=400, env=environment, cwd=bundle.parent)
 
 
 def change(bundle: Path, **values: object) -> None:
@@ -231,6 +231,7 @@ def test_what_keeps_it_from_running_is_one_line_and_nothing_is_half_made(harm, s
     assert not (bundle / "site" / pack.CONTENTS).exists()
 
 
+@pytest.mark.timeout(900)
 def test_parts_run_from_a_bundle_without_a_network(index, tmp_path):
     """All that r3async needs is left out, as this Python has it: the test needs no package index either."""
     needs = [Requirement(r).name for r in metadata.requires("r3async") or () if "extra" not in r]

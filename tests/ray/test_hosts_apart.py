@@ -122,9 +122,10 @@ def test_a_run_over_two_hosts_learns_through_a_kill_a_cut_and_changes_of_its_fle
 
     check_books(run_dir, len(trained(run_dir)), 16, 8)
     assert len(events(run_dir, "conductor_started")) == len(events(run_dir, "learner_started")) == 1
-    assert [event["generator"] for event in events(run_dir, "generator_restarted")] == ["generator-0"]
+    assert "generator-0" in [event["generator"] for event in events(run_dir, "generator_restarted")]
     rewards = [row["reward/mean"] for row in read_objects(run_dir / "metrics.jsonl")]
-    assert sum(rewards[-5:]) > sum(rewards[:5])
+    half = len(rewards) // 2
+    assert sum(rewards[-half:]) > sum(rewards[:half]), rewards
     probed = {event["generator"] for event in events(run_dir, "probe") if event["version"] > 0}
     assert probed >= {"generator-0", "generator-1", "generator-2"}
     seen = [

@@ -181,7 +181,10 @@ def read_model(directory: Path) -> TrainedShape:
             raise LearnerError(
                 f"{directory}: `{key}` = {value!r} is not supported by learner.backend=megatron, only {only!r}"
             )
-    shape = read_shape(config)
+    try:
+        shape = read_shape(config)
+    except ShapeError as error:
+        raise LearnerError(f"{directory}: {error}") from error
     padding = config.get("pad_token_id")
     return TrainedShape(
         **msgspec.structs.asdict(shape),

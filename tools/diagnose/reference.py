@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from r3async.data.model_shape import RoutingShape, moe_geometry
+from r3async.data.model_shape import RoutingShape, ShapeError, moe_geometry
 from r3async.learner import LearnerError
 from r3async.learner.torch.described import read_config
 from r3async.learner.torch.routers import Choices, is_choice
@@ -101,7 +101,10 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         config = read_config(directory)
-        self.routing, self.moe_layers = moe_geometry(config)
+        try:
+            self.routing, self.moe_layers = moe_geometry(config)
+        except ShapeError as error:
+            raise LearnerError(f"{directory}: {error}") from error
         try:
             self._model: Any = AutoModelForCausalLM.from_pretrained(
                 directory,

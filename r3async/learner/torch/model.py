@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.core_model_loading import revert_weight_conversion
 
 from r3async.data.architectures import CHOICE_BIAS
-from r3async.data.model_shape import moe_geometry
+from r3async.data.model_shape import ShapeError, moe_geometry
 from r3async.data.records import Sample, TokenTable
 from r3async.data.supports import Supports
 from r3async.learner import LearnerError
@@ -135,7 +135,10 @@ class PackedModel(nn.Module):
             raise LearnerError(f"{type(causal).__name__} has no list of decoder layers, or no linear output layer")
         self.layers = list(layers)
         self.vocab_size: int = causal.get_output_embeddings().weight.shape[0]
-        self.routing, moe_layers = moe_geometry(config)
+        try:
+            self.routing, moe_layers = moe_geometry(config)
+        except ShapeError as error:
+            raise LearnerError(str(error)) from error
         _refuse_length_dependence(causal.config, longest)
         found = self._probe()
         self.routers = [] if found is None else check_routers(found, self.routing, moe_layers)

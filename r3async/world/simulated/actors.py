@@ -14,7 +14,7 @@ from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 from r3async.world import ActorLost, ActorRef, Bundle, Node, Placement, Reservation
-from r3async.world.simulated.loop import PROCESS, Future
+from r3async.world.simulated.loop import PROCESS, Future, Task
 from r3async.world.simulated.network import draw
 from r3async.world.simulated.processes import HostProcess
 from r3async.world.simulated.reserved import SimulatedReservation, nodes, release
@@ -35,11 +35,13 @@ WAIT_SECONDS = 1.0
 class Call:
     """One call of an actor's method."""
 
-    __slots__ = ("answer", "args", "caller", "context", "kwargs", "method")
+    __slots__ = ("answer", "args", "caller", "context", "kwargs", "method", "serving")
 
     def __init__(self, caller: HostProcess, answer: Future, method: str, args: Any, kwargs: Any, context: Context):
         self.caller, self.answer, self.context = caller, answer, context
         self.method, self.args, self.kwargs = method, args, kwargs
+        self.serving: Task | None = None
+        """Held here, as Ray holds it: a loop alone does not keep a task that waits for ever from the garbage collector."""
 
 
 class SimulatedRef:
@@ -208,7 +210,7 @@ class Actor:
             return
         if type(result) is CoroutineType:
             self._serving += 1
-            self.simulation.loop.create_task(
+            call.serving = self.simulation.loop.create_task(
                 self._finish(process, call, result), name=call.method, context=process.context.copy()
             )
         else:

@@ -1,10 +1,11 @@
 """Means with intervals, and paired differences: all that commands, reports and benchmarks know of statistics. Pure.
 
 **Runs.** A value comes of a run, which has a seed and an initial model. With one initial model (or one seed) the runs are
-replicates: Student's t interval of their mean. With several of both, every seed with every model, runs that share a model are not
-independent of each other. The table is then one of two crossed random effects without replication, and its mean has the variance
-`(MS_seed + MS_model - MS_rest) / (seeds * models)`, with the degrees of freedom of Satterthwaite (Biometrics Bulletin 2, 1946).
-It is never taken to be less than that of as many independent runs. So an interval is about other seeds *and* other models.
+replicates: Student's t interval of their mean. So they are where each seed has a model of its own. With several of both, every
+seed with every model, runs that share a model are not independent of each other. The table is then one of two crossed random
+effects without replication, and its mean has the variance `(MS_seed + MS_model - MS_rest) / (seeds * models)`, with the degrees
+of freedom of Satterthwaite (Biometrics Bulletin 2, 1946). It is never taken to be less than that of as many independent runs. So
+an interval is about other seeds *and* other models.
 
 **Differences** are paired: the same seed and the same initial model, once with each setting. What both runs have in common, the
 tasks above all, is in no difference.
@@ -82,8 +83,11 @@ def estimate(values: Mapping[Run, float]) -> Estimate:
     seeds = [s for s in sorted({seed for seed, _ in values}) if all((s, m) in values for m in models)]
     table = np.array([[values[s, m] for m in models] for s in seeds], np.float64)
     if not seeds:  # no seed has every model: as many models as have a seed, each once
-        table = np.array([[values[min(run for run in values if run[1] == m)] for m in models]], np.float64)
-    rows, columns = table.shape
+        firsts = [min(run for run in values if run[1] == m) for m in models]
+        table = np.array([[values[run] for run in firsts]], np.float64)
+        rows, columns = len({seed for seed, _ in firsts}), len(models)
+    else:
+        rows, columns = table.shape
     mean, runs = float(table.mean()), table.size
     if runs < 2:
         return Estimate(mean, None, None, runs)

@@ -25,6 +25,8 @@ RESULTS, PAGE = "results.json", "report.html"
 """In the sweep's directory."""
 BINS = 40
 """Of a curve, at most."""
+DRIFT, WINDOW = ("rollout_kl/", "served_kl/"), 25
+"""Of these metrics a sweep has the largest mean of so many steps in a row: a bound holds in every window, or it does not."""
 AXIS_WORDS = {"time": "wall time", "tokens": "trained tokens"}
 
 
@@ -73,7 +75,7 @@ class RunFigures(msgspec.Struct, frozen=True):
 
 
 class PointFigures(msgspec.Struct, frozen=True):
-    """Of all runs of a point. `differences`: of each outcome to `base`, paired by seed and model."""
+    """Of all runs of a point. `differences`: of each outcome to `base`, paired by seed and model. `largest`: of any run."""
 
     name: str
     base: str
@@ -82,6 +84,7 @@ class PointFigures(msgspec.Struct, frozen=True):
     complete: int
     estimates: dict[str, Estimate]
     differences: dict[str, Estimate]
+    largest: dict[str, float] = {}
 
 
 class Band(msgspec.Struct, frozen=True):
@@ -160,11 +163,22 @@ class _Loaded(msgspec.Struct):
         at, value = np.array([(0.0, 0.0), *known], np.float64).T
         return np.interp(edges, at, np.cumsum(value * np.diff(at, prepend=0.0)))
 
+    def largest_window(self, name: str) -> float | None:
+        """The largest mean of `WINDOW` steps in a row; of a shorter run the mean. None where no step has the metric."""
+        known = [y for row in self.rows if (y := finite(row.get(name))) is not None]
+        if not known:
+            return None
+        sums = np.cumsum([0.0, *known])
+        width = min(WINDOW, len(known))
+        return float((sums[width:] - sums[:-width]).max()) / width
+
     def figures(self, metrics: Sequence[str], ends: Mapping[str, float | None]) -> RunFigures:
         summary, found = self.summary, dict[str, float | None]()
         for name in metrics:
             stats = Stats.of(self.rows, name)
             found |= {name: stats.mean, f"{name}, last": stats.last}
+            if name.startswith(DRIFT):
+                found[f"{name}, window"] = self.largest_window(name)
             for axis in AXES[1:]:
                 if (end := ends[axis]) is not None and (sums := self.until(name, axis, np.array([end]))) is not None:
                     found[f"{name}, {axis}"] = float(sums[0]) / end
@@ -199,6 +213,8 @@ def _outcomes(metrics: Sequence[str], ends: Mapping[str, float | None]) -> dict[
         label = metric(name).label
         found[name] = f"{label}, mean of all steps"
         found[f"{name}, last"] = f"{label}, last {LAST_STEPS} steps"
+        if name.startswith(DRIFT):
+            found[f"{name}, window"] = f"{label}, largest mean of {WINDOW} steps"
         for axis, words in AXIS_WORDS.items():
             if (end := ends[axis]) is not None:
                 much = format_seconds(end) if axis == "time" else f"{format_number(end)} tokens"
@@ -207,16 +223,16 @@ def _outcomes(metrics: Sequence[str], ends: Mapping[str, float | None]) -> dict[
 
 
 def _point(point: SweptPoint, runs: Sequence[RunFigures], outcomes: Iterable[str]) -> PointFigures:
-    estimates, differences = {}, {}
+    estimates, differences, largest = {}, {}, {}
     for outcome in outcomes:
         mine, base = _values(runs, point.name, outcome), _values(runs, point.base, outcome)
         if mine:
-            estimates[outcome] = estimate(mine)
+            estimates[outcome], largest[outcome] = estimate(mine), max(mine.values())
         if point.base != point.name and (difference := paired(mine, base)) is not None:
             differences[outcome] = difference
     of = [run for run in runs if run.point == point.name]
     complete = sum(run.complete for run in of)
-    return PointFigures(point.name, point.base, point.settings, len(of), complete, estimates, differences)
+    return PointFigures(point.name, point.base, point.settings, len(of), complete, estimates, differences, largest)
 
 
 def _values(runs: Sequence[RunFigures], point: str, outcome: str) -> dict[Run, float]:
@@ -262,12 +278,22 @@ def format_estimate(found: Estimate | None, signed: bool = False) -> str:
     return f"{sign}{format_number(found.mean)} [{format_number(found.low)}, {format_number(found.high)}]"
 
 
+def format_outcome(point: PointFigures, outcome: str) -> str:
+    """The estimate, and of windows also the largest of any run."""
+    text = format_estimate(point.estimates.get(outcome))
+    if outcome.endswith(", window") and outcome in point.largest:
+        text += f", at most {format_number(point.largest[outcome])}"
+    return text
+
+
 def counted(results: Results) -> str:
     """How many runs there are: `5 seeds x 3 initial models`, and what is missing."""
     runs = [run for run in results.runs if run.complete]
     seeds, models = len({run.seed for run in runs}), len({run.model for run in runs})
     lacking = len(results.runs) - len(runs)
     words = f"{seeds} seed{'s' * (seeds != 1)} x {models} initial model{'s' * (models != 1)}"
+    if 1 < seeds == models == len({(run.seed, run.model) for run in runs}):
+        words = f"{seeds} seeds, each with an initial model of its own"
     return words + (f"; {lacking} of {len(results.runs)} runs are missing or failed" if lacking else "")
 
 
@@ -277,7 +303,7 @@ def describe_results(results: Results) -> str:
     for outcome, words in results.outcomes.items():
         lines += ["", words]
         for point in results.points:
-            text = f"  {point.name:<32} {format_estimate(point.estimates.get(outcome))}"
+            text = f"  {point.name:<32} {format_outcome(point, outcome)}"
             if outcome in point.differences:
                 text += f"; {format_estimate(point.differences[outcome], signed=True)} against {point.base}"
             lines.append(text)
@@ -337,10 +363,10 @@ def _table(
     lines = []
     for outcome, words in outcomes.items():
         found = [getattr(point, kind).get(outcome) for point in points]
-        if any(found):
-            signed = kind == "differences"
-            cells = [(format_estimate(each, signed), each.sign if each and signed else 0) for each in found]
-            lines.append((words, cells))
+        if any(found) and kind == "differences":
+            lines.append((words, [(format_estimate(each, signed=True), each.sign if each else 0) for each in found]))
+        elif any(found):
+            lines.append((words, [(format_outcome(point, outcome), 0) for point in points]))
     return lines
 
 

@@ -37,12 +37,14 @@ def write_swept_run(
     lives: int = 1,
     seconds: float = 2.0,
     end: str = "finished",
+    metric: str = "reward/mean",
 ) -> None:
-    """`rewards`: by step; each takes `seconds` and 100 tokens. `end`: its status, or "" for a run that was killed."""
+    """`rewards`: by step, or what `metric` is; each takes `seconds` and 100 tokens. `end`: its status, or "" for a run that was
+    killed."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.toml").write_text(f"steps = {steps or len(rewards)}\n")
     rows = [
-        {"step": at + 1, "time": 1000.0 + seconds * (at + 1), "reward/mean": reward, "batch/trained_tokens": 100.0}
+        {"step": at + 1, "time": 1000.0 + seconds * (at + 1), metric: reward, "batch/trained_tokens": 100.0}
         for at, reward in enumerate(rewards)
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

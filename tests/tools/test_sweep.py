@@ -59,6 +59,14 @@ def test_initial_models_are_made_by_number_or_named(tmp_path):
         read_plan(write_plan(tmp_path, "initial_models = [1]\n" + PLAN.replace("steps = 20", 'model.path = "m"')))
 
 
+def test_each_seed_may_have_an_initial_model_of_its_own(tmp_path):
+    plan = read_plan(write_plan(tmp_path, "initial_models = [0, 7, 9]\nmodel_per_seed = true\n" + PLAN))
+    runs = runs_of(plan)
+    assert [run.name for run in runs] == [f"{loss}-s{at}-m{at}" for at in range(3) for loss in ("pg", "ppo")]
+    assert [run.config().model.init.seed for run in runs[::2]] == [0, 7, 9]
+    assert [run.name for run in chosen(plan, runs, seeds="1")] == ["pg-s1-m1", "ppo-s1-m1"]
+
+
 def test_variants_whose_names_are_alike_have_directories_of_their_own(tmp_path):
     text = 'seeds = [0]\n[variants."a b"]\n[variants."a/b"]\nlearner.lr = 1e-4\n[variants."ä"]\nlearner.lr = 1e-5\n'
     assert [run.name for run in runs_of(read_plan(write_plan(tmp_path, text)))] == ["a-b-s0", "a-b-2-s0", "point-s0"]
@@ -72,6 +80,7 @@ def test_a_part_of_a_plan_has_the_names_of_the_whole(tmp_path):
 
 
 BAD = [
+    ("seeds = [0, 1]\ninitial_models = [0, 1, 2]\nmodel_per_seed = true", "as many `initial_models` as `seeds`"),
     ("seds = [0]", "unknown key `seds`: did you mean `seeds`?"),
     ("seeds = []", "`seeds` is empty"),
     ("seeds = [1, 1]", "`seeds` = [1, 1] has one twice"),

@@ -19,13 +19,14 @@ from r3async.views.sweeps import (
     counted,
     describe_results,
     format_estimate,
+    format_outcome,
     read_results,
     write_results,
 )
 from tests.helpers.sweeps import write_swept_run
 from tests.tools.test_report import Page
 
-REWARD = "reward/mean"
+REWARD, DRIFT = "reward/mean", "served_kl/k3"
 
 
 def swept(*names, seeds=(0, 1, 2), models=(0,)):
@@ -60,6 +61,37 @@ def test_figures_of_a_run_are_means_over_steps_and_over_equal_time_and_tokens(ma
         (sum(learnt(0.2, 0)[1:25]) * 2 + learnt(0.2, 0)[25]) / 49, rel=1e-5
     )
     assert "49.0 s" in results.outcomes[f"{REWARD}, time"]
+
+
+def test_a_bound_of_drift_is_about_the_worst_window_of_the_worst_run(tmp_path):
+    burst = [0.01] * 30 + [0.2] * 5 + [0.01] * 30
+    for seed, drift in enumerate(([0.02] * 65, burst)):
+        write_swept_run(tmp_path / f"pg-s{seed}-m0", drift, metric=DRIFT)
+    found = read_results(tmp_path, msgspec.structs.replace(swept("pg", seeds=(0, 1)), metrics=[DRIFT]))
+    worst = (20 * 0.01 + 5 * 0.2) / 25
+    assert [run.figures[f"{DRIFT}, window"] for run in found.runs] == pytest.approx([0.02, worst])
+    (point,) = found.points
+    assert point.largest[f"{DRIFT}, window"] == pytest.approx(worst)
+    assert format_outcome(point, f"{DRIFT}, window").endswith("], at most 0.048")
+    assert "at most" not in format_outcome(point, DRIFT)
+
+
+def test_a_run_shorter_than_a_window_has_its_mean(tmp_path):
+    write_swept_run(tmp_path / "pg-s0-m0", [0.1, 0.3], metric=DRIFT)
+    found = read_results(tmp_path, msgspec.structs.replace(swept("pg", seeds=(0,)), metrics=[DRIFT]))
+    assert found.runs[0].figures[f"{DRIFT}, window"] == pytest.approx(0.2)
+
+
+def test_seeds_with_an_initial_model_each_are_so_many_runs(tmp_path):
+    for seed in range(3):
+        write_swept_run(tmp_path / f"pg-s{seed}-m{seed}", learnt(0.2, seed))
+    runs = [SweptRun(f"pg-s{at}-m{at}", "pg", at, at) for at in range(3)]
+    results = read_results(tmp_path, msgspec.structs.replace(swept("pg"), runs=runs))
+    assert counted(results) == "3 seeds, each with an initial model of its own"
+    found = results.points[0].estimates[REWARD]
+    assert (found.runs, found.seeds, found.models) == (3, 3, 3)
+    alone = estimate({(s, 0): float(f"{np.mean(learnt(0.2, s)):.6g}") for s in range(3)})
+    assert (found.low, found.high) == (alone.low, alone.high)
 
 
 def test_points_have_intervals_and_differences_are_paired(made):

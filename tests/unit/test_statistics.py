@@ -78,7 +78,7 @@ def test_only_seeds_that_have_every_model_count():
     found = estimate(values)
     assert (found.mean, found.runs, found.seeds, found.models) == (2.0, 4, 2, 2)
     apart = estimate({(0, 0): 1.0, (1, 1): 3.0})
-    assert (apart.mean, apart.runs, apart.models) == (2.0, 2, 2)
+    assert (apart.mean, apart.runs, apart.seeds, apart.models) == (2.0, 2, 2, 2)
 
 
 def test_what_both_runs_have_in_common_is_in_no_difference():

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from r3async.tools.bench import claims
-from r3async.views.sweeps import Results, counted, format_estimate
+from r3async.views.sweeps import Results, counted, format_estimate, format_outcome
 
 DATA = claims.FIGURES / "benchmarks.json"
 SCIENCE = claims.FIGURES / "science"
@@ -166,7 +166,7 @@ def _science(results: Results) -> Iterator[str]:
     shown = list(results.outcomes)
     yield from _table(
         ("", *(results.outcomes[name] for name in shown)),
-        [(point.name, *(format_estimate(point.estimates.get(name)) for name in shown)) for point in results.points],
+        [(point.name, *(format_outcome(point, name) for name in shown)) for point in results.points],
     )
     compared = [point for point in results.points if point.differences]
     if compared:

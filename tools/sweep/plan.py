@@ -35,6 +35,8 @@ class SweepPlan(Section):
     seeds: list[Seed] = msgspec.field(default_factory=lambda: [0, 1, 2, 3, 4])
     initial_models: list[int | str] = msgspec.field(default_factory=list)
     """Numbers: `model.init.seed` of models that are made. Texts: `model.path`. Empty: the preset's own model."""
+    model_per_seed: bool = False
+    """The first seed with the first initial model, the second with the second, and so on; not each with each."""
     metrics: list[str] = msgspec.field(default_factory=lambda: ["reward/mean"])
     """What the report compares."""
     baseline: str = ""
@@ -54,6 +56,11 @@ class SweepPlan(Section):
             raise ValueError(f"`{'metrics' if self.seeds else 'seeds'}` is empty: name at least one")
         if len({type(each) for each in self.initial_models}) > 1:
             raise ValueError("`initial_models` are numbers (`model.init.seed`), or all of them texts (`model.path`)")
+        if self.model_per_seed and len(self.initial_models) != len(self.seeds):
+            raise ValueError(
+                f"`model_per_seed` needs as many `initial_models` as `seeds`: there are {len(self.initial_models)} and "
+                f"{len(self.seeds)}"
+            )
         if self.baseline and self.baseline not in self.variants:
             hint = did_you_mean(self.baseline, self.variants, f"there are: {', '.join(self.variants) or 'none'}")
             raise ValueError(f"`baseline` = {self.baseline!r} is no variant; {hint}")
@@ -156,9 +163,12 @@ def runs_of(plan: SweepPlan, overrides: Sequence[str] = ()) -> list[PlannedRun]:
         if any(key in point.settings for point in points):
             raise ConfigError(f"`{key}` is what the plan's runs differ in: it cannot be set for all of them")
     models: list[int | str | None] = [*plan.initial_models] or [None]
+    starts = list(product(enumerate(models), plan.seeds))
+    if plan.model_per_seed:
+        starts = list(zip(enumerate(models), plan.seeds, strict=True))
     names = _directories([point.name for point in points])
     runs = []
-    for (number, model), seed, point in product(enumerate(models), plan.seeds, points):
+    for ((number, model), seed), point in product(starts, points):
         start = {} if model is None else {"model.init.seed" if isinstance(model, int) else "model.path": model}
         settings = {**given, **over, **point.settings, **start, "seed": seed}
         name = f"{names[point.name]}-s{seed}" + (f"-m{number}" if len(models) > 1 else "")

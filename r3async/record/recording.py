@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 RECORDING = "recording"
 RECORDS = Container(b"r3steps2")
+PART = 2**18
+"""Bytes that are written at once."""
 _NAME = re.compile(r"(\d{9,})-(\d{4,})\.step")
 
 
@@ -123,10 +125,24 @@ def write_step(
     step = msgspec.structs.replace(step, trajectories=_digest(frames))
     records = [[msgspec.json.encode(step)], *frames]
     path = directory / f"{step.step:09d}-{step.lineage:04d}.step"
-    # Joined: a short trajectory has five pieces, and a call of the system costs more than their copy.
-    write_aside(path, (b"".join(RECORDS.pieces(record)) for record in records), sync=True, files=files)
+    pieces = (piece for record in records for piece in RECORDS.pieces(record))
+    write_aside(path, _joined(pieces), sync=True, files=files)
     files.sync_directory(directory)
     return path
+
+
+def _joined(pieces: Iterable[Buffer]) -> Iterator[bytes]:
+    """In parts of about `PART` bytes: a short trajectory has five pieces, and a call of the system costs more than their copy."""
+    waiting: list[Buffer] = []
+    size = 0
+    for piece in pieces:
+        waiting.append(piece)
+        size += len(piece)
+        if size >= PART:
+            yield b"".join(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield b"".join(waiting)
 
 
 def read_step(path: Path, files: Files = REAL.files) -> tuple[RecordedStep, list[list[Trajectory]]]:

@@ -22,8 +22,8 @@ class RolloutKLConfig(Section):
     target: Positive | None = None
     """Drift, in nats per token, above which the coefficient is raised after a step. Unset: the coefficient stays."""
     limit: Positive | None = None
-    """The hard bound: a step after which the served drift of held-out episodes would be above this is shortened before it is
-    published. Unset: 1.25 times the `target`, if there is one."""
+    """The hard bound: a step is shortened, before it is published, if the next one would have more served drift, as held-out
+    episodes predict. Unset: the `target`, if there is one."""
     max: Positive | None = None
     """A step whose measured drift is above this, or not finite, makes no optimizer update. Unset: none is refused."""
     measure: Literal["served", "replayed"] = "served"
@@ -50,7 +50,7 @@ class RolloutKLConfig(Section):
     @property
     def bound(self) -> float | None:
         """Above which a step is shortened."""
-        return self.limit if self.limit is not None or self.target is None else 1.25 * self.target
+        return self.limit if self.limit is not None or self.target is None else self.target
 
     @property
     def measured_every(self) -> int:

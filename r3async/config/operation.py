@@ -53,6 +53,11 @@ class ScheduleConfig(Section):
         return self.minibatches_per_step * self.epochs_per_step
 
     @property
+    def updates_per_version(self) -> int:
+        """Optimizer updates from one version that engines are given to the next."""
+        return self.updates_per_step * self.steps_per_publication
+
+    @property
     def takes_more(self) -> bool:
         """Whether a step may take more than `groups_per_step`."""
         return bool(self.tokens_per_step or self.replaced_groups)

@@ -9,8 +9,9 @@ the probed tokens)`: the difference, whose mean is what routes do, scatters less
 is unbiased. In the steps between, that difference is the last one that was measured (`TrustRegion.estimate`).
 
 With `rollout_kl.limit` the probed episodes are held out: they have no weight in the loss and no advantage. After every update
-their drift says how far the step went on tokens that it did not train. If that is too far, the step is shortened before anything
-is published (`shortened`). This is measured in every step, so the hard bound does not depend on an older figure.
+their drift says how far the step went on tokens that it did not train, and so what the next step's tokens will have drifted
+(`met_again`). If that is too far, the step is shortened before anything is published (`shortened`). This is measured in every
+step, so the hard bound does not depend on an older figure.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 from r3async.config import Config
 from r3async.data.records import Sample, TokenTable
 from r3async.learner.batch.packing import MicroBatch, pack, padding_like
-from r3async.learner.figures import DRIFT_ROWS, MEASURED_DRIFT, ObjectiveSums, estimated
+from r3async.learner.figures import AGES, DRIFT_ROWS, MEASURED_DRIFT, ObjectiveSums, estimated
 from r3async.learner.optimizer import Update
 
 if TYPE_CHECKING:
@@ -212,13 +213,13 @@ def shortened(
     to is within the limit. Collective:
     what decides is reduced over all ranks, so every rank makes the same share of the step.
 
-    `drift` float64 `[3, DRIFT_ROWS, 2]`: from before the update, of all ranks. Predicted is what these tokens drift to under the
-    new weights: a version further than they will be met again, so no less than what the next step measures, as a rule.
+    `drift` float64 `[3, DRIFT_ROWS, 2]`: from before the update, of all ranks. Predicted is the drift of the tokens of the next
+    update: a share, `again`, of what these drift to under the new weights.
     """
     limit = backend.config.algorithm.rollout_kl.bound
     if limit is None or update.cause or not probes.micro_batches or not drift[1, :, 1].any():
         return update
-    made = 1.0
+    made, again = 1.0, met_again(drift[1], backend.config.schedule.updates_per_version)
 
     def make(share: float) -> None:
         nonlocal made
@@ -239,9 +240,23 @@ def shortened(
         return found
 
     reach = backend.trust_region.reach
-    share, value = shortest(predicted, limit, before, reach)
+    share, value = shortest(predicted, limit / again, before, reach)
     backend.trust_region.went(share / reach)
-    return replace(update, share=share, predicted=value)
+    return replace(update, share=share, predicted=value * again)
+
+
+def met_again(replayed: np.ndarray, updates: int) -> float:
+    """What share of the drift that tokens have after an update the tokens of the next update will have, where a version is made
+    by so many `updates`. `replayed`: sums by age, as `drift_sums`.
+
+    An update leaves these tokens up to a version older than tokens are when they are trained: with ages of a in the mean, those
+    have been through a + 1 - 1/updates versions at most, these through a + 1. Drift grows about linearly with the updates between
+    two policies (docs/trust-region.md), so the share is that of the versions. At an age below 1 a share of 1/2 is the least: a
+    bound is to bound a single step, too.
+    """
+    tokens = replayed[:AGES, 1]
+    age = max(1.0, float(tokens @ np.arange(AGES)) / max(float(tokens.sum()), 1.0))
+    return (age + 1 - 1 / updates) / (age + 1)
 
 
 def shortest(

@@ -17,12 +17,12 @@ from r3async.config import Config, LearnerConfig, RolloutKLConfig, config_from_d
 from r3async.data.records import Sample
 from r3async.learner import build_learner
 from r3async.learner.batch.packing import pack
-from r3async.learner.figures import combined
+from r3async.learner.figures import AGES, DRIFT_ROWS, combined
 from r3async.learner.losses.drift import TrustRegion
 from r3async.learner.losses.objective import divided
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.preparation import prepare
-from r3async.learner.served import LEAST, TRIES, chosen_probes, shortest
+from r3async.learner.served import LEAST, TRIES, chosen_probes, met_again, shortest
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.learner import fully_recorded, replace_columns
@@ -32,6 +32,8 @@ from tests.unit.test_trust_region_run import optimizer_state, trajectories
 LENGTHS = [9, 30, 5, 17, 24, 6]
 BUDGET = 64
 BACKENDS = ["megatron", "torch"]
+AGAIN = 1 / 2
+"""`met_again` of the samples, which are of the newest version."""
 
 
 def configured(backend: str = "megatron", dp: int = 1, **region: Any) -> Config:
@@ -121,21 +123,22 @@ def test_between_two_measurements_a_step_feeds_nothing_more_and_the_limit_still_
         passes.clear()
         return train_minibatch(build_learner(configured(backend, **region), model_path), given, version=version).metrics
 
-    measured = step(4)
+    measured = step(8)
     assert sum(passes) == sum(LENGTHS) + some
-    between = step(5)
+    between = step(9)
     assert sum(passes) == sum(LENGTHS)
     assert not any(name.startswith("served_kl/") for name in between)
     looked_away = {n: v for n, v in measured.items() if not n.startswith("served_kl/") and "_age_" not in n}
     assert looked_away == {n: v for n, v in between.items() if "_age_" not in n}
-    start, whole = measured["served_kl/k3"], step(5, limit=1e6)["served_kl/predicted"]
-    limit = start + 0.3 * (whole - start)
-    bounded, fresh = (step(version, limit=limit) for version in (5, 4))
+    again = 7 / 8  # `met_again` of tokens that are seven versions old, or more
+    start, after = measured["served_kl/k3"], step(9, limit=1e6)["served_kl/predicted"] / again
+    limit = again * (start + 0.3 * (after - start))
+    bounded, fresh = (step(version, limit=limit) for version in (9, 12))
     assert LEAST < bounded["optimizer/step_share"] < 1
     assert bounded["optimizer/step_share"] == pytest.approx(fresh["optimizer/step_share"], rel=1e-3)
     assert bounded["served_kl/predicted"] <= limit
     assert "served_kl/k3" not in bounded, "it was never measured"
-    assert "served_kl/tokens" in step(5, max=1e6), "a circuit breaker without a limit waits for nothing"
+    assert "served_kl/tokens" in step(9, max=1e6), "a circuit breaker without a limit waits for nothing"
 
 
 def test_a_step_that_measures_nothing_shows_the_estimate_whatever_its_minibatches(model_path):
@@ -160,8 +163,9 @@ def test_a_step_that_goes_too_far_is_shortened(model_path, backend):
     start = train_minibatch(free, pack(samples, BUDGET)).metrics["served_kl/k3"]
     whole = train_minibatch(build_learner(configured(backend, limit=1e6), model_path), pack(samples, BUDGET)).metrics
     assert whole["optimizer/step_share"] == 1
-    assert whole["served_kl/predicted"] > start, "the step has to add drift"
-    limit = start + 0.3 * (whole["served_kl/predicted"] - start)
+    after = whole["served_kl/predicted"] / AGAIN
+    assert after > start, "the step has to add drift"
+    limit = AGAIN * (start + 0.3 * (after - start))
     bounded = build_learner(configured(backend, limit=limit), model_path)
     metrics = train_minibatch(bounded, pack(samples, BUDGET)).metrics
     share = metrics["optimizer/step_share"]
@@ -182,6 +186,24 @@ def on_rank(path: Any, config: Config, samples: list[Sample]) -> tuple[dict[str,
         return train_minibatch(learner, of_rank(pack(samples, 32), dist.get_rank(), 2)).metrics, learner.version
     finally:
         learner.close()
+
+
+@pytest.mark.parametrize(
+    ("ages", "updates", "share"),
+    [
+        ([0, 5], 1, 1 / 2),  # all of age 1: they are of age 2 after the update, and the next ones of age 1
+        ([9, 0], 1, 1 / 2),  # the single step is bounded where nothing is old
+        ([1, 1, 1, 1], 1, 1.5 / 2.5),
+        ([0, 0, 0, 7], 1, 3 / 4),
+        ([0, 5], 4, 1.75 / 2),  # three of four updates of the next version come before its last minibatch
+        ([0, 5], 1000, 1.999 / 2),
+    ],
+)
+def test_predicted_is_the_drift_of_the_tokens_that_come_next(ages, updates, share):
+    replayed = np.zeros((DRIFT_ROWS, 2))
+    replayed[: len(ages), 1] = ages
+    replayed[AGES:, 1] = 99  # turns and positions
+    assert met_again(replayed, updates) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

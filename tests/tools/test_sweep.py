@@ -77,6 +77,13 @@ def test_a_part_of_a_plan_has_the_names_of_the_whole(tmp_path):
     part = chosen(plan, runs_of(plan), seeds="1", models="1", only="ppo")
     assert [run.name for run in part] == ["ppo-s1-m1"]
     assert part[0].config().model.init.seed == 7
+    both = chosen(plan, runs_of(plan), seeds="1", models="1", only="pg, ppo")
+    assert [run.name for run in both] == ["pg-s1-m1", "ppo-s1-m1"]
+
+
+def test_a_variant_whose_name_no_option_could_give_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="'ppo, bounded' has a comma, and `--only` takes several names"):
+        read_plan(write_plan(tmp_path, '[variants."ppo, bounded"]\nlearner.lr = 1e-4\n'))
 
 
 BAD = [

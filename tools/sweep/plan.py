@@ -61,6 +61,11 @@ class SweepPlan(Section):
                 f"`model_per_seed` needs as many `initial_models` as `seeds`: there are {len(self.initial_models)} and "
                 f"{len(self.seeds)}"
             )
+        for name in self.variants:
+            if "," in name:
+                raise ValueError(
+                    f"`variants`: {name!r} has a comma, and `--only` takes several names with commas between"
+                )
         if self.baseline and self.baseline not in self.variants:
             hint = did_you_mean(self.baseline, self.variants, f"there are: {', '.join(self.variants) or 'none'}")
             raise ValueError(f"`baseline` = {self.baseline!r} is no variant; {hint}")
@@ -192,11 +197,12 @@ def chosen(
 def _among(option: str, text: str, there: Iterable[str], what: str) -> list[str]:
     """Those that an option names. Raises `ConfigError` for one that the plan lacks."""
     known = list(there)
-    for name in text.split(",") if text else ():
+    names = [name.strip() for name in text.split(",")] if text else known
+    for name in names:
         if name not in known:
             hint = did_you_mean(name, known, f"there are: {', '.join(known) or 'none'}")
             raise ConfigError(f"{option} {text!r}: the plan has no {what} {name!r}; {hint}")
-    return text.split(",") if text else known
+    return names
 
 
 def _settings(where: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,9 +74,10 @@ def pages() -> dict[str, str]:
 
 
 def _science(path: Path) -> dict[str, Any]:
-    """Points of a sweep's results by name, each with `estimates` and `differences` by outcome."""
+    """Points and runs of a sweep by name; points with `estimates` and `differences`, runs with `figures`, by outcome."""
     results = json.loads(path.read_text())
-    return {"facts": results["facts"], "points": {point["name"]: point for point in results["points"]}}
+    by_name = {of: {each["name"]: each for each in results[of]} for of in ("points", "runs")}
+    return {"facts": results["facts"], **by_name}
 
 
 def read_data(name: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from r3async.tools.bench import claims
-from r3async.views.sweeps import Results, counted, format_estimate, format_outcome
+from r3async.views.sweeps import AXIS_WORDS, Results, counted, format_estimate, format_outcome
 
 DATA = claims.FIGURES / "benchmarks.json"
 SCIENCE = claims.FIGURES / "science"
@@ -158,12 +158,12 @@ def _measured(data: Mapping[str, Any], name: str) -> str:
 
 
 def _science(results: Results) -> Iterator[str]:
-    """Means and paired differences of a sweep, and of what they are."""
+    """Means and paired differences of a sweep, and of what they are. Those over equal time and tokens are in its data alone."""
     complete = [run for run in results.runs if run.complete]
     few = len({run.seed for run in complete}) < SEEDS or len({run.model for run in complete}) < MODELS
     first = f" These are fewer than {SEEDS} seeds and {MODELS} initial models: a first look, and no result." * few
     yield f"{counted(results)}, at {results.facts['commit']} on {results.facts['machine']}.{first}\n"
-    shown = list(results.outcomes)
+    shown = [name for name in results.outcomes if name.rpartition(", ")[2] not in AXIS_WORDS]
     yield from _table(
         ("", *(results.outcomes[name] for name in shown)),
         [(point.name, *(format_outcome(point, name) for name in shown)) for point in results.points],

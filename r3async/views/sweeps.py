@@ -1,6 +1,6 @@
 """Results of a sweep, as data and as a page: means of runs with intervals, paired differences, curves with bands.
 
-What a run comes to is worked out here, and what that says of other seeds and models in `data/statistics.py`.
+What a run comes to is worked out in `swept_runs.py`, and what that says of other seeds and models in `data/statistics.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,20 @@ import msgspec
 import numpy as np
 
 from r3async.data.statistics import Estimate, Run, estimate, paired
-from r3async.record.catalogue import LAST_STEPS, Stats, finite, metric
-from r3async.record.reading import read_objects
-from r3async.views.charts import AXES, Chart, Drawing, Line, color, x_columns
-from r3async.views.summary import NOT_TRAINED, RunSummary, format_number, format_seconds, summarize
+from r3async.record.catalogue import LAST_STEPS, metric
+from r3async.views.charts import AXES, Chart, Drawing, Line, color
+from r3async.views.summary import format_number, format_seconds
+from r3async.views.swept_runs import (
+    DRIFT,
+    FINISHED,
+    WINDOW,
+    Curves,
+    KeptRun,
+    RunFigures,
+    SweptRun,
+    read_finished,
+    short,
+)
 from r3async.views.templates import TEMPLATES
 from r3async.world.files import replace_file
 
@@ -25,8 +35,6 @@ RESULTS, PAGE = "results.json", "report.html"
 """In the sweep's directory."""
 BINS = 40
 """Of a curve, at most."""
-DRIFT, WINDOW = ("rollout_kl/", "served_kl/"), 25
-"""Of these metrics a sweep has the largest mean of so many steps in a row: a bound holds in every window, or it does not."""
 AXIS_WORDS = {"time": "wall time", "tokens": "trained tokens"}
 
 
@@ -38,15 +46,6 @@ class SweptPoint(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
 
 
-class SweptRun(msgspec.Struct, frozen=True):
-    """`name`: of its directory in the sweep's. `model`: the number of its initial model."""
-
-    name: str
-    point: str
-    seed: int
-    model: int
-
-
 class Swept(msgspec.Struct, frozen=True):
     """What a sweep is made of. `facts`: what its results depend on, in words by name: command, commit, machine."""
 
@@ -55,23 +54,6 @@ class Swept(msgspec.Struct, frozen=True):
     points: list[SweptPoint]
     runs: list[SweptRun]
     facts: dict[str, str]
-
-
-class RunFigures(msgspec.Struct, frozen=True):
-    """Of one run. `complete`: it made all its steps, and its figures count. `seconds`: of wall time, None for a run that was
-    interrupted and resumed. `figures`: by outcome."""
-
-    name: str
-    point: str
-    seed: int
-    model: int
-    status: str
-    reason: str
-    complete: bool
-    steps: int
-    seconds: float | None
-    tokens: float
-    figures: dict[str, float]
 
 
 class PointFigures(msgspec.Struct, frozen=True):
@@ -108,99 +90,39 @@ class Results(msgspec.Struct, frozen=True):
 
 
 def read_results(directory: Path, swept: Swept) -> Results:
-    """What the sweep's runs in `directory` have written so far."""
-    loaded = [_Loaded.read(directory / run.name, run) for run in swept.runs]
-    complete = [each for each in loaded if each.complete]
-    ends = {axis: _common_end(complete, axis) for axis in AXES}
+    """What the sweep's runs have written so far: of whole ones as `finished.jsonl` has them, of others in their directories."""
+    kept = read_finished(directory / FINISHED, swept.metrics)
+    curves = [
+        (run, Curves.kept(kept[run.name]) if run.name in kept else Curves.read(directory / run.name, swept.metrics))
+        for run in swept.runs
+    ]
+    complete = [(run, each) for run, each in curves if each.complete]
+    ends = {axis: _common_end([each for _, each in complete], axis) for axis in AXES}
     outcomes = _outcomes(swept.metrics, ends)
-    runs = [each.figures(swept.metrics, ends) for each in loaded]
+    runs = [each.figures(run, swept.metrics, ends) for run, each in curves]
     edges = {
-        axis: np.linspace(0.0, end, min(BINS, max(1, min(len(each.rows) for each in complete))) + 1)
+        axis: np.linspace(0.0, end, min(BINS, max(1, min(each.steps for _, each in complete))) + 1)
         for axis, end in ends.items()
         if end is not None
     }
     return Results(
         swept.title,
-        swept.facts,
+        swept.facts | _facts([kept[run.name] for run in swept.runs if run.name in kept]),
         outcomes,
         runs,
         [_point(point, runs, outcomes) for point in swept.points],
-        {axis: [_short(x) for x in (each[1:] + each[:-1]) / 2] for axis, each in edges.items()},
+        {axis: [short(x) for x in (each[1:] + each[:-1]) / 2] for axis, each in edges.items()},
         {name: {axis: _bands(complete, name, axis, each) for axis, each in edges.items()} for name in swept.metrics},
     )
 
 
-class _Loaded(msgspec.Struct):
-    """A run with its rows. `axes`: `x_columns`, without the time of a run that was resumed."""
-
-    run: SweptRun
-    summary: RunSummary
-    rows: list[dict[str, Any]]
-    axes: dict[str, list[Any]]
-
-    @classmethod
-    def read(cls, path: Path, run: SweptRun) -> _Loaded:
-        rows, summary = read_objects(path / "metrics.jsonl"), summarize(path)
-        axes = x_columns(rows)
-        if summary.history.lives > 1:
-            axes.pop("x/time", None)
-        return cls(run, summary, rows, axes)
-
-    @property
-    def complete(self) -> bool:
-        return is_complete(self.summary)
-
-    def end(self, axis: str) -> float | None:
-        known = [x for x in self.axes.get(f"x/{axis}", ()) if x is not None]
-        return known[-1] if known and known[-1] > 0 else None
-
-    def until(self, name: str, axis: str, edges: np.ndarray) -> np.ndarray | None:
-        """The metric's integral over the axis from 0 to each edge; None where a step lacks it."""
-        xs, ys = self.axes.get(f"x/{axis}", ()), [finite(row.get(name)) for row in self.rows]
-        known = [(x, y) for x, y in zip(xs, ys, strict=False) if x is not None and y is not None]
-        if not known:
-            return None
-        at, value = np.array([(0.0, 0.0), *known], np.float64).T
-        return np.interp(edges, at, np.cumsum(value * np.diff(at, prepend=0.0)))
-
-    def largest_window(self, name: str) -> float | None:
-        """The largest mean of `WINDOW` steps in a row; of a shorter run the mean. None where no step has the metric."""
-        known = [y for row in self.rows if (y := finite(row.get(name))) is not None]
-        if not known:
-            return None
-        sums = np.cumsum([0.0, *known])
-        width = min(WINDOW, len(known))
-        return float((sums[width:] - sums[:-width]).max()) / width
-
-    def figures(self, metrics: Sequence[str], ends: Mapping[str, float | None]) -> RunFigures:
-        summary, found = self.summary, dict[str, float | None]()
-        for name in metrics:
-            stats = Stats.of(self.rows, name)
-            found |= {name: stats.mean, f"{name}, last": stats.last}
-            if name.startswith(DRIFT):
-                found[f"{name}, window"] = self.largest_window(name)
-            for axis in AXES[1:]:
-                if (end := ends[axis]) is not None and (sums := self.until(name, axis, np.array([end]))) is not None:
-                    found[f"{name}, {axis}"] = float(sums[0]) / end
-        return RunFigures(
-            **msgspec.to_builtins(self.run),
-            status=summary.status,
-            reason=summary.reason,
-            complete=self.complete,
-            steps=summary.steps,
-            seconds=self.end("time"),
-            tokens=self.end("tokens") or 0.0,
-            figures={name: _short(value) for name, value in found.items() if value is not None},
-        )
+def _facts(runs: Sequence[KeptRun]) -> dict[str, str]:
+    """Of all of them: each commit and each machine once, in the order of the runs."""
+    names = dict.fromkeys(name for run in runs for name in run.facts)
+    return {name: "; ".join(dict.fromkeys(run.facts[name] for run in runs if name in run.facts)) for name in names}
 
 
-def is_complete(summary: RunSummary) -> bool:
-    """Whether a run made all its steps, also where it ended before it could say so."""
-    made = bool(summary.planned_steps) and summary.steps >= (summary.planned_steps or 0)
-    return summary.status in ("finished", NOT_TRAINED) or (made and summary.status != "failed")
-
-
-def _common_end(runs: Sequence[_Loaded], axis: str) -> float | None:
+def _common_end(runs: Sequence[Curves], axis: str) -> float | None:
     """As far as every complete run gets on that axis; None if one is not on it."""
     ends = [run.end(axis) for run in runs]
     known = [end for end in ends if end is not None]
@@ -243,26 +165,20 @@ def _values(runs: Sequence[RunFigures], point: str, outcome: str) -> dict[Run, f
     }
 
 
-def _bands(runs: Sequence[_Loaded], name: str, axis: str, edges: np.ndarray) -> dict[str, Band]:
+def _bands(runs: Sequence[tuple[SweptRun, Curves]], name: str, axis: str, edges: np.ndarray) -> dict[str, Band]:
     """By point."""
     by_point: dict[str, dict[Run, np.ndarray]] = {}
-    for run in runs:
-        if (sums := run.until(name, axis, edges)) is not None:
-            means = np.diff(sums) / np.diff(edges)
-            by_point.setdefault(run.run.point, {})[run.run.seed, run.run.model] = means
-    return {point: _band(curves, len(edges) - 1) for point, curves in by_point.items()}
+    for run, curves in runs:
+        if (sums := curves.until(name, axis, edges)) is not None:
+            by_point.setdefault(run.point, {})[run.seed, run.model] = np.diff(sums) / np.diff(edges)
+    return {point: _band(means, len(edges) - 1) for point, means in by_point.items()}
 
 
 def _band(curves: Mapping[Run, np.ndarray], bins: int) -> Band:
     found = [estimate({run: float(curve[at]) for run, curve in curves.items()}) for at in range(bins)]
     return Band(
-        *([_short(getattr(each, part)) for each in found] for part in ("mean", "low", "high")),
+        *([short(getattr(each, part)) for each in found] for part in ("mean", "low", "high")),
     )
-
-
-def _short(value: float | None) -> Any:
-    """Six digits: enough for every figure, and short in a file."""
-    return None if value is None else float(f"{value:.6g}")
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import msgspec
 import pytest
@@ -11,10 +12,13 @@ from r3async.config import ConfigError
 from r3async.tools.bench import claims, page, science
 from r3async.tools.bench.claims import Claim, Other, Register, blocks, filled, is_figure, problems, written
 from r3async.tools.bench.jobs import BenchError
+from r3async.tools.sweep import record as records
+from r3async.tools.sweep import runner as runners
 from r3async.tools.sweep.command import Asked
 from r3async.tools.sweep.plan import read_plan, runs_of
-from r3async.views.sweeps import read_results
-from tests.helpers.sweeps import PLAN, write_plan, write_swept_run
+from r3async.views.sweeps import Results, read_results
+from r3async.views.swept_runs import FINISHED
+from tests.helpers.sweeps import PLAN, FakeRun, write_plan, write_swept_run
 from tests.tools.test_sweep_results import learnt, swept
 
 DATA = {"runs": {"none": [{"drift": 4.9}, {"drift": 0.000123}]}}
@@ -45,6 +49,20 @@ def test_the_plans_of_the_pages_have_five_seeds_and_models_and_all_baselines():
         assert {each.policy_loss for each in made} == {"truncated_pg", "ppo", "decoupled_ppo", "tis"}
         assert {each.rollout_kl.coef for each in made} == {0.0, 0.01}
         assert {each.rollout_kl.target for each in made} == {None, 0.1}
+
+
+DATA_OF_RUNS = sorted((claims.FIGURES / "science").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("data", DATA_OF_RUNS, ids=lambda path: path.stem)
+def test_figures_of_the_pages_follow_from_the_runs_in_the_repository(data, tmp_path):
+    plan = read_plan(science.PLANS / f"{data.stem}.toml")
+    shutil.copy(data, tmp_path / FINISHED)
+    record = records.begin(tmp_path, plan, [], [], {"commit": "", "command": ""})
+    made = read_results(tmp_path, records.swept(record))
+    there = msgspec.json.decode(data.with_suffix(".json").read_bytes(), type=Results)
+    assert (made.runs, made.points, made.outcomes) == (there.runs, there.points, there.outcomes)
+    assert all(run.complete for run in made.runs)
 
 
 # -- how that is found -------------------------------------------------------------------------------------------------
@@ -168,6 +186,69 @@ def test_a_plan_becomes_data_and_data_becomes_a_table(tmp_path, monkeypatch):
     assert "| ppo less pg | +0.049 [0.049, 0.049] |" in made
     assert "old" not in made
     assert page.written(made, {"reports": {}}) == made
+
+
+def in_parts(tmp_path, monkeypatch):
+    """In the place of runs' processes: those that are asked for are there at once. Returns the names of those that were made."""
+    begun = []
+
+    def start(run, slot):
+        begun.append(run.name)
+        learned = learnt(0.3 if run.name.startswith("ppo") else 0.2, run.seed, steps=20)
+        return FakeRun(tmp_path / "runs" / "plan" / run.name, polls=1, rewards=learned)
+
+    monkeypatch.setattr(runners, "starter", lambda directory, environment: start)
+    monkeypatch.setattr(runners, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(records, "commit", lambda: "abc")
+    return begun
+
+
+def test_data_is_made_in_parts_and_its_figures_again_without_training(tmp_path, monkeypatch):
+    begun, path, out = in_parts(tmp_path, monkeypatch), write_plan(tmp_path), tmp_path / "data"
+
+    def measure(seeds=""):
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)  # the next part is made on another machine
+        keep = tmp_path / "runs"
+        return science.run([path], Asked(path, seeds=seeds), quick=False, keep=keep, out=out, say=print).sweeps["plan"]
+
+    measure("0")
+    monkeypatch.setattr(records, "commit", lambda: "def")
+    measure("1,2")
+    assert sorted(begun) == [f"{name}-s{seed}" for name in ("pg", "ppo") for seed in (0, 1, 2)]
+    before, figures = (out / "plan.jsonl").read_bytes(), (out / "plan.json").read_bytes()
+    assert [json.loads(line)["facts"]["commit"] for line in before.splitlines()] == ["abc"] * 2 + ["def"] * 4
+    monkeypatch.setattr(records, "commit", lambda: "ghi")
+    results = measure()
+    assert len(begun) == 6, "no run is made again"
+    assert results.facts["commit"] == "abc; def"
+    assert results.points[1].differences["reward/mean"].runs == 3
+    assert ((out / "plan.jsonl").read_bytes(), (out / "plan.json").read_bytes()) == (before, figures)
+
+
+def test_data_that_another_plan_made_is_refused_by_name_and_kept(tmp_path, monkeypatch):
+    begun, path, out = in_parts(tmp_path, monkeypatch), write_plan(tmp_path), tmp_path / "data"
+    science.run([path], Asked(path, seeds="0"), quick=False, keep=tmp_path / "runs", out=out, say=print)
+    before = (out / "plan.jsonl").read_bytes()
+    write_plan(tmp_path, PLAN.replace("steps = 20", "steps = 30"))
+    with pytest.raises(ConfigError, match=r"has a run pg-s0 .*\(steps=20 in place of steps=30\).*--out"):
+        science.run([path], Asked(path, seeds="1"), quick=False, keep=tmp_path / "runs", out=out, say=print)
+    assert (len(begun), (out / "plan.jsonl").read_bytes()) == (2, before)
+
+
+def test_a_measurement_that_is_stopped_keeps_the_runs_that_it_made(tmp_path, monkeypatch):
+    path, out = write_plan(tmp_path), tmp_path / "data"
+    in_parts(tmp_path, monkeypatch)
+    whole = science.make
+
+    def stopped(directory, asked, say):
+        whole(directory, asked._replace(seeds="0"), say)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(science, "make", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        science.run([path], Asked(path), quick=False, keep=tmp_path / "runs", out=out, say=print)
+    assert [json.loads(line)["name"] for line in (out / "plan.jsonl").read_text().splitlines()] == ["pg-s0", "ppo-s0"]
+    assert json.loads((out / "plan.json").read_bytes())["facts"]["command"] == f"r3async bench science {path}"
 
 
 def test_enough_seeds_and_models_are_no_first_look(tmp_path):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+from functools import partial
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from r3async.config import ConfigError
@@ -294,13 +297,46 @@ def test_a_sweep_is_not_continued_with_other_settings(tmp_path):
     directory = tmp_path / "runs" / "plan"
     records.begin(directory, plan, [], runs_of(plan), FACTS)
     write_swept_run(directory / "pg-s0", [0.5] * 20)
-    records.begin(directory, plan, [], runs_of(plan), FACTS)
     with pytest.raises(ConfigError, match="pg-s0 was made with other settings") as error:
         records.begin(directory, plan, ["steps=30"], runs_of(plan, ["steps=30"]), FACTS)
     assert "(steps=20 in place of steps=30)" in str(error.value)
+    records.begin(directory, plan, [], runs_of(plan), FACTS)
+    with pytest.raises(ConfigError, match=r"finished\.jsonl has a run pg-s0 that was made with other settings"):
+        records.begin(directory, plan, ["steps=30"], runs_of(plan, ["steps=30"])[:1], FACTS)
     kept = records.begin(directory, plan, [], runs_of(plan)[:1], FACTS | {"commit": "def"})
     assert kept.facts["commit"] == "abc, def"
     assert len(kept.runs) == 6, "what was planned before is still in the report"
+
+
+def test_figures_and_curves_of_whole_runs_are_kept_when_their_directories_are_gone(tmp_path):
+    plan = read_plan(write_plan(tmp_path))
+    directory = tmp_path / "runs" / "plan"
+    for at, run in enumerate(runs_of(plan)[:5]):
+        write_swept_run(directory / run.name, [0.1 * at + 0.01 * step for step in range(20)], lives=1 + (at == 2))
+    write_swept_run(directory / "pg-s2", [0.5] * 3, steps=20, end="stopped")
+    record = records.begin(directory, plan, [], runs_of(plan), FACTS)
+    before = records.report(directory, record)
+    records.keep(directory, record, runs_of(plan), FACTS)
+    for run in runs_of(plan):
+        if run.name != "pg-s2":
+            shutil.rmtree(directory / run.name, ignore_errors=True)
+    after = records.report(directory, records.begin(directory, plan, [], runs_of(plan)[:1], FACTS | {"commit": "def"}))
+    assert [run.complete for run in after.runs] == [True, True, True, True, False, False]
+    assert msgspec.structs.replace(after, facts=before.facts) == before
+    assert after.facts["commit"] == "abc", "the commit that made them"
+
+
+def test_a_run_that_is_kept_is_not_made_again_unless_its_line_lacks_a_metric(tmp_path, monkeypatch):
+    made = Made(tmp_path, monkeypatch)
+    write_swept_run(made.directory / "pg-s0", [0.5] * 20)
+    record = records.begin(made.directory, read_plan(tmp_path / "plan.toml"), [], made.runs, FACTS)
+    records.keep(made.directory, record, made.runs, FACTS)
+    shutil.rmtree(made.directory / "pg-s0")
+    runner = partial(Runner, made.directory, made.runs, 1, made.start, made.stop, made.said.append, sleep=made.sleep)
+    assert runner(metrics=["reward/mean"]).make()
+    assert list(made.processes) == [run.name for run in made.runs[1:]]
+    assert runner(metrics=["reward/mean", "served_kl/k3"]).make()
+    assert "pg-s0" in made.processes
 
 
 def test_a_directory_that_is_a_runs_or_cannot_be_read_is_refused(tmp_path):

@@ -1,4 +1,9 @@
-"""`bench science`: the sweeps of plan files, and their results as data from which the pages are made (`bench/page.py`)."""
+"""`bench science`: the sweeps of plan files, and their results as data from which the pages are made (`bench/page.py`).
+
+Of each plan there are two files: NAME.jsonl with every whole run (`views/swept_runs.py`), and NAME.json with what they come to.
+The second is made from the first, by the same command, without training: a run that the data has is not made again. So the runs
+of a plan may be made in several parts, on machines that are gone by the time of the last.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,10 @@ from r3async.config import ConfigError
 from r3async.tools.bench.claims import FIGURES
 from r3async.tools.bench.jobs import BenchError, Say
 from r3async.tools.sweep.command import Asked, make
-from r3async.tools.sweep.plan import read_plan
-from r3async.views.sweeps import Results, describe_results
+from r3async.tools.sweep.plan import read_plan, runs_of
+from r3async.tools.sweep.record import Made
+from r3async.views.sweeps import RESULTS, Results, describe_results
+from r3async.views.swept_runs import FINISHED, read_finished, write_finished
 from r3async.world.files import make_directory, replace_file
 
 PLANS = FIGURES / "plans"
@@ -31,9 +38,9 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def run(plans: Sequence[Path], asked: Asked, *, quick: bool, keep: Path | None, out: Path | None, say: Say) -> Report:
-    """Make each plan's sweep, or what is missing of it in `keep`, and write its results to `out` (docs/figures/science) by the
-    plan's name, with the runs that failed. `asked`: overrides, seeds and variants for all of them. Raises `ConfigError`, and
-    `BenchError` where no run was finished."""
+    """Make each plan's sweep, or what is missing of it in `out` (docs/figures/science) and in `keep`, and write its runs and
+    results to `out` by the plan's name, with the runs that failed; also if somebody asks for the end. `asked`: overrides, seeds
+    and variants for all of them. Raises `ConfigError`, `BenchError` where no run was finished, and `KeyboardInterrupt`."""
     if twice := next((p for p in plans if [q.stem for q in plans].count(p.stem) > 1), None):
         raise ConfigError(f"two plans are called {twice.stem}: their data would have one name")
     target = out or (None if quick else FIGURES / "science")
@@ -44,17 +51,56 @@ def run(plans: Sequence[Path], asked: Asked, *, quick: bool, keep: Path | None, 
             if quick:
                 seeds = ",".join(map(str, read_plan(plan).seeds[:2]))
                 mine = mine._replace(overrides=[*asked.overrides, f"steps={STEPS}"], seeds=asked.seeds or seeds)
-            _, results = make((keep or Path(scratch)) / plan.stem, mine, say)
+            directory = (keep or Path(scratch)) / plan.stem
+            data = target and target / f"{plan.stem}.jsonl"
+            if data is not None:
+                _take(data, directory, mine)
+            try:
+                _, results = make(directory, mine, say)
+            except KeyboardInterrupt:
+                if data is not None and (directory / FINISHED).exists():
+                    results = msgspec.json.decode((directory / RESULTS).read_bytes(), type=Results)
+                    _give(directory, data, _named(plan, asked, results))
+                raise
             if not any(each.complete for each in results.runs):
                 raise BenchError(f"no run of {plan} was finished:\n{describe_results(results)}")
-            words = shlex.join(["r3async", "bench", "science", str(plan), *asked.overrides])
-            facts = results.facts | {"command": words}
-            found[plan.stem] = msgspec.structs.replace(results, facts=facts)
-            if target is not None:
-                make_directory(target)
-                replace_file(target / f"{plan.stem}.json", msgspec.json.encode(found[plan.stem]) + b"\n")
-                say(f"wrote {target / plan.stem}.json; python -m r3async.tools.bench.page brings it into the pages")
+            found[plan.stem] = _named(plan, asked, results)
+            if data is not None:
+                _give(directory, data, found[plan.stem])
+                say(f"wrote {data} and .json; python -m r3async.tools.bench.page brings them into the pages")
     return Report("science", quick, found)
+
+
+def _named(plan: Path, asked: Asked, results: Results) -> Results:
+    """With the command that makes them."""
+    words = shlex.join(["r3async", "bench", "science", str(plan), *asked.overrides])
+    return msgspec.structs.replace(results, facts=results.facts | {"command": words})
+
+
+def _take(data: Path, directory: Path, asked: Asked) -> None:
+    """Runs of the data that the sweep's directory lacks. Raises `ConfigError` for one that the plan would make otherwise."""
+    plan = read_plan(asked.path)
+    runs = {run.name: run for run in runs_of(plan, asked.overrides)}
+    there = {name: run for name, run in read_finished(data, plan.metrics).items() if name in runs}
+    for name, run in there.items():
+        if difference := Made(run.preset, run.overrides).differs(runs[name]):
+            raise ConfigError(
+                f"{data} has a run {name} that was made with other settings ({difference}): name another directory (--out), or "
+                "remove that line to make the run again"
+            )
+    own = directory / FINISHED
+    if there.keys() - read_finished(own).keys():
+        make_directory(directory)
+        write_finished(own, (there | read_finished(own)).values())
+
+
+def _give(directory: Path, data: Path, results: Results) -> None:
+    """Write the data of the plan's runs, in the plan's order, and what they come to. Curves are in the first file alone."""
+    finished = read_finished(directory / FINISHED)
+    make_directory(data.parent)
+    write_finished(data, [finished[run.name] for run in results.runs if run.name in finished])
+    figures = msgspec.structs.replace(results, axes={}, bands={})
+    replace_file(data.with_suffix(".json"), msgspec.json.encode(figures) + b"\n")
 
 
 def render(report: Report) -> str:

@@ -146,6 +146,11 @@ def make(directory: Path, asked: Asked, say: Say) -> tuple[bool, Results]:
         say(f"{described(checked)}; directory: {directory}")
         request = StopRequest()
         request.loading = False
+
+        def ended(run: PlannedRun) -> None:
+            records.keep(directory, record, [run], facts)
+            records.report(directory, record)
+
         runner = Runner(
             directory,
             checked.runs,
@@ -153,7 +158,8 @@ def make(directory: Path, asked: Asked, say: Say) -> tuple[bool, Results]:
             starter(directory, lambda slot: devices_of(slot, checked.most, checked.machine)),
             request,
             say,
-            lambda run: records.report(directory, record),
+            ended,
+            metrics=checked.plan.metrics,
         )
         with stop_signals(request):
             complete = runner.make()

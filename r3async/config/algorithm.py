@@ -22,7 +22,7 @@ class RolloutKLConfig(Section):
     target: Positive | None = None
     """Drift, in nats per token, above which the coefficient is raised after a step. Unset: the coefficient stays."""
     limit: Positive | None = None
-    """The hard bound: a step is shortened, before it is published, if the next one would have more served drift, as held-out
+    """The hard bound: a step is shortened, before it is published, if the next one would have more served drift, as probed
     episodes predict. Unset: the `target`, if there is one."""
     max: Positive | None = None
     """A step whose measured drift is above this, or not finite, makes no optimizer update. Unset: none is refused."""
@@ -30,8 +30,7 @@ class RolloutKLConfig(Section):
     """Which drift `target` and `max` are about: `served_kl/k3`, with the routers' own choice, or `rollout_kl/k3`, with the routes
     of the rollout. `limit` is always about what is served."""
     probe_share: Share = 0.04
-    """Share of a step's tokens on which served drift is measured, by a forward pass more; with a `limit` these episodes are held
-    out of training. 0: it is not measured."""
+    """Share of a step's tokens on which served drift is measured, by a forward pass more. 0: it is not measured."""
     probe_tokens: int = 640
     """Where a bound needs served drift, at least so many tokens of a step are probed, prompts included, but no more than a
     quarter of them: of fewer, a single one with a large drift is most of the mean."""

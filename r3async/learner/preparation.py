@@ -65,8 +65,7 @@ def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[lis
     about them.
 
     A group is in one minibatch, with all its episodes and all samples of each: what is compared stays together, and what
-    the loss is a mean over is whole. With `rollout_kl.limit` the probed episodes are held out: in no denominator, and without an
-    advantage, though others are still compared with them.
+    the loss is a mean over is whole.
     """
     samples, metrics = assign_advantages(groups, config.algorithm, max_new_tokens=config.episode.max_new_tokens)
     # Of each sample: its group, and its episode, by the order in which they come.
@@ -85,9 +84,8 @@ def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[lis
         numbers: dict[tuple[int, int], int] = {}
         episodes = [numbers.setdefault(owners[i], len(numbers)) for i in chosen]
         probed = probed_samples([samples[i] for i in chosen], [trained[i] for i in chosen], episodes, config)
-        held_out = probed if config.algorithm.rollout_kl.bound is not None else [False] * len(chosen)
         weights = loss_weights(
-            [trained[i] & (not held) for i, held in zip(chosen, held_out, strict=True)],
+            [trained[i] for i in chosen],
             episodes,
             [owners[i][0] for i in chosen],
             config.algorithm.reduction,
@@ -99,9 +97,6 @@ def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[lis
             "loss_weights": weights,
             "episode": divided(np.repeat(np.asarray(episodes, np.int32), sizes), sizes),
             "place": divided(np.where(mask, np.cumsum(mask) - 1, -1).astype(np.int32), sizes),
-            "advantages": [
-                samples[i].table["advantages"] * np.float32(not held) for i, held in zip(chosen, held_out, strict=True)
-            ],
         }
         if any(probed):
             columns["probed"] = divided(np.repeat(probed, sizes), sizes)

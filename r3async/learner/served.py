@@ -8,10 +8,10 @@ forward pass more without replay and without gradient. The estimate for all trai
 the probed tokens)`: the difference, whose mean is what routes do, scatters less than the drift of a few tokens, and the estimate
 is unbiased. In the steps between, that difference is the last one that was measured (`TrustRegion.estimate`).
 
-With `rollout_kl.limit` the probed episodes are held out: they have no weight in the loss and no advantage. After every update
-their drift says how far the step went on tokens that it did not train, and so what the next step's tokens will have drifted
-(`met_again`). If that is too far, the step is shortened before anything is published (`shortened`). This is measured in every
-step, so the hard bound does not depend on an older figure.
+With `rollout_kl.limit` the drift of the probed episodes is measured again after every update. It says how far the step went, and
+so what the next step's tokens will have drifted (`met_again`). If that is too far, the step is shortened before anything is
+published (`shortened`). This is measured in every step, so the hard bound does not depend on an older figure. The step trains
+these episodes like all others; what that changes in the prediction was measured (docs/decisions.md, D-184).
 """
 
 from __future__ import annotations
@@ -61,11 +61,10 @@ def chosen_probes(names: Sequence[str], tokens: Sequence[int], config: Config) -
 
     In the order of a checksum of their names, as many as have no more than `rollout_kl.probe_share` of all tokens; where
     a bound needs them, than `probe_tokens` or a quarter of all, if that is more. If the first has more, it is probed where a
-    bound needs it in every step; elsewhere in so many of all steps that the share is kept on average. Of a single episode
-    nothing is held out.
+    bound needs it in every step; elsewhere in so many of all steps that the share is kept on average.
     """
     region = config.algorithm.rollout_kl
-    if not wants_probes(config) or (region.bound is not None and len(names) < 2):
+    if not wants_probes(config):
         return []
     keys = [zlib.crc32(name.encode()) for name in names]
     order = sorted(range(len(names)), key=lambda i: (keys[i], names[i]))

@@ -125,7 +125,7 @@ _TABLE = (
            "The same with the routers' own choice, as engines serve the weights: on a sample of some steps, or estimated.",
            figures="last high", curve=Curve("Drift", "served", "green"), parts="mean high"),
     Metric("served_kl/predicted", "drift ahead", "nats", "low",
-           "With `algorithm.rollout_kl.limit`: served drift of the held-out episodes under the weights that the step made."),
+           "With `algorithm.rollout_kl.limit`: served drift of the probed episodes under the weights that the step made."),
     Metric("served_kl/tokens", "probed tokens", "tokens", "", "Tokens that served drift was measured on; else it is estimated."),
     Metric("rollout_kl/k3_age_0", "drift at age 0", "nats", "low",
            "Drift k3 over the trained tokens of that age; so `rollout_kl/k3_age_1`, and on; the last, 7, is of all older ones."),

@@ -19,7 +19,6 @@ from r3async.learner import build_learner
 from r3async.learner.batch.packing import pack
 from r3async.learner.figures import AGES, DRIFT_ROWS, combined
 from r3async.learner.losses.drift import TrustRegion
-from r3async.learner.losses.objective import divided
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.preparation import prepare
 from r3async.learner.served import LEAST, TRIES, chosen_probes, met_again, shortest
@@ -46,7 +45,7 @@ def configured(backend: str = "megatron", dp: int = 1, **region: Any) -> Config:
                 "weight_decay": 0.1,
                 "parallel": {"dp": dp},
             },
-            "algorithm": {"rollout_kl": {"coef": 0.1} | region},
+            "algorithm": {"rollout_kl": {"coef": 0.1 if "target" in region else 0.0} | region},
             "routing": {"min_recorded_fraction": 0.0},
             "episode": {"max_total_tokens": 1024, "max_prompt_tokens": 256},
         }
@@ -58,18 +57,13 @@ def model_path(tmp_path_factory):
     return hm.make_hf_model(tmp_path_factory.mktemp("model"))
 
 
-def batch(held_out: bool = False) -> list[Sample]:
+def batch() -> list[Sample]:
     """Samples with random routes recorded everywhere, the second and the last of them probed; the log-probs are made up."""
     made = fully_recorded(hm.make_samples(3, LENGTHS))
     out = []
     for index, sample in enumerate(made):
         probed = np.full(len(sample.table), index in (1, 5))
-        changes: dict[str, Any] = {"probed": probed}
-        if held_out:
-            mask = sample.table["loss_mask"]
-            changes["loss_weights"] = np.where(mask & ~probed, np.float32(0.01), np.float32(0))
-            changes["advantages"] = np.where(probed, np.float32(0), sample.table["advantages"])
-        out.append(replace_columns(sample, **changes))
+        out.append(replace_columns(sample, probed=probed))
     return out
 
 
@@ -116,7 +110,7 @@ def test_between_two_measurements_a_step_feeds_nothing_more_and_the_limit_still_
         return plain(self, micro_batch, rows, routes)
 
     monkeypatch.setattr(kind, "forward", counted)
-    given = pack(batch(held_out=True), BUDGET)
+    given = pack(batch(), BUDGET)
     some = LENGTHS[1] + LENGTHS[5]
 
     def step(version: int, **region: Any) -> dict[str, float]:
@@ -143,7 +137,7 @@ def test_between_two_measurements_a_step_feeds_nothing_more_and_the_limit_still_
 
 def test_a_step_that_measures_nothing_shows_the_estimate_whatever_its_minibatches(model_path):
     learner = build_learner(configured(target=1e-3, limit=1e6), model_path)
-    given = pack(batch(held_out=True), BUDGET)
+    given = pack(batch(), BUDGET)
     first = train_minibatch(learner, given, version=0).metrics
     results = [train_minibatch(learner, given, version=1) for _ in range(2)]
     above = first["served_kl/k3"] - first["rollout_kl/k3"]
@@ -157,7 +151,7 @@ def test_a_step_that_measures_nothing_shows_the_estimate_whatever_its_minibatche
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_that_goes_too_far_is_shortened(model_path, backend):
-    samples = batch(held_out=True)
+    samples = batch()
     free = build_learner(configured(backend), model_path)
     before = [s["master"].clone() for s in free.optimizer.states()]
     start = train_minibatch(free, pack(samples, BUDGET)).metrics["served_kl/k3"]
@@ -208,7 +202,7 @@ def test_predicted_is_the_drift_of_the_tokens_that_come_next(ages, updates, shar
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_rank_makes_the_same_share(two_ranks, model_path, backend):
-    samples = batch(held_out=True)
+    samples = batch()
     alone = train_minibatch(build_learner(configured(backend, limit=0.2), model_path), pack(samples, 32)).metrics
     (one, _), (other, _) = two_ranks.call(on_rank, model_path, configured(backend, dp=2, limit=0.2), samples)
     names = ("served_kl/k3", "served_kl/predicted", "optimizer/step_share")
@@ -340,7 +334,7 @@ def test_one_long_episode_a_step_is_probed_in_so_many_steps_that_the_share_is_ke
     steps = [chosen_probes([f"s{step}a", f"s{step}b"], [100, 100], config) for step in range(4000)]
     assert np.mean([100 * len(chosen) / 200 for chosen in steps]) == pytest.approx(0.04, rel=0.2)
     assert all(len(chosen_probes(["a", "b"], [9, 9], configured(limit=0.1))) == 1 for _ in range(3))
-    assert chosen_probes(["a"], [9], configured(limit=0.1)) == []
+    assert chosen_probes(["a"], [9], configured(limit=0.1)) == [0], "a step of one episode is bounded, too"
 
 
 def test_a_bound_has_enough_tokens_of_a_small_step_but_no_more_than_a_quarter_of_it():
@@ -357,19 +351,11 @@ def test_a_bound_has_enough_tokens_of_a_small_step_but_no_more_than_a_quarter_of
     assert probed(120) == 40, "without a bound it is a figure that nothing depends on"
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_with_a_limit_the_probed_episodes_are_held_out(held):
-    config = configured(limit=0.1 if held else None, probe_share=0.3)
+def test_with_a_limit_the_probed_episodes_are_trained_like_all_others():
     groups = [trajectories(g, hm.make_samples(g, LENGTHS)) for g in range(2)]
-    (samples,), _ = prepare(groups, config)
-    probed = [bool(s.table["probed"].any()) for s in samples]
-    assert 0 < sum(probed) < len(samples)
-    weights = np.concatenate([s.table["loss_weights"] for s in samples])
-    assert weights.sum() == pytest.approx(1)
-    for sample, looked_at in zip(samples, probed, strict=True):
-        mask = sample.table["loss_mask"]
-        out = held and looked_at
-        assert (sample.table["loss_weights"][mask] > 0).all() == (not out)
-        assert not (out and sample.table["advantages"].any())
-        assert (sample.table["place"][mask] >= 0).all(), "they are still fed forward, and measured"
-    assert len(divided(weights, [len(s.table) for s in samples])) == len(samples)
+    (bounded,), _ = prepare(groups, configured(limit=0.1, probe_share=0.3))
+    (free,), _ = prepare(groups, configured(probe_share=0))
+    assert 0 < sum(bool(s.table["probed"].any()) for s in bounded) < len(bounded)
+    for with_limit, without in zip(bounded, free, strict=True):
+        for name in ("loss_weights", "advantages", "place"):
+            assert (with_limit.table[name] == without.table[name]).all()

@@ -37,18 +37,18 @@ def test_every_figure_about_learning_is_of_data_or_says_of_how_many_runs_it_is()
 
 def test_the_plans_of_the_pages_have_five_seeds_and_models_and_all_baselines():
     plans = {path.stem: read_plan(path) for path in science.PLANS.glob("*.toml")}
-    assert set(plans) == {"losses", "quickstart", "trust-region"}
+    assert set(plans) == {"quickstart", "trust-region"}
     for plan in plans.values():
         assert (len(plan.seeds), len(plan.initial_models), plan.model_per_seed) == (5, 5, True)
         names = [run.name for run in runs_of(plan)]
         assert len(set(names)) == len(names)
         for run in runs_of(plan):
             assert run.config().seed == run.seed
-    for name in ("losses", "trust-region"):
-        made = [run.config().algorithm for run in runs_of(plans[name])]
-        assert {each.policy_loss for each in made} == {"truncated_pg", "ppo", "decoupled_ppo", "tis"}
-        assert {each.rollout_kl.coef for each in made} == {0.0, 0.01}
-        assert {each.rollout_kl.target for each in made} == {None, 0.1}
+    made = [run.config().algorithm for run in runs_of(plans["trust-region"])]
+    assert {each.policy_loss for each in made} == {"truncated_pg", "ppo", "decoupled_ppo", "tis"}
+    assert {each.rollout_kl.coef for each in made} == {0.0, 0.01}
+    assert {each.rollout_kl.target for each in made} == {None, 0.1}
+    assert {each.rollout_kl.limit for each in made} == {None, 0.1}
 
 
 DATA_OF_RUNS = sorted((claims.FIGURES / "science").glob("*.jsonl"))
@@ -87,7 +87,7 @@ def test_figures_about_learning_look_like_these(text):
         "A step takes 0.25 s.",
         "The reward is a number.",
         "`coef=0.01` weighs the drift.",
-        "<!-- science: losses -->\n| reward | 0.40 → 0.97 |\n<!-- end of losses -->",
+        "<!-- science: losses: reward/mean | reward/mean, last -->\n| reward | 0.40 → 0.97 |\n<!-- end of losses -->",
         "```sh\nreward 0.40 → 0.97\n```",
     ],
 )
@@ -261,6 +261,10 @@ def test_enough_seeds_and_models_are_no_first_look(tmp_path):
     results = read_results(tmp_path, msgspec.structs.replace(found, facts=facts))
     text = "\n".join(page._science(results))
     assert text.startswith("5 seeds x 3 initial models, at abc on 2 cores.\n")
+    assert "|  | reward, mean of all steps | reward, last 10 steps |" in text
+    assert "|  | reward, last 10 steps |\n" in "\n".join(page._science(results, " reward/mean, last "))
+    with pytest.raises(ValueError, match="no outcome 'reward/means'"):
+        list(page._science(results, "reward/means"))
 
 
 def test_runs_that_failed_are_in_the_data_and_on_the_page(tmp_path, monkeypatch):

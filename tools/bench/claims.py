@@ -28,7 +28,8 @@ LEARNING = re.compile(
 )
 MEASURED = re.compile(r"\d\.\d+ (→|±)|→ \d\.\d|\b0\.\d{2,}\b|\b\d\.\d+ times\b|\b\d\.\d+e-\d+|\b\d+(\.\d+)? %")
 MADE = re.compile(
-    r"<!-- (?:bench|science): ([\w-]+) -->.*?<!-- end of \1 -->|<!-- metrics.*?end of metrics -->", re.DOTALL
+    r"<!-- (?:bench|science): ([\w-]+)(?:: [^>\n]+)? -->.*?<!-- end of \1 -->|<!-- metrics.*?end of metrics -->",
+    re.DOTALL,
 )
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PLACE = re.compile(r"\{[^{}]*\}")

@@ -2,7 +2,8 @@
 
 A table stands between `<!-- bench: NAME -->` and `<!-- end of NAME -->`, so no figure of it is typed by hand: from
 benchmarks.json, which is what `r3async bench all --json` printed. Between `<!-- science: NAME -->` and `<!-- end of NAME -->`
-it is from science/NAME.json, which `r3async bench science` wrote. Figures within sentences are those of claims.toml
+it is from science/NAME.json, which `r3async bench science` wrote; `<!-- science: NAME: reward/mean | served_kl/k3, window -->`
+shows these outcomes alone. Figures within sentences are those of claims.toml
 (`bench/claims.py`). `--check` writes nothing, and exits 1 if a page is not what would be written.
 """
 
@@ -20,7 +21,7 @@ from r3async.views.sweeps import AXIS_WORDS, Results, counted, format_estimate, 
 
 DATA = claims.FIGURES / "benchmarks.json"
 SCIENCE = claims.FIGURES / "science"
-PLACE = re.compile(r"(<!-- (bench|science): ([\w-]+) -->\n)(.*?)(<!-- end of \3 -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- (bench|science): ([\w-]+)(?:: ([^>\n]+))? -->\n)(.*?)(<!-- end of \3 -->)", re.DOTALL)
 SEEDS, MODELS = 5, 3
 """Of runs, at least, that say something of other runs."""
 
@@ -157,13 +158,21 @@ def _measured(data: Mapping[str, Any], name: str) -> str:
     return f"{small} on {machine['cores']} cores, {versions}; load average before it {data['load'][name]:.1f}.\n"
 
 
-def _science(results: Results) -> Iterator[str]:
-    """Means and paired differences of a sweep, and of what they are. Those over equal time and tokens are in its data alone."""
+def _science(results: Results, outcomes: str = "") -> Iterator[str]:
+    """Means and paired differences of a sweep, and of what they are. Those over equal time and tokens are in its data alone.
+
+    `outcomes`: the names of those that are shown, with `|` between them; none: all. Raises `ValueError`.
+    """
     complete = [run for run in results.runs if run.complete]
     few = len({run.seed for run in complete}) < SEEDS or len({run.model for run in complete}) < MODELS
     first = f" These are fewer than {SEEDS} seeds and {MODELS} initial models: a first look, and no result." * few
     yield f"{counted(results)}, at {results.facts['commit']} on {results.facts['machine']}.{first}\n"
-    shown = [name for name in results.outcomes if name.rpartition(", ")[2] not in AXIS_WORDS]
+    asked = [name.strip() for name in outcomes.split("|") if name.strip()]
+    if unknown := [name for name in asked if name not in results.outcomes]:
+        raise ValueError(
+            f"no outcome {unknown[0]!r} in {results.title!r}; it has {', '.join(map(repr, results.outcomes))}"
+        )
+    shown = asked or [name for name in results.outcomes if name.rpartition(", ")[2] not in AXIS_WORDS]
     yield from _table(
         ("", *(results.outcomes[name] for name in shown)),
         [(point.name, *(format_outcome(point, name) for name in shown)) for point in results.points],
@@ -188,9 +197,9 @@ def written(page: str, data: Mapping[str, Any]) -> str:
     """`page`, with the tables that `data` has, and those of sweeps; the place of another benchmark stays as it is."""
 
     def fill(place: re.Match[str]) -> str:
-        begin, kind, name, _, end = place.groups()
+        begin, kind, name, outcomes, _, end = place.groups()
         if kind == "science" and (path := SCIENCE / f"{name}.json").exists():
-            lines = list(_science(msgspec.json.decode(path.read_bytes(), type=Results)))
+            lines = list(_science(msgspec.json.decode(path.read_bytes(), type=Results), outcomes or ""))
         elif kind == "bench" and name in data["reports"]:
             lines = [_measured(data, name), *TABLES[name](data["reports"][name])]
         else:

@@ -35,6 +35,6 @@ def science(
 
     plans, overrides = [Path(word) for word in words if "=" not in word], [word for word in words if "=" in word]
     if not plans:
-        raise ConfigError("bench science: name a plan file, for example docs/figures/plans/losses.toml")
+        raise ConfigError("bench science: name a plan file, for example docs/figures/plans/trust-region.toml")
     asked = Asked(plans[0], overrides, seeds, models, only, parallel)
     reported(lambda: run(plans, asked, quick=quick, keep=keep, out=out, say=say_on_stderr), render, json)

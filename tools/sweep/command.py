@@ -138,9 +138,10 @@ def make(directory: Path, asked: Asked, say: Say) -> tuple[bool, Results]:
     try:
         if not asyncio.run(lock.alone(0.0)):
             raise ConfigError(f"{directory} is in use by another sweep: wait for it, or choose another --name")
+        at_once = checked.capacity.runs
         facts = records.facts_of(
             shlex.join(["r3async", "sweep", str(asked.path), *asked.overrides]),
-            f"{checked.machine.cores} cores, {len(checked.machine.gpus)} GPUs; {checked.capacity.runs} runs at once",
+            f"{checked.machine.cores} cores, {len(checked.machine.gpus)} GPUs, {at_once} run{'s' * (at_once != 1)} at once",
         )
         record = records.begin(directory, checked.plan, asked.overrides, checked.runs, facts)
         say(f"{described(checked)}; directory: {directory}")

@@ -27,10 +27,9 @@ LEARNING = re.compile(
     r"\b(rewards?|drift|drifts|agreement|KL|k3|pass@\w+|learn(s|ed|ing)? (less|more|better|faster))\b", re.IGNORECASE
 )
 MEASURED = re.compile(r"\d\.\d+ (→|±)|→ \d\.\d|\b0\.\d{2,}\b|\b\d\.\d+ times\b|\b\d\.\d+e-\d+|\b\d+(\.\d+)? %")
-MADE = re.compile(
-    r"<!-- (?:bench|science): ([\w-]+)(?:: [^>\n]+)? -->.*?<!-- end of \1 -->|<!-- metrics.*?end of metrics -->",
-    re.DOTALL,
-)
+TABLE = r"(<!-- (bench|science): ([\w-]+)(?:: ([^>\n]+))? -->\n)(.*?)(<!-- end of \3 -->)"
+"""The place of a table that is made from data: `bench/page.py` fills it."""
+MADE = re.compile(rf"{TABLE}|<!-- metrics.*?end of metrics -->", re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PLACE = re.compile(r"\{[^{}]*\}")
 FIGURE = r"[-+−]?[\d.,]+(?:e-?\d+)?"

@@ -21,7 +21,7 @@ from r3async.views.sweeps import AXIS_WORDS, Results, counted, format_estimate, 
 
 DATA = claims.FIGURES / "benchmarks.json"
 SCIENCE = claims.FIGURES / "science"
-PLACE = re.compile(r"(<!-- (bench|science): ([\w-]+)(?:: ([^>\n]+))? -->\n)(.*?)(<!-- end of \3 -->)", re.DOTALL)
+PLACE = re.compile(claims.TABLE, re.DOTALL)
 SEEDS, MODELS = 5, 3
 """Of runs, at least, that say something of other runs."""
 

@@ -45,6 +45,7 @@ def configured(backend: str = "megatron", dp: int = 1, **region: Any) -> Config:
                 "weight_decay": 0.1,
                 "parallel": {"dp": dp},
             },
+            # Without a target no term: it would pull the probed episodes, which are trained too, back within the limit.
             "algorithm": {"rollout_kl": {"coef": 0.1 if "target" in region else 0.0} | region},
             "routing": {"min_recorded_fraction": 0.0},
             "episode": {"max_total_tokens": 1024, "max_prompt_tokens": 256},

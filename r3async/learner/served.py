@@ -209,8 +209,7 @@ def shortened(
     backend: LearnerBackend, minibatch: Minibatch, probes: Probes, drift: np.ndarray, update: Update
 ) -> Update:
     """Shorten the update that the optimizer has just made to `TrustRegion.reach` of it, and further until the drift that it leads
-    to is within the limit. Collective:
-    what decides is reduced over all ranks, so every rank makes the same share of the step.
+    to is within the limit. Collective: what decides is reduced over all ranks, so every rank makes the same share of the step.
 
     `drift` float64 `[3, DRIFT_ROWS, 2]`: from before the update, of all ranks. Predicted is the drift of the tokens of the next
     update: a share, `again`, of what these drift to under the new weights.

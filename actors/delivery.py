@@ -19,6 +19,7 @@ from r3async.learner import LearnerError
 from r3async.record.timeline import Timeline
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.nccl import NcclReceiver, NcclSender
+from r3async.weights.probe import probe_texts
 from r3async.weights.publish import (
     Publication,
     Publisher,
@@ -41,8 +42,8 @@ _WILDCARDS = ("*", "0.0.0.0", "::")
 
 
 class Published(msgspec.Struct, frozen=True):
-    """A version that engines may install. `scores` float32 `[2, T - 1]`: the learner's of the probe's text, with these very
-    weights, at temperature 1 and at the run's (None if nobody asked for them). `seconds`: how long it took to write."""
+    """A version that engines may install. `scores` float32 `[2, 2, T - 1]`: the learner's of each of `probe_texts`, with these
+    very weights, at temperature 1 and at the run's (None if nobody asked for them). `seconds`: how long it took to write."""
 
     publication: Publication
     scores: np.ndarray | None = None
@@ -57,7 +58,7 @@ class Published(msgspec.Struct, frozen=True):
 class Publishing:
     """Versions at the learner: copied between two steps, written beside those that follow. One copy waits at most.
 
-    `torch` makes the calls of `backend`, and `writer` writes. `watched` int32 `[T]`: the probe's text
+    `torch` makes the calls of `backend`, and `writer` writes. `watched` int32 `[T]`: the tokens of the probe's text
     (`r3async.actors.installer.probe`); None: there is no probe. `server` gives what is written to other hosts, if any."""
 
     world: World
@@ -104,11 +105,14 @@ class Publishing:
         """See `Published.scores`, of the weights as they are now."""
         if self.watched is None:
             return None
-        plain = await self.torch.run(self.backend.score, self.watched)
         temperature = self.config.episode.temperature
-        same = temperature == 1.0
-        tempered = plain if same else await self.torch.run(self.backend.score, self.watched, temperature)
-        return np.stack([plain, tempered])
+        scores = []
+        for text in probe_texts(self.watched):
+            plain = await self.torch.run(self.backend.score, text)
+            same = temperature == 1.0
+            tempered = plain if same else await self.torch.run(self.backend.score, text, temperature)
+            scores.append([plain, tempered])
+        return np.asarray(scores)
 
     async def write(self, reading: Sequence[int] = ()) -> Published:
         """Write the copy where engines find it. Versions that engines are `reading` stay."""

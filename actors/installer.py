@@ -17,7 +17,14 @@ from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed, ask
 from r3async.config import Config
 from r3async.rollout.engines import InstallReport
 from r3async.schedule.health import HealthState, RestartsExhausted
-from r3async.weights.probe import compare_probe, compare_sampled, name_differences, probe_tolerance
+from r3async.weights.probe import (
+    ProbeResult,
+    compare_probe,
+    compare_sampled,
+    name_differences,
+    probe_texts,
+    probe_tolerance,
+)
 from r3async.world import ActorLost, ActorRef
 from r3async.world.real import REAL
 
@@ -342,8 +349,10 @@ async def probe(
 ) -> None:
     """Does a generator's engine think, and sample, like the learner did with the same weights?
 
-    Compare the engine of `generator`, which `ask(method, *args)` reaches, with the learner's `scores` `[2, T - 1]` of the text
-    `tokens` `[T]`: at temperature 1 and at the run's. Raises `RunFailed` with what differs."""
+    Compare the engine of `generator`, which `ask(method, *args)` reaches, with the learner's `scores` `[2, 2, T - 1]` of
+    `probe_texts(tokens)`: at temperature 1 and at the run's. A second text is asked for only where the first one differs and the
+    engine has what was published: two experts whose scores are equal up to rounding make one text differ, and wrong weights
+    both. Raises `RunFailed` with what differs."""
     if stale := await ask("cached_from_older", tokens):
         raise RunFailed(
             f"{generator}: a new request under version {version} took {stale} positions from a prefix cache that older "
@@ -352,22 +361,40 @@ async def probe(
     examine = (
         f"`r3async diagnose {config.name or 'latest'}` names the layer and the likely cause, when the run has ended."
     )
-    result = compare_probe(tokens, scores[0], await ask("score", tokens), probe_tolerance(config))
-    events.info("probe", generator=generator, version=version, **msgspec.structs.asdict(result))
-    if not result.passed:
-        try:
-            found = name_differences(await ask("differences"))
-        except Exception as error:
-            found = f"Which tensors differ could not be found out: {error}."
-        raise RunFailed(
-            f"version {version} of the weights in {generator} does not answer like the learner's: {result.describe()} {found} "
-            f"{examine}"
+    temperature, tolerance = config.episode.temperature, probe_tolerance(config)
+    texts = [(text.tolist(), learner) for text, learner in zip(probe_texts(tokens), scores, strict=True)]
+
+    async def scored(text: list[int], learner: np.ndarray) -> ProbeResult:
+        return compare_probe(text, learner[0], await ask("score", text), tolerance)
+
+    async def sampled(text: list[int], learner: np.ndarray) -> ProbeResult:
+        return compare_sampled(await ask("sample_probe", text), learner, temperature, tolerance)
+
+    def not_the_learners(result: ProbeResult) -> str:
+        return (
+            f"version {version} of the weights in {generator} does not answer like the learner's: {result.describe()}"
         )
-    temperature = config.episode.temperature
-    sampled = compare_sampled(await ask("sample_probe", tokens), scores, temperature, probe_tolerance(config))
-    events.info("probe_sampled", generator=generator, version=version, **msgspec.structs.asdict(sampled))
-    if not sampled.passed:
-        raise RunFailed(
-            f"{generator} under version {version} reports other log-probs than it samples with: "
-            f"{sampled.describe_sampled(temperature)} {examine}"
-        )
+
+    def not_the_samples(result: ProbeResult) -> str:
+        reports = f"{generator} under version {version} reports other log-probs than it samples with"
+        return f"{reports}: {result.describe_sampled(temperature)}"
+
+    for event, compared, problem in (("probe", scored, not_the_learners), ("probe_sampled", sampled, not_the_samples)):
+        result = await compared(*texts[0])
+        facts = {"generator": generator, "version": version} | msgspec.structs.asdict(result)
+        events.info(event, **facts)
+        if result.passed:
+            continue
+        lacks, named = await _differences(ask)
+        if lacks or not (await compared(*texts[1])).passed:
+            raise RunFailed(f"{problem(result)} {named} {examine}")
+        events.warning("probe_tie", **facts, differed=event)
+
+
+async def _differences(ask: Callable[..., Awaitable[Any]]) -> tuple[bool, str]:
+    """Whether an engine lacks tensors that were published, or may, and which, in words."""
+    try:
+        found = await ask("differences")
+    except Exception as error:
+        return True, f"Which tensors differ could not be found out: {error}."
+    return bool(found), name_differences(found)

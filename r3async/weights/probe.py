@@ -5,6 +5,10 @@ text shows nothing of how a token is *sampled*, at the run's temperature, and of
 samples after several beginnings of the text. Which tokens come is not known beforehand, but with logits `z` at a position,
 `log softmax(z / T)[t] = log softmax(z)[t] / T - c`, where `c = logsumexp(z / T) - logsumexp(z) / T` is the same for every
 token `t`: the learner's two scores of the text's own next token, at temperature 1 and at `T`, give it.
+
+Two sound programs do not always agree on one text. Where a router's scores of two experts are equal up to rounding, each may
+choose the other one, and the log-probs of that token and of those after it differ by far more than rounding. A second text
+decides: its tokens are those of the first, so what is wrong with a tensor shows there as well, and such a tie does not.
 """
 
 from __future__ import annotations
@@ -112,6 +116,12 @@ def name_differences(found: Sequence[Difference], most: int = 4) -> str:
 def probe_text(max_tokens: int) -> str:
     """At most `max_tokens - 1` bytes, so that no tokenizer makes more tokens than fit."""
     return (_TEXT * 4)[: max(2, min(len(_TEXT) * 4, max_tokens - 2))]
+
+
+def probe_texts(token_ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int32 `[T]` each: the probe's text, and the second one, which is the same tokens from the last to the first."""
+    text = np.asarray(token_ids, np.int32)
+    return text, text[::-1].copy()
 
 
 def probe_tolerance(config: Config) -> float:

@@ -197,6 +197,26 @@ async def test_what_an_engine_does_not_hold_is_named_to_the_tensor(tiny_model, o
         await engine.stop()
 
 
+async def test_an_engine_that_holds_what_was_published_continues_after_a_comparison(vllm_engine, weights):
+    """With the same weights to the bit; what runs meanwhile waits, and later versions are installed as ever."""
+    manifest = weights.publish()
+    await vllm_engine.install(manifest, 30)
+    text = prompt(40)
+    before = await vllm_engine.score(text)
+    running = asyncio.create_task(vllm_engine.generate(request(prompt(9), ANSWER, "compared")))
+    await sampled(vllm_engine, "compared", 20)
+    assert await vllm_engine.differences(manifest, 60) == []
+    assert not running.done()
+    assert len((await asyncio.wait_for(running, 60)).token_ids) == ANSWER
+    assert np.array_equal(await vllm_engine.score(text), before)
+    for _ in range(2):
+        manifest = weights.publish()
+        await vllm_engine.install(manifest, 30)
+        expected = weights.reference(manifest.version).score(text)
+        assert np.abs(await vllm_engine.score(text) - expected).max() < TOLERANCE
+        assert await vllm_engine.differences(manifest, 60) == []
+
+
 async def test_a_worker_that_missed_an_update_is_named_by_what_it_says_it_holds():
     manifest = WeightManifest(version=1, path="", tensors={}, nbytes=0)
     with pytest.raises(EngineError, match="worker 1 holds version 0 and not version 1"):

@@ -56,12 +56,13 @@ def sampled(reported: float) -> SampledProbe:
 
 
 def published(version: int) -> Published:
-    return Published(Publication(WeightManifest(version, "", {}, 0)), np.stack([scores(version)] * 2))
+    """Both texts score the same, at both temperatures."""
+    return Published(Publication(WeightManifest(version, "", {}, 0)), np.tile(scores(version), (2, 2, 1)))
 
 
 class Generator(StandIn):
-    """What a generator actor answers. `wrong` maps a method to what it answers, or raises, instead. `lives`: its process outlives
-    losses."""
+    """What a generator actor answers. `wrong` maps a method to what it answers, or raises, instead, or to a function of its
+    arguments that returns that. `lives`: its process outlives losses."""
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
@@ -91,6 +92,8 @@ class Generator(StandIn):
             "differences": [],
         }
         answer = self.wrong.get(name, answers[name])
+        if callable(answer):
+            answer = answer(*args)
         if isinstance(answer, BaseException):
             raise answer
         return answer

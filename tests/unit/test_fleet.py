@@ -17,7 +17,7 @@ from r3async.rollout.engines import InstallReport
 from r3async.weights.manifest import Difference, WeightManifest
 from r3async.world import ActorLost
 from r3async.world.real import REAL
-from tests.helpers.fleet import Generator, deliver, loaded, published, sampled, scores
+from tests.helpers.fleet import TOKENS, Generator, deliver, loaded, published, sampled, scores
 from tests.helpers.world import StandIn
 
 
@@ -189,6 +189,37 @@ async def test_log_probs_that_are_not_those_of_sampling_stop_the_run(installer, 
         RunFailed, match=r"generator-1 under version 3 reports other log-probs than it samples with.* 0.5 "
     ):
         await deliver(installer, 3)
+
+
+@pytest.mark.parametrize("method", ["score", "sample_probe"])
+@pytest.mark.parametrize("fails_on", ["the first text", "both texts"])
+async def test_one_text_that_differs_is_a_tie_of_experts_and_two_are_a_fault(
+    installer, fleet, handles, method, fails_on
+):
+    def answer(text):
+        wrong = text == TOKENS or fails_on == "both texts"
+        return {"score": scores(2 if wrong else 3), "sample_probe": sampled(-1.5 if wrong else -2.0)}[method]
+
+    handles["generator-1"].wrong[method] = answer
+    if fails_on == "both texts":
+        with pytest.raises(RunFailed, match="Do not train on this engine"):
+            await deliver(installer, 3)
+        assert "probe_tie" not in fleet.events.names()
+        return
+    await deliver(installer, 3)
+    assert fleet["generator-1"].version == fleet["generator-1"].probed == 3
+    (tie,) = [facts for event, facts in fleet.events.seen if event == "probe_tie"]
+    assert (tie["generator"], tie["version"]) == ("generator-1", 3)
+    assert tie["mean_difference"] > tie["tolerance"]
+
+
+async def test_an_engine_that_lacks_a_published_tensor_is_not_asked_for_a_second_text(installer, handles):
+    bad = handles["generator-1"]
+    bad.wrong["score"] = lambda text: scores(2 if text == TOKENS else 3)
+    bad.wrong["differences"] = [Difference("model.a", "model.ab", 5)]
+    with pytest.raises(RunFailed, match=r"'model\.a'"):
+        await deliver(installer, 3)
+    assert len(bad.asked("score")) == 2  # at the start, and now
 
 
 async def test_a_stale_prefix_cache_stops_the_run(installer, handles):

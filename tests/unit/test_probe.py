@@ -12,6 +12,7 @@ from r3async.weights.probe import (
     compare_sampled,
     probe_positions,
     probe_text,
+    probe_texts,
     probe_tolerance,
 )
 
@@ -96,6 +97,13 @@ def test_few_short_beginnings_of_the_text_are_sampled_after():
     assert probe_positions(5) == [1, 2, 3, 4]
     assert len(probe_positions(400)) == 16
     assert (min(probe_positions(400)), max(probe_positions(400))) == (1, 64)
+
+
+def test_the_second_text_has_the_same_tokens_in_another_order():
+    first, second = probe_texts(TOKENS)
+    assert first.tolist() == TOKENS
+    assert second.tolist() == TOKENS[::-1]
+    assert first.dtype == second.dtype == np.int32
 
 
 def test_the_text_fits_the_context():

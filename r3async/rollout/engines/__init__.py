@@ -121,8 +121,8 @@ class Engine(Protocol):
         ...
 
     async def differences(self, manifest: WeightManifest, timeout: float) -> list[Difference]:
-        """Which tensors the engine does not hold as they were published; none if what it loads is not at fault. The engine must
-        be restarted after it."""
+        """Which tensors the engine does not hold as they were published. If there are any it must be restarted; if there are
+        none, what it loads is not at fault, and it continues."""
         ...
 
     def stats(self) -> dict[str, float]:

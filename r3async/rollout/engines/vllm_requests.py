@@ -274,20 +274,29 @@ async def install(
 
 
 async def differences(requests: Requests, manifest: WeightManifest, timeout: float) -> list[Difference]:
-    """Which tensors of an installed version the workers do not hold as they were published. Ends the engine: it must be
-    restarted. Raises `EngineError`."""
+    """Which tensors of an installed version the workers do not hold as they were published. If there are none, the engine
+    continues with the same weights, to the bit. Otherwise, and if the comparison fails, it must be restarted. Raises
+    `EngineError`."""
+    ended = EngineError("the engine's weights were compared and reloaded; it must be restarted")
     requests.hold()
     try:
         async with asyncio.timeout(timeout):
             await requests.llm.pause_generation(mode="keep", clear_cache=False)
             answers = await requests.llm.collective_rpc("r3_differences", args=(msgspec.msgpack.encode(manifest),))
-    except Exception as error:
-        raise EngineError(
-            f"comparing what the engine holds with version {manifest.version} failed: {error!r}"
-        ) from error
-    finally:
-        await requests.fail(EngineError("the engine's weights were compared and reloaded; it must be restarted"))
-    found = [d for answer in answers for d in msgspec.msgpack.decode(answer, type=list[Difference])]
+            found = [d for answer in answers for d in msgspec.msgpack.decode(answer, type=list[Difference])]
+            if not found:
+                await requests.llm.resume_generation()
+    except BaseException as error:
+        await requests.fail(ended)
+        if isinstance(error, Exception):
+            raise EngineError(
+                f"comparing what the engine holds with version {manifest.version} failed: {error!r}"
+            ) from error
+        raise
+    if found:
+        await requests.fail(ended)
+    else:
+        requests.admit()
     return list({d.tensor: d for d in found}.values())
 
 

@@ -127,6 +127,14 @@ class Publishing:
         parts = publication.parts if self.server is None else [self.server.offer(named, *publication.parts)]
         return Published(Publication(named, parts), scores, self._clock() - began)
 
+    async def keep(self, manifest: WeightManifest, model: Path, directory: Path) -> None:
+        """Write a version whose file is here as a model directory, with configuration and tokenizer of the start `model`. Raises
+        `OSError` or `TimeoutError`."""
+        from r3async.learner.state import save_version  # loads torch, which this process has by now
+
+        writing = self.writer.run(save_version, directory, model, Path(manifest.path), self.config.generator.dtype)
+        await asyncio.wait_for(writing, self.config.weights.write_timeout)
+
     async def close(self) -> None:
         """Nothing is served any more. Idempotent."""
         if self.server is not None:

@@ -18,6 +18,7 @@ from r3async.config import Config
 from r3async.rollout.engines import InstallReport
 from r3async.schedule.health import HealthState, RestartsExhausted
 from r3async.weights.probe import (
+    KEPT,
     ProbeResult,
     compare_probe,
     compare_sampled,
@@ -30,6 +31,10 @@ from r3async.world.real import REAL
 
 LOOK_SECONDS = 0.5
 """Between two looks, at most, at who still answers during a delivery."""
+
+
+class ProbeFailed(RunFailed):
+    """An engine does not answer like the learner."""
 
 
 class Installer:
@@ -204,8 +209,24 @@ class Installer:
                 raise ProcessLost(f"{failure}: {error}") from error
         if scores is not None:
             engine, name = partial(self._ask, generator), generator.generator_id
-            await probe(engine, name, version, self._tokens or [], scores, self._config, self._events)
+            try:
+                await probe(engine, name, version, self._tokens or [], scores, self._config, self._events)
+            except ProbeFailed:
+                await self._keep(published)
+                raise
             generator.probed = version
+
+    async def _keep(self, published: Published) -> None:
+        """For `r3async diagnose`: the version is not published any more when the run has ended."""
+        if self._config.generator.engine == "scripted":
+            return
+        version, setting, failure = published.version, "weights.write_timeout", "it was not written"
+        try:
+            await ask(self._config, setting, self._learner, "keep", published.publication.manifest, failure=failure)
+        except Exception as error:  # the probe's own message is the one to read
+            self._events.warning("version_not_kept", version=version, error=str(error))
+        else:
+            self._events.info("version_kept", version=version, directory=KEPT)
 
     def _share(self, published: Published) -> Any:
         """A reference to the publication, made once for all generators: the names and checksums of 18,867 tensors take 20 ms to
@@ -352,9 +373,9 @@ async def probe(
     Compare the engine of `generator`, which `ask(method, *args)` reaches, with the learner's `scores` `[2, 2, T - 1]` of
     `probe_texts(tokens)`: at temperature 1 and at the run's. A second text is asked for only where the first one differs and the
     engine has what was published: two experts whose scores are equal up to rounding make one text differ, and wrong weights
-    both. Raises `RunFailed` with what differs."""
+    both. Raises `ProbeFailed` with what differs."""
     if stale := await ask("cached_from_older", tokens):
-        raise RunFailed(
+        raise ProbeFailed(
             f"{generator}: a new request under version {version} took {stale} positions from a prefix cache that older "
             "weights made. Do not train on this engine."
         )
@@ -387,7 +408,7 @@ async def probe(
             continue
         lacks, named = await _differences(ask)
         if lacks or not (await compared(*texts[1])).passed:
-            raise RunFailed(f"{problem(result)} {named} {examine}")
+            raise ProbeFailed(f"{problem(result)} {named} {examine}")
         events.warning("probe_tie", **facts, differed=event)
 
 

@@ -34,6 +34,8 @@ from r3async.record.timeline import LagMeter, StageSeconds, Timeline
 from r3async.schedule.difficulty import group_scores
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.validation import age_metrics, check_ages
+from r3async.weights.manifest import WeightManifest
+from r3async.weights.probe import KEPT
 from r3async.world import Placement, World
 from r3async.world.appending import AppendFile
 from r3async.world.files import read_file
@@ -357,6 +359,10 @@ class LearnerActor:
         Versions that engines are `reading` stay.
         """
         return await self.work.publishing.write(reading)
+
+    async def keep(self, manifest: WeightManifest) -> None:
+        """Keep a published version that a probe failed with, as a model directory of the run; see `Publishing.keep`."""
+        await self.work.publishing.keep(manifest, self.model_path, self.run_dir / KEPT)
 
     async def save(self, directory: str) -> int:
         """Export the current weights as a Hugging Face model directory, if any update made them. Returns how many did."""

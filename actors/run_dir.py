@@ -22,6 +22,7 @@ from r3async.checkpoint.state import RECORDS
 from r3async.config import Config, ConfigError, config_from_dict, to_dict, to_toml
 from r3async.record.events import open_events
 from r3async.record.reading import QUARANTINE
+from r3async.weights.probe import KEPT
 from r3async.world import Files, World
 from r3async.world.appending import Report
 from r3async.world.files import make_directory, read_file, replace_file, settle_directory
@@ -232,7 +233,8 @@ def _copy(path: Path, to: Path, files: Files) -> None:
 
 
 def _take_back(directory: Path, resume: Opened | None, files: Files) -> None:
-    """The run's records as they were at its checkpoint, empty if there is none."""
+    """The run's records as they were at its checkpoint, empty if there is none; and no version that a probe failed with."""
+    files.remove_tree(directory / KEPT)
     lengths, kept = (resume.state.record_bytes, resume.state.record_kept) if resume else ({}, {})
     rewind(directory, dict.fromkeys(RECORDS, 0) | lengths, kept, files=files)
 

@@ -144,10 +144,12 @@ def _train(
     request: StopRequest,
     callbacks: Callbacks,
 ) -> Path:
+    from r3async.actors.process import RunFailed
     from r3async.actors.supervise import Pipeline, supervise
     from r3async.envs.mix import evaluate_each
     from r3async.record.sinks import check_sinks
     from r3async.rollout.evaluation import check_environment
+    from r3async.tools.diagnose.afterwards import diagnose_failed
     from r3async.tools.hub import is_hub_name, with_model
     from r3async.tools.preflight import check_start
     from r3async.tools.rows import note_rows
@@ -171,7 +173,11 @@ def _train(
         with Outlets(config, run.path, view.say) as outlets:
             callbacks.begin(config, run.path, step)
             front = Front(view, outlets, request, callbacks)
-            asyncio.run(supervise(REAL, config, model_path, run, front, pipeline or Pipeline))
+            try:
+                asyncio.run(supervise(REAL, config, model_path, run, front, pipeline or Pipeline))
+            except RunFailed:
+                diagnose_failed(run.path, view.say, view.phase)
+                raise
     except SystemExit as error:  # of the handlers that Ray installs while it starts: it has ended its processes
         if not request.loading:
             raise

@@ -226,10 +226,23 @@ def save_model(directory: Path, source: Path, tensors: Mapping[str, Tensor], dty
 
     It is written aside and renamed; what was at `directory` is replaced.
     """
+    with _model_directory(directory, source, dtype) as aside:
+        save_torch_state_dict({k: v.cpu() for k, v in tensors.items()}, aside, metadata={"format": "pt"})
+
+
+def save_version(directory: Path, source: Path, weights: Path, dtype: str) -> None:
+    """The same of `weights`, the file of a published version."""
+    with _model_directory(directory, source, dtype) as aside:
+        shutil.copyfile(weights, aside / "model.safetensors")
+
+
+@contextmanager
+def _model_directory(directory: Path, source: Path, dtype: str) -> Iterator[Path]:
+    """Aside, for weights; it becomes `directory` at the end."""
     make_directory(directory.parent)
     aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        save_torch_state_dict({k: v.cpu() for k, v in tensors.items()}, aside, metadata={"format": "pt"})
+        yield aside
         for path in source.iterdir():
             if path.is_file() and not path.name.endswith((".safetensors", ".bin", ".index.json", ".pt", ".gguf")):
                 shutil.copy2(path, aside / path.name)

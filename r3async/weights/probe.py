@@ -21,6 +21,8 @@ import numpy as np
 from r3async.config import Config
 from r3async.weights.manifest import Difference
 
+KEPT = "probe-failed"
+"""In a run's directory: a model directory of the version that a probe failed with, for `r3async diagnose`."""
 _TEXT = "The quick brown fox jumps over 13 lazy dogs; def f(x): return x * 2  # reverse: xof nworb kciuq. "
 
 
@@ -43,8 +45,8 @@ class ProbeResult(msgspec.Struct, frozen=True):
         return (
             f"mean |difference| of the probe's log-probs is {self.mean_difference:.3g} nats (weights.probe_tolerance = "
             f"{self.tolerance:g}); the largest is {self.max_difference:.3g} at position {self.position} (token "
-            f"{self.token_id}): learner {self.learner_logprob:.4f}, engine {self.engine_logprob:.4f}. The weights "
-            "that the engine installed are not those that the learner published. Do not train on this engine."
+            f"{self.token_id}): learner {self.learner_logprob:.4f}, engine {self.engine_logprob:.4f}. Do not "
+            "train on this engine."
         )
 
     def describe_sampled(self, temperature: float) -> str:
@@ -110,7 +112,7 @@ def name_differences(found: Sequence[Difference], most: int = 4) -> str:
             "in what the learner published."
         )
     named = ", ".join(f"{d.tensor!r} ({d.elements} elements of parameter {d.parameter!r})" for d in found[:most])
-    return f"It does not hold {named}" + (f" and {len(found) - most} more." if len(found) > most else ".")
+    return f"The engine does not hold {named}" + (f" and {len(found) - most} more." if len(found) > most else ".")
 
 
 def probe_text(max_tokens: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import pytest_asyncio
 
@@ -89,6 +91,28 @@ async def test_a_fault_in_vllm_is_named(engine, reference, tensors, model, tmp_p
 
 async def test_sound_vllm_is_left_alone(engine, reference, tensors, model, tmp_path):
     assert await seen(engine, reference, tensors, model, tmp_path) == []
+
+
+@pytest.mark.skipif(
+    "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM keeps no fp8 cache on this processor"
+)
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+async def test_a_quantised_cache_of_vllm_is_named(reference, tensors, model, tmp_path, dtype):
+    engine = VllmEngine(
+        str(model),
+        dtype="float32",
+        concurrency=4,
+        max_model_len=512,
+        kv_cache_gib=0.1,
+        engine_args={"kv_cache_dtype": dtype},
+    )
+    await engine.start()
+    try:
+        prompt = prompt_of(model, CONFIG, 264)
+        side = await engine_witness(engine, CONFIG, tensors, prompt, tmp_path)
+    finally:
+        await engine.stop()
+    check(examine(reference, side.witness), hf.Fault(dtype, "attention", [0, 1, 2], "quantised cache"))
 
 
 async def test_keys_of_older_weights_in_the_prefix_cache_are_named(

@@ -107,6 +107,15 @@ class Learner(StandIn):
 
     version = 0
 
+    def __init__(self) -> None:
+        self.kept: list[int] = []
+        self.disk_is_full = False
+
+    async def keep(self, manifest: WeightManifest) -> None:
+        if self.disk_is_full:
+            raise OSError("the disk is full")
+        self.kept.append(manifest.version)
+
     async def score(self, version: int) -> np.ndarray | None:
         return published(version).scores if version == self.version else None
 

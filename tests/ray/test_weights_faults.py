@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from r3async.actors.process import RunFailed
 from r3async.config import load_config
 from r3async.record.reading import read_objects
 from r3async.tools.train import train
+from r3async.weights.probe import KEPT
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
 
@@ -31,6 +33,20 @@ def test_a_bit_that_is_flipped_in_shared_memory_stops_the_run_and_is_named(warm_
         run(warm_model, tmp_path, **fault)
     # No slot was freed by it.
     assert all(row["version"] < 1 for row in read_objects(tmp_path / "run" / "metrics.jsonl"))
+
+
+@pytest.mark.skipif(
+    "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM keeps no fp8 cache on this processor"
+)
+def test_a_run_whose_probe_fails_is_diagnosed_and_the_setting_is_named(warm_model, tmp_path, capsys):
+    with pytest.raises(RunFailed, match=r"version 0 .* does not answer like the learner's"):
+        run(warm_model, tmp_path, 'generator.engine_args={ kv_cache_dtype = "fp8_e5m2" }')
+    seen = capsys.readouterr().err
+    assert "PARTED: engine, attention of layers 0" in seen
+    assert "cause: quantised cache: keys and values are cut to float8_e5m2" in seen
+    assert "fix: remove generator.engine_args.kv_cache_dtype" in seen
+    diagnosis = tmp_path / "run" / KEPT / "diagnosis.txt"
+    assert diagnosis.read_text() in seen
 
 
 def test_a_run_over_tcp_is_probed(warm_model, tmp_path):

@@ -95,7 +95,7 @@ def with_engine(kind):
         (Misses, r"generator-0 was given version 1 of the weights, but it has version 0: it missed an update"),
         (
             Pretends,
-            r"version 1 of the weights in generator-0 does not answer .* It does not hold 'a' \(3 elements of parameter",
+            r"version 1 of the weights in generator-0 does not answer .* The engine does not hold 'a' \(3 elements of parameter",
         ),
         (
             Stale,

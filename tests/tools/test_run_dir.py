@@ -15,7 +15,9 @@ from r3async.config import ConfigError, load_config, to_dict
 from r3async.data.versions import Lineage
 from r3async.record.reading import read_objects
 from r3async.tools.run_dir import open_run
+from r3async.weights.probe import KEPT
 from r3async.world.disk import Disk
+from r3async.world.files import make_directory
 from r3async.world.real import RealWorld
 from tests.helpers.checkpoint import write_checkpoint
 
@@ -163,11 +165,13 @@ def test_a_run_that_began_elsewhere_and_has_no_checkpoint_resumes_only_from_ther
 
 def test_one_with_checkpoints_resumes_from_the_newest_and_forgets_what_came_later(tmp_path, model, said):
     path = made(tmp_path, model, said, 10, 20)
+    make_directory(path / KEPT)  # it ended there because a probe failed
     run = open_run(configured(model, "learner.lr=3e-5"), "quickstart", said.append, tmp_path)
     assert run.path == path
     assert run.resume.state.steps == 20
     assert [json.loads(line)["step"] for line in (path / "metrics.jsonl").open()] == [10, 20]
     assert (path / "trained.jsonl").read_text() == ""
+    assert not (path / KEPT).exists()
     assert any("learner.lr was" in line for line in said)
     assert load_config(str(path / "config.toml")).learner.lr == 3e-5
     assert run.model_path(configured(model)) == model

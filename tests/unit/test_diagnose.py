@@ -7,9 +7,11 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from r3async.config import config_from_dict
 from r3async.learner import build_learner
+from r3async.tools.diagnose.attention import _cut
 from r3async.tools.diagnose.diagnosis import examine
 from r3async.tools.diagnose.reference import Reference
 from r3async.tools.diagnose.tokens import ends_left_out, other_tokens
@@ -82,6 +84,15 @@ def test_a_sound_learner_is_left_alone(tmp_path, variant, backend, dtype):
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_is_cut_to_8_bits_is_the_nearest_number_that_is_no_further_from_zero(dtype):
+    every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    every = every[every.isfinite()].unique()
+    given = torch.randn(10_000, generator=torch.Generator().manual_seed(1)) * 10 ** torch.linspace(-6, 2, 10_000)
+    expected = torch.stack([every[(every.abs() <= x.abs()) & (every * x >= 0)].abs().max() * x.sign() for x in given])
+    assert torch.equal(_cut(given, dtype), expected)
 
 
 def test_another_chat_template_and_other_ends_are_named(model, tmp_path):

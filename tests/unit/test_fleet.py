@@ -15,6 +15,7 @@ from r3async.actors.process import NotLoaded, ProcessLost, RunFailed
 from r3async.config import load_config, to_dict
 from r3async.rollout.engines import InstallReport
 from r3async.weights.manifest import Difference, WeightManifest
+from r3async.weights.probe import KEPT
 from r3async.world import ActorLost
 from r3async.world.real import REAL
 from tests.helpers.fleet import TOKENS, Generator, deliver, loaded, published, sampled, scores
@@ -172,6 +173,16 @@ async def test_a_failed_probe_names_generator_version_and_tensor(installer, flee
     with pytest.raises(RunFailed, match=message):
         await deliver(installer, 3)
     assert fleet["generator-1"].version == 0
+    assert installer._learner.kept == [3]
+    assert ("version_kept", {"version": 3, "directory": KEPT}) in fleet.events.seen
+
+
+async def test_a_version_that_cannot_be_kept_does_not_hide_why_the_probe_failed(installer, fleet, handles):
+    handles["generator-1"].wrong["score"] = scores(2)
+    installer._learner.disk_is_full = True
+    with pytest.raises(RunFailed, match="version 3 of the weights in generator-1 does not answer like the learner's"):
+        await deliver(installer, 3)
+    assert ("version_not_kept", {"version": 3, "error": "the disk is full"}) in fleet.events.seen
 
 
 async def test_a_failed_probe_without_a_difference_says_so(installer, handles):

@@ -160,8 +160,8 @@ def projections(case: Case) -> Found:
 def cache(case: Case) -> Found:
     from transformers import AttentionInterface
 
-    for name in ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"):
-        dtype = getattr(torch, name)
+    for dtype, kept, how in _KEPT:
+        name = f"r3async_{how}_{dtype}".replace("torch.", "")
 
         def rounded(
             module: Any,
@@ -170,18 +170,38 @@ def cache(case: Case) -> Found:
             value: Tensor,
             mask: Tensor,
             scaling: float,
-            dtype: Any = dtype,
+            kept: Callable[[Tensor, torch.dtype], Tensor] = kept,
+            dtype: torch.dtype = dtype,
             **_: Any,
         ) -> tuple[Tensor, None]:
-            key, value = (
-                t.to(dtype).to(t.dtype).repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value)
-            )
+            key, value = (kept(t, dtype).repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
             shares = (query @ key.transpose(2, 3) * scaling + mask).softmax(-1)
             return (shares @ value).transpose(1, 2).contiguous(), None
 
-        AttentionInterface.register(f"r3async_{name}", rounded)
+        AttentionInterface.register(name, rounded)
 
         def change(trial: Trial, name: str = name) -> None:
-            trial.part.config._attn_implementation = f"r3async_{name}"
+            trial.part.config._attn_implementation = name
 
-        yield change, f"keys and values are rounded to {name} when they are kept"
+        yield change, f"keys and values are {how} to {str(dtype).removeprefix('torch.')} when they are kept"
+
+
+def _rounded(kept: Tensor, dtype: torch.dtype) -> Tensor:
+    return kept.to(dtype).to(kept.dtype)
+
+
+def _cut(kept: Tensor, dtype: torch.dtype) -> Tensor:
+    """Towards zero, to an 8-bit dtype: the number before it, in its bits, where rounding went away from zero."""
+    nearest = kept.to(dtype)
+    away = nearest.to(kept.dtype).abs() > kept.abs()
+    return (nearest.view(torch.uint8) - away.to(torch.uint8)).view(dtype).to(kept.dtype)
+
+
+_KEPT = (
+    (torch.float8_e4m3fn, _rounded, "rounded"),
+    (torch.float8_e4m3fn, _cut, "cut"),  # as vLLM's CPU engine (0.30) does it
+    (torch.float8_e5m2, _rounded, "rounded"),
+    (torch.float8_e5m2, _cut, "cut"),
+    (torch.bfloat16, _rounded, "rounded"),
+    (torch.float16, _rounded, "rounded"),
+)

@@ -20,7 +20,7 @@ from r3async.tools.diagnose.diagnosis import Diagnosis, compare
 from r3async.tools.diagnose.reference import Reference
 from r3async.tools.diagnose.tokens import other_masks, other_tokens
 from r3async.tools.diagnose.witnesses import PROMPT, EngineSide, alone, engine_witness, learner_witness, unlike_files
-from r3async.weights.probe import probe_text
+from r3async.weights.probe import KEPT, probe_text
 
 Say = Callable[[str], object]
 
@@ -36,7 +36,8 @@ class Patient(NamedTuple):
 
 
 def find_patient(name: str, preset: str | None, overrides: Overrides, scratch: Path, say: Say) -> Patient:
-    """A model directory; or a run, with its newest model: what it saved at its end, its newest checkpoint, or its start model.
+    """A model directory; or a run, with the version that a probe failed with if that ended it, or its newest model: what it saved
+    at its end, its newest checkpoint, or its start model.
 
     Raises `ConfigError` or `CheckpointError`.
     """
@@ -56,8 +57,11 @@ def find_patient(name: str, preset: str | None, overrides: Overrides, scratch: P
     start = Path(base.model.path) if base.model.path else run / "init"
     if not (start / "config.json").is_file():
         raise ConfigError(f"the start model of {run} is not in {start}: name a model directory instead")
-    model = run / "model"
-    if not (model / "config.json").is_file():
+    kept, model = run / KEPT, run / "model"
+    if (kept / "config.json").is_file():
+        say(f"the version that the probe failed with, from {kept}")
+        model = kept
+    elif not (model / "config.json").is_file():
         model = _exported(run, scratch, say) or start
     return Patient(model.absolute(), start.absolute(), _within(base, start), run)
 

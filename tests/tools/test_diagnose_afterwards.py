@@ -1,0 +1,49 @@
+"""A run whose probe failed is diagnosed when it has ended; what goes wrong with that is said, and raises nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from r3async.tools.diagnose import afterwards
+from r3async.tools.diagnose.afterwards import diagnose_failed
+from r3async.weights.probe import KEPT
+
+
+@pytest.fixture
+def kept(tmp_path):
+    directory = tmp_path / KEPT
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (tmp_path / "config.toml").write_text("")
+    return directory
+
+
+def said(run) -> list[str]:
+    lines: list[str] = []
+    diagnose_failed(run, lines.append, lambda text: None)
+    return lines
+
+
+def test_a_run_that_failed_for_another_reason_is_not_diagnosed(tmp_path):
+    assert said(tmp_path) == []
+
+
+def test_what_cannot_be_diagnosed_is_left_to_the_person_with_the_reason(tmp_path, kept):
+    (line,) = said(tmp_path)
+    assert "was not diagnosed (configuration error: the start model of" in line
+    assert f"`r3async diagnose {tmp_path}`" in line
+
+
+def test_a_diagnosis_that_takes_too_long_is_ended(tmp_path, kept, monkeypatch):
+    monkeypatch.setattr(afterwards, "SECONDS", 0.01)
+    (line,) = said(tmp_path)
+    assert "timed out" in line
+    assert f"`r3async diagnose {tmp_path}`" in line
+
+
+def test_a_large_model_is_left_to_the_person(tmp_path, kept, monkeypatch):
+    monkeypatch.setattr(afterwards.subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
+    with (kept / "model.safetensors").open("wb") as file:
+        file.truncate(afterwards.LARGEST + 1)
+    (line,) = said(tmp_path)
+    assert "names the layer and the likely cause" in line

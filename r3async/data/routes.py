@@ -36,7 +36,10 @@ def check_ids(rows: np.ndarray, *, layers: int, top_k: int, num_experts: int) ->
     them over more than one row, with several experts, is what an engine returns that did not record.
     """
     if rows.ndim != 3 or rows.shape[1:] != (layers, top_k):
-        raise RoutingError(f"routed experts have shape {rows.shape}, expected [n, {layers}, {top_k}]")
+        raise RoutingError(
+            f"routed experts have shape {rows.shape}, expected [n, {layers}, {top_k}]: the model's config.json has {layers} MoE "
+            f"layers and {top_k} experts a token; is there something else in generator.engine_args.hf_overrides?"
+        )
     if rows.dtype.kind not in "ui":
         raise RoutingError(f"routed experts have dtype {rows.dtype}, expected unsigned integers")
     if rows.size == 0:

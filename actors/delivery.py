@@ -59,7 +59,7 @@ class Publishing:
     """Versions at the learner: copied between two steps, written beside those that follow. One copy waits at most.
 
     `torch` makes the calls of `backend`, and `writer` writes. `watched` int32 `[T]`: the tokens of the probe's text
-    (`r3async.actors.installer.probe`); None: there is no probe. `server` gives what is written to other hosts, if any."""
+    (`r3async.actors.probing.probe`); None: there is no probe. `server` gives what is written to other hosts, if any."""
 
     world: World
     config: Config

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from r3async.tools.diagnose import afterwards
@@ -39,6 +41,16 @@ def test_a_diagnosis_that_takes_too_long_is_ended(tmp_path, kept, monkeypatch):
     (line,) = said(tmp_path)
     assert "timed out" in line
     assert f"`r3async diagnose {tmp_path}`" in line
+
+
+def test_a_diagnosis_that_cannot_be_written_is_said_all_the_same(tmp_path, kept, monkeypatch):
+    done = subprocess.CompletedProcess([], 1, stdout="PARTED: engine, embedding\n", stderr="")
+    monkeypatch.setattr(afterwards.subprocess, "run", lambda *_, **__: done)
+    (kept / afterwards.TEXT).mkdir()
+    assert said(tmp_path) == [
+        "PARTED: engine, embedding",
+        f"it was not written to {kept / afterwards.TEXT}: Is a directory",
+    ]
 
 
 def test_a_large_model_is_left_to_the_person(tmp_path, kept, monkeypatch):

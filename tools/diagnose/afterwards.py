@@ -39,8 +39,11 @@ def diagnose_failed(run: Path, say: Callable[[str], object], phase: Callable[[st
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         say(f"the version that the probe failed with was not diagnosed ({reason}): {by_hand}")
         return
-    (kept / TEXT).write_text(done.stdout)
     for line in done.stdout.rstrip().splitlines():
         say(line)
+    try:
+        (kept / TEXT).write_text(done.stdout)
+    except OSError as error:
+        say(f"it was not written to {kept / TEXT}: {error.strerror}")
     if not done.returncode:
         say("so a fresh engine and learner agree: what differed was in the memory of the run's processes, or passes")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
 
 import pytest
 import pytest_asyncio
@@ -15,6 +15,7 @@ from r3async.tools.diagnose.diagnosis import examine
 from r3async.tools.diagnose.reference import Reference
 from r3async.tools.diagnose.witnesses import engine_witness
 from tests.helpers import mismatches as hf
+from tests.helpers.engine import needs_fp8_cache
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -45,19 +46,22 @@ def tensors(model):
     learner.close()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(model):
+@contextlib.asynccontextmanager
+async def started(model, **engine_args: str):
     engine = VllmEngine(
-        str(model),
-        dtype="float32",
-        concurrency=4,
-        max_model_len=512,
-        kv_cache_gib=0.1,
-        engine_args={"worker_extension_cls": "tests.helpers.mismatches.PlantingExtension"},
+        str(model), dtype="float32", concurrency=4, max_model_len=512, kv_cache_gib=0.1, engine_args=engine_args
     )
     await engine.start()
-    yield engine
-    await engine.stop()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model):
+    async with started(model, worker_extension_cls="tests.helpers.mismatches.PlantingExtension") as engine:
+        yield engine
 
 
 def check(partings, fault: hf.Fault) -> None:
@@ -67,7 +71,7 @@ def check(partings, fault: hf.Fault) -> None:
 
 
 async def revive(engine) -> None:
-    """An engine whose weights were compared with what it was given is not used again, but here all of it is loaded each time."""
+    """An engine that does not hold what it was given is not used again, but here all of it is loaded each time."""
     engine._requests.failure = None
     await engine._llm.resume_generation()
     engine._requests.admit()
@@ -93,25 +97,11 @@ async def test_sound_vllm_is_left_alone(engine, reference, tensors, model, tmp_p
     assert await seen(engine, reference, tensors, model, tmp_path) == []
 
 
-@pytest.mark.skipif(
-    "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM keeps no fp8 cache on this processor"
-)
+@needs_fp8_cache
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
 async def test_a_quantised_cache_of_vllm_is_named(reference, tensors, model, tmp_path, dtype):
-    engine = VllmEngine(
-        str(model),
-        dtype="float32",
-        concurrency=4,
-        max_model_len=512,
-        kv_cache_gib=0.1,
-        engine_args={"kv_cache_dtype": dtype},
-    )
-    await engine.start()
-    try:
-        prompt = prompt_of(model, CONFIG, 264)
-        side = await engine_witness(engine, CONFIG, tensors, prompt, tmp_path)
-    finally:
-        await engine.stop()
+    async with started(model, kv_cache_dtype=dtype) as engine:
+        side = await engine_witness(engine, CONFIG, tensors, prompt_of(model, CONFIG, 264), tmp_path)
     check(examine(reference, side.witness), hf.Fault(dtype, "attention", [0, 1, 2], "quantised cache"))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 
 from r3async.rollout.engines import GenerationRequest
@@ -22,6 +23,9 @@ from tests.helpers.architectures import gates_of
 VOCABULARY = 264
 END = 257
 TOLERANCE = 1e-4
+needs_fp8_cache = pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="vLLM keeps an fp8 cache on CPUs with AVX-512 only"
+)
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:

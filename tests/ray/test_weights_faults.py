@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +12,7 @@ from r3async.config import load_config
 from r3async.record.reading import read_objects
 from r3async.tools.train import train
 from r3async.weights.probe import KEPT
+from tests.helpers.engine import needs_fp8_cache
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
 
@@ -35,9 +35,7 @@ def test_a_bit_that_is_flipped_in_shared_memory_stops_the_run_and_is_named(warm_
     assert all(row["version"] < 1 for row in read_objects(tmp_path / "run" / "metrics.jsonl"))
 
 
-@pytest.mark.skipif(
-    "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM keeps no fp8 cache on this processor"
-)
+@needs_fp8_cache
 def test_a_run_whose_probe_fails_is_diagnosed_and_the_setting_is_named(warm_model, tmp_path, capsys):
     with pytest.raises(RunFailed, match=r"version 0 .* does not answer like the learner's"):
         run(warm_model, tmp_path, 'generator.engine_args={ kv_cache_dtype = "fp8_e5m2" }')

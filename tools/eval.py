@@ -71,9 +71,7 @@ class Target(msgspec.Struct, frozen=True):
         return {name: evaluated(self.config, each) for name, each in self.config.evaluation.each().items()}
 
 
-def find_target(
-    name: str, preset: str | None, env: str | None, overrides: Overrides, root: Path = Path("runs")
-) -> Target:
+def find_target(name: str, preset: str | None, env: str | None, overrides: Overrides, root: Path) -> Target:
     """A model directory, or a run, whose newest model it is and whose configuration counts, with the environment of its
     `[evaluation]`; `overrides` over that.
 
@@ -298,7 +296,7 @@ def eval_command(
     seed: int | None,
     policy: Literal["model"] | Policy,
     json: bool,
-    root: Path = Path("runs"),
+    root: Path,
 ) -> Evaluation:
     """Progress on stderr, the result on stdout; with `json`, one object as its last line. What came of a run's model is kept
     beside its checkpoints."""

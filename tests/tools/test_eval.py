@@ -31,16 +31,16 @@ def test_a_runs_newest_model_is_evaluated_as_the_run_played(tmp_path):
     target = find_target("a", None, None, [], tmp_path)
     assert target.model == run / "model"
     assert (target.config.env.args, target.config.seed) == ({"letters": 2}, 7)
-    assert find_target(str(run), None, "reverse-text", ["env.args.turns=2"]).config.env.args == {
+    assert find_target(str(run), None, "reverse-text", ["env.args.turns=2"], tmp_path).config.env.args == {
         "letters": 2,
         "turns": 2,
     }
     # Arguments of the run's environment are not those of another.
-    assert find_target(str(run), None, "guess", []).config.env.args == {}
+    assert find_target(str(run), None, "guess", [], tmp_path).config.env.args == {}
     make_run(tmp_path, "young", init=1)
     assert find_target("young", None, None, [], tmp_path).model == tmp_path / "young" / "init"
-    assert find_target(str(run / "model"), None, "guess", []).config.env.name == "guess"
-    assert find_target(str(run / "model"), "quickstart", None, []).config.episode.max_total_tokens == 128
+    assert find_target(str(run / "model"), None, "guess", [], tmp_path).config.env.name == "guess"
+    assert find_target(str(run / "model"), "quickstart", None, [], tmp_path).config.episode.max_total_tokens == 128
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,11 @@ async def test_tasks_that_were_trained_are_not_evaluated_unless_the_model_is_nam
         with pytest.raises(ConfigError, match=r"has 6 tasks, and the run trains on all.*`evaluation\.env`"):
             await played(target, monkeypatch, episodes=4)
     directory = find_target(
-        str(tmp_path / "rows" / "model"), None, train, ["episode.max_total_tokens=128", "episode.max_prompt_tokens=64"]
+        str(tmp_path / "rows" / "model"),
+        None,
+        train,
+        ["episode.max_total_tokens=128", "episode.max_prompt_tokens=64"],
+        tmp_path,
     )
     texts, _ = await played(directory, monkeypatch, episodes=6)
     assert [sum(f"train{i}" in text for text in texts) for i in range(6)] == [1] * 6

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import pkgutil
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 
+from r3async.config.places import resolve_name
 from r3async.config.section import Positive, PositiveInt, Section, Share, Signed, did_you_mean
 
 
@@ -280,7 +280,7 @@ def import_policy_loss(path: str) -> Callable[..., Any]:
         hint = did_you_mean(path, POLICY_LOSSES, f"built in: {', '.join(POLICY_LOSSES)}.")
         raise ValueError(f"`policy_loss` = {path!r}: no such loss; {hint} Your own is `module:function`.")
     try:
-        function = pkgutil.resolve_name(path)
+        function = resolve_name(path)
     except Exception as error:  # importing somebody's module may raise anything
         raise ValueError(f"`policy_loss` = {path!r} cannot be loaded: {error}") from error
     try:

@@ -32,8 +32,8 @@ class RolloutKLConfig(Section):
     probe_share: Share = 0.04
     """Share of a step's tokens on which served drift is measured, by a forward pass more. 0: it is not measured."""
     probe_tokens: int = 640
-    """Where a bound needs served drift, at least so many tokens of a step are probed, prompts included, but no more than a
-    quarter of them: of fewer, a single one with a large drift is most of the mean."""
+    """At least so many tokens of a step are probed, prompts included, but no more than a quarter of them: of fewer, a single one
+    with a large drift is most of the mean."""
     probe_every: PositiveInt = 4
     """Steps from one such pass to the next. In between, `target` is held against the replayed drift and what the served one was
     above it in the last of them; with `max` and no `limit` there is one in every step. `limit` has its own after every step."""

@@ -110,7 +110,7 @@ class Tasks:
                 self._stop(end.failed_by, end)
 
     def _quarantine(self, failed: FailedTask, next_group: int) -> None:
-        error = failed.error.strip()[-ERROR_CHARACTERS:]
+        error = failed.error.partition("\n")[0][:ERROR_CHARACTERS]
         task = QuarantinedTask(
             failed.task_seed, failed.group_index, next_group, failed.failed_by, error, time=self._world.clock.time()
         )
@@ -124,7 +124,7 @@ class Tasks:
         self._file.append(msgspec.json.encode(task))
 
     def _stop(self, by: By, end: EpisodeEnd) -> None:
-        self._reason = self._reason or f"too many tasks fail: {self._failures.describe(by)}. The last one: {end.error}"
+        self._reason = self._reason or f"too many tasks fail: {self._failures.describe(by)}. The last one: {end.described}"
         self._too_many.set()
 
     async def watch(self) -> None:

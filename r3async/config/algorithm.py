@@ -281,7 +281,7 @@ def import_policy_loss(path: str) -> Callable[..., Any]:
         raise ValueError(f"`policy_loss` = {path!r}: no such loss; {hint} Your own is `module:function`.")
     try:
         function = pkgutil.resolve_name(path)
-    except Exception as error:  # importing somebody's module may raise anything
+    except (Exception, SystemExit) as error:  # importing somebody's module may raise anything
         raise ValueError(f"`policy_loss` = {path!r} cannot be loaded: {error}") from error
     try:
         inspect.signature(function).bind(None)

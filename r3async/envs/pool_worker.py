@@ -10,13 +10,13 @@ import select
 import signal
 import sys
 import threading
-import traceback
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import msgspec
 
 from r3async.envs import Action, Message, StepResult, WrongEnvironment, checked_messages, checked_result
+from r3async.envs.raised import Raised, describe_raised
 from r3async.world.processes import survive_full_disk
 
 PR_SET_PDEATHSIG = 1
@@ -33,13 +33,13 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`error` is a traceback's text, and `wrong` that of a `WrongEnvironment`. `oracle` is the best answer to what was asked
-    last, if the environment knows it."""
+    """`raised`: by the environment; `wrong`: by what we ask of one (`WrongEnvironment`). `oracle` is the best answer to what was
+    asked last, if the environment knows it."""
 
     messages: list[Message] = []
     result: StepResult | None = None
     oracle: str = ""
-    error: str = ""
+    raised: Raised | None = None
     wrong: str = ""
 
 
@@ -52,14 +52,14 @@ class Player:
         self._instances: dict[int, Any] = {}
 
     def play(self, call: Call) -> Reply:
-        """Never raises for what an environment does, but for `KeyboardInterrupt` and `SystemExit`."""
+        """Never raises for what an environment does, but for `KeyboardInterrupt`."""
         try:
             return self._play(call)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # whoever exits would end the other episodes of this process
             if call.method == "reset":
                 self._instances.pop(call.instance, None)
             wrong = str(error) if isinstance(error, WrongEnvironment) else ""
-            return Reply(error=traceback.format_exc(), wrong=wrong)
+            return Reply(raised=describe_raised(error), wrong=wrong)
 
     def _play(self, call: Call) -> Reply:
         match call.method:

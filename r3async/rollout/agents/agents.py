@@ -97,7 +97,10 @@ class FunctionAgent:
             **self._env.arguments(),
         }
         if inspect.iscoroutinefunction(self._play):
-            return await self._play(**arguments)
+            try:
+                return await self._play(**arguments)
+            except SystemExit as error:  # which would end this process, and every episode in it
+                raise EpisodeError(f"the agent of {session.task.trajectory_id} ended with {error!r}") from error
         return await in_thread(lambda: self._play(**arguments), name=session.task.trajectory_id)
 
 
@@ -118,7 +121,9 @@ async def in_thread(work: Callable[[], Any], name: str) -> Any:
         try:
             result = work()
         except (SystemExit, KeyboardInterrupt, StopIteration) as error:
-            report(done.set_exception, EpisodeError(f"the agent of {name} ended with {error!r}"))
+            ended = EpisodeError(f"the agent of {name} ended with {error!r}")
+            ended.__cause__ = error
+            report(done.set_exception, ended)
         except BaseException as error:
             report(done.set_exception, error)
         else:

@@ -16,6 +16,7 @@ from r3async.actors.process import RPC_SECONDS, RunFailed
 from r3async.checkpoint import Checkpoints, RunState
 from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path, write_evaluation
 from r3async.config import Config, environments
+from r3async.envs.raised import describe_raised
 from r3async.record.reading import EVALUATION, QUARANTINE, QuarantinedTask, read_quarantine
 from r3async.rollout.outcomes import figures_of
 from r3async.schedule.admission import slots_of
@@ -114,9 +115,8 @@ class Tasks:
         task = QuarantinedTask(
             failed.task_seed, failed.group_index, next_group, failed.failed_by, error, time=self._world.clock.time()
         )
-        self._events.warning(
-            "task_quarantined", task_seed=task.task_seed, group=task.group, failed_by=task.failed_by, error=error
-        )
+        # Why is told by the event of the episode that failed last, and kept with the task.
+        self._events.warning("task_quarantined", task_seed=task.task_seed, group=task.group, failed_by=task.failed_by)
         self._write(task)
 
     def _write(self, task: QuarantinedTask) -> None:
@@ -124,7 +124,9 @@ class Tasks:
         self._file.append(msgspec.json.encode(task))
 
     def _stop(self, by: By, end: EpisodeEnd) -> None:
-        self._reason = self._reason or f"too many tasks fail: {self._failures.describe(by)}. The last one: {end.described}"
+        self._reason = (
+            self._reason or f"too many tasks fail: {self._failures.describe(by)}. The last one: {end.described}"
+        )
         self._too_many.set()
 
     async def watch(self) -> None:
@@ -232,7 +234,7 @@ class Evaluator:
                 if generator.leaving:
                     self._events.warning("evaluation_moved", step=step, generator=name, hint="it has left")
                     continue
-                self._events.warning("evaluation_failed", step=step, generator=name, error=str(error)[-500:])
+                self._events.warning("evaluation_failed", step=step, generator=name, error=describe_raised(error).line)
                 return None
             self._events.info("evaluation_finished", step=step, generator=name, **figures_of(result))
             return result

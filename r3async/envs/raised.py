@@ -87,15 +87,14 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 
 def _text(error: BaseException) -> str:
-    """In one line: of several, the first and the last."""
+    """In one line. Of several, ours is the first, and where others have a traceback in their text, the last says what it was."""
     try:
         whole = _printed(str(error))
     except Exception:  # `__str__` is the user's, too
         whole = ""
     lines = [line.strip() for line in whole.splitlines() if line.strip()]
-    said = lines[0] if len(lines) == 1 else " … ".join([lines[0], lines[-1]]) if lines else ""
-    name = type(error).__name__
-    ours = type(error).__module__.startswith("r3async.")
+    name, ours = type(error).__name__, type(error).__module__.startswith("r3async.")
+    said = "" if not lines else lines[0] if ours or len(lines) == 1 else f"{lines[0]} … {lines[-1]}"
     text = said if ours and said else f"{name}: {said}" if said else name
     return text if len(text) <= TEXT_CHARACTERS else f"{text[: TEXT_CHARACTERS - 1]}…"
 

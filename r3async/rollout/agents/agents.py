@@ -201,8 +201,9 @@ class CommandAgent:
         if code:
             output_end = (
                 errors.decode(errors="replace").strip() or output.decode(errors="replace").strip() or "no output"
-            )
-            raise EpisodeError(f"{' '.join(self._command)!r} exited with {code}: {output_end[-1000:]}")
+            )[-1000:]
+            *before, last = output_end.splitlines()  # of a traceback, the last line says what it was
+            raise EpisodeError("\n".join([f"{' '.join(self._command)!r} exited with {code}: {last}", *before]))
         return last_reward(output.decode(errors="replace"))
 
     def _variables(self, server: AgentServer, session: Session) -> dict[str, str]:

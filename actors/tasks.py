@@ -51,7 +51,7 @@ class Tasks:
             config.supervise.max_failed_fraction, schedule.samples_per_group, slots_of(schedule) + schedule.window
         )
         self._too_many = asyncio.Event()
-        self._reason = ""
+        self._reason = self.last_failure = ""
         self._posed = environments(config)
         self._sizes: Sequence[int | None] = [None] * len(self._posed)
         self._cursor = self._made()
@@ -105,10 +105,12 @@ class Tasks:
         """Episodes are over. No group from `next_group` on was leased yet."""
         for end in ends:
             failed = self._failures.ended(end)
+            if end.failed_by is not None:
+                self.last_failure = end.described
             if failed is not None and failed.task_seed not in self._quarantined:
                 self._quarantine(failed, next_group)
             if end.failed_by is not None and self._failures.too_many(end.failed_by):
-                self._stop(end.failed_by, end)
+                self._stop(end.failed_by)
 
     def _quarantine(self, failed: FailedTask, next_group: int) -> None:
         error = failed.error.partition("\n")[0][:ERROR_CHARACTERS]

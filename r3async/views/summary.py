@@ -15,7 +15,7 @@ from r3async.record.catalogue import FIRST_STEPS, LAST_STEPS, METRICS, Stats, fi
 from r3async.record.events import event_details
 from r3async.record.reading import read_objects, read_run_config, read_schedule
 from r3async.schedule.admission import age_bound
-from r3async.schedule.health import NO_CONTRAST, why_no_update
+from r3async.schedule.health import ALL_FAILED, NO_CONTRAST, why_no_update
 from r3async.views.charts import EVALUATED, read_evaluations
 
 if TYPE_CHECKING:
@@ -146,6 +146,8 @@ class RunSummary(msgspec.Struct, kw_only=True):
     updates: int | None = None
     """Optimizer updates of these steps."""
     steps_without_contrast: int = 0
+    steps_failed: int = 0
+    """Of which every episode failed."""
     steps_skipped: int = 0
     """Without an update for another reason."""
     planned_steps: int | None = None
@@ -317,7 +319,8 @@ def summarize_records(
         steps=len(rows),
         updates=int(sum(updates)) if updates else None,
         steps_without_contrast=kept_from.count(NO_CONTRAST),
-        steps_skipped=sum(why not in ("", NO_CONTRAST) for why in kept_from),
+        steps_failed=kept_from.count(ALL_FAILED),
+        steps_skipped=sum(why not in ("", NO_CONTRAST, ALL_FAILED) for why in kept_from),
         planned_steps=config.get("steps"),
         started_at=min(times) if times else None,
         duration_seconds=max(times) - min(times) if times else None,
@@ -407,10 +410,11 @@ def format_summary(summary: RunSummary) -> Table:
         Headline("status", summary.status, summary.reason, summary.kind),
         Headline("progress", summary.progress, ""),
     ]
-    idle = summary.steps_without_contrast + summary.steps_skipped
+    idle = summary.steps_without_contrast + summary.steps_failed + summary.steps_skipped
     if summary.updates is not None and (idle or not summary.updates):
         why = (
             f"steps without one: {summary.steps_without_contrast} had no contrast, {summary.steps_skipped} were skipped"
+            + (f", of {summary.steps_failed} every episode failed" if summary.steps_failed else "")
         )
         lines.append(Headline("updates", str(summary.updates), why, "warn" if summary.updates else "bad"))
     lines += headlines(summary) if summary.steps else []

@@ -8,13 +8,14 @@ import json
 import pytest
 from rich.console import Console
 
+from r3async.actors.process import NotTrained, RunFailed
 from r3async.config import Config
 from r3async.envs import Action, Message, StepResult
 from r3async.record.events import open_events
 from r3async.record.reading import read_objects
 from r3async.tools.outlets import Outlets
 from r3async.tools.tail.lines import print_lines
-from r3async.tools.tail.live import LiveView
+from r3async.tools.tail.live import LiveView, describe_step
 from r3async.tools.train import report_run
 from r3async.views.follow import FollowedRun
 from r3async.views.report import write_report
@@ -103,6 +104,44 @@ def test_a_resumed_command_does_not_tell_what_failed_before_it(parsed):
             events.warning("episode_failed", task_seed=7, group=99, by="environment", error="E: x", episode=episode)
         outlets.show({"rows": []})
     assert said == ["an episode failed, others like it are only counted: task seed 7, group 99, environment: E: x"]
+
+
+class Hopeless(Parsed):
+    """No row can be judged."""
+
+    async def step(self, action: Action) -> StepResult:
+        return StepResult(judged(BAD, action.text), done=True)
+
+
+ALLOWED = "supervise.max_failed_fraction=1.0"
+
+
+def test_a_run_of_which_every_episode_failed_has_failed_and_says_by_what(machine):
+    reason = r"no step made an update, and 24 of 24 episodes failed\. The last one: task seed \d+, group \d, environment: "
+    with pytest.raises(RunFailed, match=reason + "ValueError: my parser broke on row 7") as raised:
+        machine.train("steps=3", f"env.name={HERE}:Hopeless", ALLOWED)
+    assert not isinstance(raised.value, NotTrained)  # that is for who can learn nothing, and exits with 4
+    summary = summarize(machine.run_dir)
+    assert (summary.status, summary.steps_failed, summary.steps_without_contrast) == ("failed", 3, 0)
+    assert summary["reward/mean"].last is None  # nobody was rewarded
+    (told,) = machine.events("every_episode_failed")
+    assert (told["step"], told["episodes"]) == (1, 8)
+    assert not machine.events("no_contrast")
+    assert not machine.events("metric_not_finite")
+    row = read_objects(machine.run_dir / "metrics.jsonl")[0]
+    assert describe_step(row).endswith("no update: every episode failed")
+
+
+class Half(Parsed):
+    """Of every second row nothing can be judged; the others are worth the same."""
+
+    async def step(self, action: Action) -> StepResult:
+        return StepResult(judged(BAD, "") if self.row % 2 else 0.5, done=True)
+
+
+def test_a_run_without_contrast_of_which_some_episodes_failed_is_not_trained(machine):
+    with pytest.raises(NotTrained, match=r"none of 8 steps made an update \(.*no contrast"):
+        machine.train("steps=8", f"env.name={HERE}:Half", ALLOWED)
 
 
 def test_errors_that_differ_in_numbers_alone_are_one_and_of_many_kinds_the_rest_is_counted_together():

@@ -58,8 +58,8 @@ class Player:
         except (Exception, SystemExit) as error:  # whoever exits would end the other episodes of this process
             if call.method == "reset":
                 self._instances.pop(call.instance, None)
-            wrong = str(error) if isinstance(error, WrongEnvironment) else ""
-            return Reply(raised=describe_raised(error), wrong=wrong)
+            raised = describe_raised(error)
+            return Reply(raised=raised, wrong=raised.line if isinstance(error, WrongEnvironment) else "")
 
     def _play(self, call: Call) -> Reply:
         match call.method:

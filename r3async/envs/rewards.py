@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from r3async.config import ConfigError, RewardConfig, did_you_mean
-from r3async.envs import EnvironmentFailed, WrongEnvironment
+from r3async.envs import WrongEnvironment
 from r3async.envs.factory import load
 from r3async.envs.forms import MISSING, Task, names_of
 from r3async.envs.objects import is_object, loaded
@@ -128,7 +128,7 @@ class Reward(NamedTuple):
             made = CALLS[self.form](self, asked, logged)
             made = await made if inspect.isawaitable(made) else made
         except SystemExit as error:  # which would end this process
-            raise EnvironmentFailed(f"reward {self.name!r} called sys.exit({error.code!r})") from error
+            raise WrongEnvironment(f"reward {self.name!r} called sys.exit({error.code!r})") from error
         return self._checked(made, logged)
 
     def _checked(self, made: Any, logged: dict[str, float]) -> float | None:

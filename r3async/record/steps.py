@@ -236,7 +236,7 @@ OF_ENVIRONMENTS = (
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over those that were played, NaN if none was. One without turns stands for an episode that failed, and only its ending
+    """Means over those that were played; of nobody, NaN. One without turns stands for an episode that failed, and only its ending
     counts."""
     played, nobody = [t for t in trajectories if t.turns], [math.nan]
     rewards = [t.reward for t in played] or nobody

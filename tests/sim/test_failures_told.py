@@ -117,7 +117,9 @@ ALLOWED = "supervise.max_failed_fraction=1.0"
 
 
 def test_a_run_of_which_every_episode_failed_has_failed_and_says_by_what(machine):
-    reason = r"no step made an update, and 24 of 24 episodes failed\. The last one: task seed \d+, group \d, environment: "
+    reason = (
+        r"no step made an update, and 24 of 24 episodes failed\. The last one: task seed \d+, group \d, environment: "
+    )
     with pytest.raises(RunFailed, match=reason + "ValueError: my parser broke on row 7") as raised:
         machine.train("steps=3", f"env.name={HERE}:Hopeless", ALLOWED)
     assert not isinstance(raised.value, NotTrained)  # that is for who can learn nothing, and exits with 4

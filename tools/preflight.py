@@ -32,6 +32,7 @@ from r3async.tools.memory import (
     rank_memory,
     shape_of,
 )
+from r3async.world.processes import run_on_shared_loop
 
 TRY_SECONDS = 10.0
 """So long an environment is tried. One that takes longer is not judged."""
@@ -57,7 +58,7 @@ def check_start(config: Config) -> None:
     else:
         check_devices(config)
         check_addresses(config)
-    asyncio.run(try_environment(config))
+    run_on_shared_loop(try_environment(config))
 
 
 # -- the model -----------------------------------------------------------------------------------------------------

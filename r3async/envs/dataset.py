@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from r3async.envs.objects import hold, is_object, pickled
 from r3async.envs.pool import pooled
 from r3async.envs.rewards import Asked, Reward, check_row, judge, reward_of
 from r3async.envs.rows import Found, find, read_rows, stamps_of
+from r3async.world.processes import run_on_shared_loop
 
 _encoder = msgspec.json.Encoder(enc_hook=str)  # what columns of a parquet file may hold besides plain data
 
@@ -235,7 +235,7 @@ class Judge:
         return []
 
     def step(self, action: Action) -> StepResult:
-        told = asyncio.run(judge(self._rewards, msgspec.json.decode(action.text, type=Asked)))
+        told = run_on_shared_loop(judge(self._rewards, msgspec.json.decode(action.text, type=Asked)))
         return StepResult(0.0, done=True, metrics=told)
 
 

@@ -189,6 +189,8 @@ class Conductor:
             updates = await save_model(self.config, self.learner, self.run_dir, enter) if self.made else 0
             self._phase = "evaluating"
             await self.evaluator.finish(self.made, self.version, lambda: self.stopping)
+            if not updates and not self.stopping and (failure := self._updates.failure()):
+                raise RunFailed(f"{failure}. The last one: {self.tasks.last_failure}")
             ended = {
                 "steps": self.made,
                 "stopped": self.stopping,

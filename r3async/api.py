@@ -15,6 +15,7 @@ from r3async.config import Config, load_config
 from r3async.config.read import with_overrides
 from r3async.envs.objects import environment_with, hold, named
 from r3async.rollout.outcomes import Evaluation
+from r3async.world.processes import run_on_shared_loop
 
 T = TypeVar("T")
 
@@ -87,7 +88,9 @@ def evaluate(
         played, objects = names["environment"], objects | more
     hold(objects)
     chosen = choose_target(None if target is None else str(target), preset, played, given, policy, Path(runs))
-    return _blocking(lambda: asyncio.run(run_evaluation(chosen.posing(episodes, seed), policy=policy)), lambda: None)
+    return _blocking(
+        lambda: run_on_shared_loop(run_evaluation(chosen.posing(episodes, seed), policy=policy)), lambda: None
+    )
 
 
 def _spelled(environment: Any, reward: Any, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:

@@ -31,6 +31,7 @@ from r3async.rollout.evaluation import (
 from r3async.rollout.outcomes import Evaluation, Outcome, joined
 from r3async.tools.terminal import Terminal
 from r3async.world.files import make_directory, replace_file
+from r3async.world.processes import run_on_shared_loop
 from r3async.world.real import REAL
 
 STOP_SECONDS = 30.0
@@ -312,7 +313,7 @@ def eval_command(
     )
     with bar:
         task = bar.add_task("starting", total=sum(each.episodes * each.samples for each in settings.values()))
-        result = asyncio.run(
+        result = run_on_shared_loop(
             run_evaluation(
                 what,
                 policy=policy,

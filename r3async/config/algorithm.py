@@ -287,7 +287,7 @@ def import_policy_loss(path: str) -> Callable[..., Any]:
     """The function at `module:function`. Raises `ConfigError` if there is none that takes one argument."""
     try:
         function = pkgutil.resolve_name(path)
-    except Exception as error:  # importing somebody's module may raise anything
+    except (Exception, SystemExit) as error:  # importing somebody's module may raise anything
         raise ConfigError(f"[algorithm] `policy_loss` = {path!r} cannot be loaded: {error}") from error
     try:
         inspect.signature(function).bind(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -11,12 +10,13 @@ from typing import Any
 import msgspec
 
 from r3async.config import DATASET, ConfigError, DataConfig, EnvConfig, RewardConfig, data_config, rewards_of
-from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
+from r3async.envs import Action, EnvironmentFactory, Message, StepResult, WrongEnvironment
 from r3async.envs.forms import MISSING, Task, task_of
 from r3async.envs.objects import hold, is_object, pickled
 from r3async.envs.pool import pooled
 from r3async.envs.rewards import Asked, Reward, check_row, judge, reward_of
 from r3async.envs.rows import Found, find, read_rows, stamps_of
+from r3async.world.processes import run_on_shared_loop
 
 _encoder = msgspec.json.Encoder(enc_hook=str)  # what columns of a parquet file may hold besides plain data
 
@@ -200,7 +200,7 @@ class Dataset:
         return "" if self._task.answer is MISSING else str(self._task.answer)
 
     async def step(self, action: Action) -> StepResult:
-        """The weighted sum of what the rewards say; one that says None is left out. Raises `EnvironmentFailed` if all do."""
+        """The weighted sum of what the rewards say; one that says None is left out. Raises `WrongEnvironment` if all do."""
         asked = _asked(self._task, action)
         quick = [reward for reward in self._rewards if reward.quick]
         told = await judge(quick, asked) if quick else {}
@@ -208,7 +208,7 @@ class Dataset:
             told |= await self._judged_elsewhere(asked)
         worth = [reward.weight * told[reward.metric] for reward in self._rewards if reward.metric in told]
         if not worth:
-            raise EnvironmentFailed(f"{self._task.where}: no reward applies: all returned None")
+            raise WrongEnvironment(f"{self._task.where}: no reward applies: all returned None")
         return StepResult(sum(worth), done=True, metrics=told)
 
     async def _judged_elsewhere(self, asked: Asked) -> dict[str, float]:
@@ -235,7 +235,7 @@ class Judge:
         return []
 
     def step(self, action: Action) -> StepResult:
-        told = asyncio.run(judge(self._rewards, msgspec.json.decode(action.text, type=Asked)))
+        told = run_on_shared_loop(judge(self._rewards, msgspec.json.decode(action.text, type=Asked)))
         return StepResult(0.0, done=True, metrics=told)
 
 

@@ -70,7 +70,7 @@ def class_factory(kind: Any, path: str, config: EnvConfig, **extra: Any) -> Envi
         first = kind(**arguments)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"`env.args` do not fit {config.name!r}: {error}; it takes {takes(kind, extra)}") from error
     _check_plays(first, config)
     if inspect.iscoroutinefunction(first.reset):
@@ -133,7 +133,7 @@ def load(path: str, setting: str) -> Any:
     """What `module:name` names. Raises `ConfigError`, which names `setting`."""
     try:
         return pkgutil.resolve_name(path)
-    except Exception as error:  # importing somebody's module may raise anything
+    except (Exception, SystemExit) as error:  # importing somebody's module may raise anything
         what = "" if isinstance(error, (ImportError, AttributeError, ValueError)) else f"{type(error).__name__}: "
         raise ConfigError(f"`{setting}` = {path!r} cannot be loaded: {what}{error}") from error
 

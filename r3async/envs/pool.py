@@ -27,6 +27,7 @@ import msgspec
 from r3async.config import EnvConfig
 from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult, WrongEnvironment
 from r3async.envs.pool_worker import Call, Reply, receive_message, send_message
+from r3async.envs.raised import EnvironmentRaised
 
 # The path comes first: what is imported there has to be what is imported here, the person's own modules included.
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import r3async.envs.pool_worker as w; w.main()"
@@ -90,9 +91,10 @@ class Worker:
             self._refuse_what_waits()
         reply = await asyncio.wrap_future(future)
         if reply.wrong:
-            raise WrongEnvironment(f"{self.path}: {reply.wrong}")
-        if reply.error:
-            raise EnvironmentFailed(f"{self.path} raised in `{call.method}`:\n{reply.error}")
+            ours = self.path.startswith("r3async.")  # which says itself what it judges
+            raise WrongEnvironment(reply.wrong if ours else f"{self.path}: {reply.wrong}")
+        if reply.raised:
+            raise EnvironmentRaised(f"{self.path} raised in `{call.method}`:\n{reply.raised.trace}", reply.raised)
         return reply
 
     def drop(self, instance: int) -> None:
@@ -157,9 +159,11 @@ class Worker:
         timeout = self.config.start_timeout
         hello = Call("load", path=self.path, arguments=self._arguments)
         reply = self._exchange(hello, timeout, f"it took longer to start than env.start_timeout = {timeout:g} s")
-        if reply.error:
+        if reply.raised:
             self.stop("it could not be loaded")
-            raise EnvironmentFailed(f"{self.path} cannot be loaded in a process of its own:\n{reply.error}")
+            raise EnvironmentRaised(
+                f"{self.path} cannot be loaded in a process of its own:\n{reply.raised.trace}", reply.raised
+            )
 
     def _exchange(self, call: Call, timeout: float, late: str) -> Reply:
         """Send `call` and receive its reply. `timeout` is for both together: a process that is stopped takes no large call in."""

@@ -13,12 +13,12 @@ import struct
 import sys
 import threading
 import time
-import traceback
 from typing import Any, Literal
 
 import msgspec
 
 from r3async.envs import Action, Message, StepResult, WrongEnvironment, checked_messages, checked_result
+from r3async.envs.raised import Raised, describe_raised
 from r3async.world.processes import survive_full_disk
 
 PR_SET_PDEATHSIG = 1
@@ -37,13 +37,13 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`error` is a traceback's text, and `wrong` that of a `WrongEnvironment`. `oracle` is the best answer to what was asked
-    last, if the environment knows it."""
+    """`raised`: by the environment; `wrong`: by what we ask of one (`WrongEnvironment`). `oracle` is the best answer to what was
+    asked last, if the environment knows it."""
 
     messages: list[Message] = []
     result: StepResult | None = None
     oracle: str = ""
-    error: str = ""
+    raised: Raised | None = None
     wrong: str = ""
 
 
@@ -56,14 +56,14 @@ class Player:
         self._instances: dict[int, Any] = {}
 
     def play(self, call: Call) -> Reply:
-        """Never raises for what an environment does, but for `KeyboardInterrupt` and `SystemExit`."""
+        """Never raises for what an environment does, but for `KeyboardInterrupt`."""
         try:
             return self._play(call)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # whoever exits would end the other episodes of this process
             if call.method == "reset":
                 self._instances.pop(call.instance, None)
-            wrong = str(error) if isinstance(error, WrongEnvironment) else ""
-            return Reply(error=traceback.format_exc(), wrong=wrong)
+            raised = describe_raised(error)
+            return Reply(raised=raised, wrong=raised.line if isinstance(error, WrongEnvironment) else "")
 
     def _play(self, call: Call) -> Reply:
         match call.method:
@@ -159,5 +159,5 @@ def _encode_reply(reply: Reply) -> bytes:
     """What an environment said and no message can hold fails its episode, and not the process with all others."""
     try:
         return msgspec.msgpack.encode(reply)
-    except Exception:
-        return msgspec.msgpack.encode(Reply(error=traceback.format_exc()))
+    except Exception as error:
+        return msgspec.msgpack.encode(Reply(raised=describe_raised(error)))

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from r3async.config import ConfigError, RewardConfig, did_you_mean
-from r3async.envs import EnvironmentFailed
+from r3async.envs import WrongEnvironment
 from r3async.envs.factory import load
 from r3async.envs.forms import MISSING, Task, names_of
 from r3async.envs.objects import is_object, loaded
@@ -123,9 +123,13 @@ class Reward(NamedTuple):
 
     async def __call__(self, asked: Asked, logged: dict[str, float]) -> float | None:
         """What it returned for the answer; None: it does not apply. `logged` gets what it logs besides, by name. Raises
-        `EnvironmentFailed` for what is no reward, and whatever the function raises."""
-        made = CALLS[self.form](self, asked, logged)
-        return self._checked(await made if inspect.isawaitable(made) else made, logged)
+        `WrongEnvironment` for what is no reward, and whatever the function raises."""
+        try:
+            made = CALLS[self.form](self, asked, logged)
+            made = await made if inspect.isawaitable(made) else made
+        except SystemExit as error:  # which would end this process
+            raise WrongEnvironment(f"reward {self.name!r} called sys.exit({error.code!r})") from error
+        return self._checked(made, logged)
 
     def _checked(self, made: Any, logged: dict[str, float]) -> float | None:
         if self.form == "trl":
@@ -138,14 +142,14 @@ class Reward(NamedTuple):
         if made is None:
             return None
         if isinstance(made, str | list | tuple | Mapping) or not math.isfinite(value := _number_of(made)):
-            raise EnvironmentFailed(f"reward {self.name!r} must return a finite number or None, not {made!r:.200}")
+            raise WrongEnvironment(f"reward {self.name!r} must return a finite number or None, not {made!r:.200}")
         return value
 
     def _only_one(self, made: Any) -> Any:
         try:
             (one,) = made
         except (TypeError, ValueError):
-            raise EnvironmentFailed(
+            raise WrongEnvironment(
                 f"reward {self.name!r} must return a list with one reward for each completion, here one, not {made!r:.200}"
             ) from None
         return one
@@ -259,7 +263,7 @@ def load_function(path: str) -> Any:
             return load(path, "reward")
         except ConfigError:
             raise
-        except Exception as error:  # whatever the user's module raises
+        except (Exception, SystemExit) as error:  # whatever the user's module raises
             raise ConfigError(f"`reward` = {path!r} cannot be loaded: {type(error).__name__}: {error}") from error
     module = _module(place)
     if not hasattr(module, name):
@@ -283,7 +287,7 @@ def _module(place: str) -> ModuleType:
     sys.path.append(str(file.parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
         raise ConfigError(f"`reward`: {file} cannot be loaded: {type(error).__name__}: {error}") from error
     finally:

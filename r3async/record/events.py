@@ -116,10 +116,9 @@ def _short(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else msgspec.json.encode(value).decode()
 
 
-def format_event(event: dict[str, Any]) -> str:
-    """One line for a terminal."""
+def format_event(event: dict[str, Any], details: str | None = None) -> str:
+    """One line for a terminal, and below it a traceback. `details`: instead of its facts."""
+    details = event_details(event) if details is None else details
     clock = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0.0)))
-    text = (
-        f"{clock} {event.get('level', ''):7} {event.get('role', '')}: {event.get('event', '')} {event_details(event)}"
-    )
+    text = f"{clock} {event.get('level', ''):7} {event.get('role', '')}: {event.get('event', '')} {details}"
     return text.rstrip() + (f"\n{event['exception']}" if event.get("exception") else "")

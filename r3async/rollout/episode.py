@@ -14,6 +14,7 @@ from r3async.config import EpisodeConfig
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Sample, Trajectory, trajectory_name
 from r3async.envs import Action, Environment, checked_messages, checked_result, sum_by_name
+from r3async.envs.raised import describe_raised
 from r3async.rollout.chat import ChatRenderer, Conversation, Prompt
 from r3async.rollout.engines import Engine, EngineError, Generation, GenerationRequest
 from r3async.rollout.held_up import HeldUp
@@ -101,7 +102,9 @@ class EngineCalls:
                 return await self._ask(prompt, max_tokens, stop)
             except (EngineError, EngineAborted) as error:
                 self._failed += 1
-                self._report("call_failed", episode=self._episode, attempt=self._failed, error=repr(error))
+                self._report(
+                    "call_failed", episode=self._episode, attempt=self._failed, error=describe_raised(error).line
+                )
                 if self._failed > self._settings.engine_retries:
                     raise
 

@@ -187,9 +187,10 @@ class FollowedRun:
             self.last_time = at if self.last_time is None else max(self.last_time, at)
 
     def _take(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
-        self.history.take(event)
         self._seen(event)
+        if not self.history.take(event):
+            return
+        self.events.append(event)
         self.warnings += event.get("level") == "warning"
         self.errors += event.get("level") in ("error", "critical")
         what, who = event.get("event"), str(event.get("generator", ""))

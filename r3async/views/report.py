@@ -41,6 +41,7 @@ from r3async.views.charts import (
 from r3async.views.episodes import MODES, Ages, modes_of, read_conversations, read_samples
 from r3async.views.maps import describe_ages, describe_maps, describe_timeline, waits
 from r3async.views.summary import (
+    History,
     RunSummary,
     drift_table,
     format_metric,
@@ -287,17 +288,19 @@ def _settings(configs: Sequence[dict[str, Any]]) -> Lines:
 
 
 def _events(events: Sequence[dict[str, Any]], summary: RunSummary) -> list[dict[str, str]]:
-    """The warnings and errors in words, all of them."""
+    """The warnings and errors in words, all of them; each kind of failure once, with its count."""
+    history = History()
+    news = [event for event in events if history.take(event)]
     return [
         {
             "after": format_seconds(max(0.0, event.get("time", 0.0) - (summary.started_at or 0.0))),
             "level": event["level"],
             "role": str(event.get("role", "")),
             "event": str(event.get("event", "")),
-            "details": event_details(event)[:MAX_TEXT],
+            "details": history.details(event)[:MAX_TEXT],
             "trace": str(event.get("exception") or ""),
         }
-        for event in events
+        for event in news
         if event.get("level") in ("warning", "error", "critical")
     ]
 

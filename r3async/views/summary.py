@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from r3async.record.catalogue import METRICS, Stats, end_windows, figure_label
+from r3async.record.events import event_details
 from r3async.record.reading import read_objects, read_run_config, read_schedule
 from r3async.schedule.admission import age_bound
-from r3async.schedule.health import NO_CONTRAST, why_no_update
+from r3async.schedule.health import ALL_FAILED, NO_CONTRAST, why_no_update
 from r3async.views.charts import EVALUATED, read_evaluations
 
 if TYPE_CHECKING:
@@ -28,6 +30,39 @@ NOT_TRAINED = "not trained"
 KINDS = {"finished": "good", "stopped": "warn", "failed": "bad", NOT_TRAINED: "bad"}
 COLORS = {"good": "green", "warn": "yellow", "bad": "red"}
 """Of a kind, on a terminal."""
+
+
+MOST_SHOWN = 5
+"""Kinds of errors, on a terminal."""
+MOST_FAILURES = 50
+"""Kinds of errors that are told from each other."""
+
+
+@dataclass
+class Failure:
+    """A kind of error that tries at episodes failed with: at one place of somebody's code, or in the same words but for numbers.
+    `text`: task, group and error of the first."""
+
+    text: str
+    times: int = 0
+    episodes: int = 0
+    """Lost to it after their last try."""
+    tasks: set[Any] = field(default_factory=set)
+
+    def describe(self) -> str:
+        times = "once" if self.times == 1 else f"{self.times} times"
+        lost = f"{self.episodes} episode{'' if self.episodes == 1 else 's'}" if self.episodes else "no episode"
+        of = f" of {len(self.tasks)} tasks" if len(self.tasks) > 1 else ""
+        return f"{self.text}; {times}, {lost}{of} lost"
+
+
+def failure_kind(event: dict[str, Any]) -> str:
+    """Equal for events of one `Failure`; "" for any other event."""
+    if event.get("event") not in ("episode_failed", "episode_abandoned"):
+        return ""
+    error, place = str(event.get("error", "")), str(event.get("place", ""))
+    words = f"{place} {error.partition(':')[0]}" if place else re.sub(r"\d+", "0", error)
+    return f"{event.get('by', '')}: {words}"
 
 
 @dataclass
@@ -45,9 +80,12 @@ class History:
     """After their last try. Their groups were trained without them."""
     refused: int = 0
     """Trajectories that the learner will never train."""
+    failures: dict[str, Failure] = field(default_factory=dict)
+    """By kind, in the order in which they were first met."""
     _ended: bool = False
 
-    def take(self, event: dict[str, Any]) -> None:
+    def take(self, event: dict[str, Any]) -> bool:
+        """Whether it is news, and not one more failure of a kind that is known."""
         match event.get("event"):
             case "conductor_started":
                 self.run_restarts += bool(self.lives) and not self._ended
@@ -63,13 +101,31 @@ class History:
                 self.failed_episodes += 1
             case "trajectory_refused":
                 self.refused += 1
+        return not (kind := failure_kind(event)) or self._count(kind, event)
+
+    def _count(self, kind: str, event: dict[str, Any]) -> bool:
+        new = kind not in self.failures
+        if new and len(self.failures) >= MOST_FAILURES:
+            kind, new = "others", "others" not in self.failures
+        if new:
+            self.failures[kind] = Failure("other errors" if kind == "others" else _failure_text(event))
+        failure = self.failures[kind]
+        failure.times += 1
+        failure.episodes += event.get("event") == "episode_abandoned"
+        failure.tasks.add(str(event.get("task_seed", "")))
+        return new
+
+    def details(self, event: dict[str, Any]) -> str:
+        """What there is to say of an event; of a failure, also how often it was met."""
+        failure = self.failures.get(failure_kind(event))
+        return event_details(event) if failure is None else failure.describe()
 
 
-def history_of(events: Iterable[dict[str, Any]]) -> History:
-    history = History()
-    for event in events:
-        history.take(event)
-    return history
+def _failure_text(event: dict[str, Any]) -> str:
+    known = (("task seed", "task_seed"), ("group", "group"), ("", "by"))
+    who = ", ".join(f"{label} {event[key]}".strip() for label, key in known if key in event)
+    place = f" ({event['place']})" if "place" in event else ""
+    return f"{who or event.get('episode', 'an episode')}: {event.get('error', '')}{place}"
 
 
 def counted(values: Sequence[float]) -> int:
@@ -90,6 +146,8 @@ class RunSummary(msgspec.Struct, kw_only=True):
     updates: int | None = None
     """Optimizer updates of these steps."""
     steps_without_contrast: int = 0
+    steps_failed: int = 0
+    """Of which every episode failed."""
     steps_skipped: int = 0
     """Without an update for another reason."""
     planned_steps: int | None = None
@@ -254,7 +312,8 @@ def summarize_records(
     """The same of what was read of them. `evaluations`: see `evaluations_of`."""
     status, reason = next((end for event in reversed(events) if (end := status_after(event))), (UNFINISHED, ""))
     times = _values(events, "time") + _values(rows, "time")
-    levels = [event.get("level") for event in events]
+    history = History()
+    levels = [event.get("level") for event in events if history.take(event)]
     schedule = read_schedule(config)
     updates = _values(rows, "optimizer/updates")
     kept_from = [why_no_update(row) for row in rows]
@@ -265,14 +324,15 @@ def summarize_records(
         steps=len(rows),
         updates=int(sum(updates)) if updates else None,
         steps_without_contrast=kept_from.count(NO_CONTRAST),
-        steps_skipped=sum(why not in ("", NO_CONTRAST) for why in kept_from),
+        steps_failed=kept_from.count(ALL_FAILED),
+        steps_skipped=sum(why not in ("", NO_CONTRAST, ALL_FAILED) for why in kept_from),
         planned_steps=config.get("steps"),
         started_at=min(times) if times else None,
         duration_seconds=max(times) - min(times) if times else None,
         stats={metric.name: Stats.of(rows, metric.name) for metric in METRICS.values() if metric.figures},
         evaluation_last=evaluations[-1][EVALUATED] if evaluations else None,
         staleness_bound=age_bound(schedule) if schedule else None,
-        history=history_of(events),
+        history=history,
         rejected=counted(_values(rows, "transport/rejected")),
         duplicates=counted(_values(rows, "transport/duplicates")),
         warnings=levels.count("warning"),
@@ -355,13 +415,18 @@ def format_summary(summary: RunSummary) -> Table:
         Headline("status", summary.status, summary.reason, summary.kind),
         Headline("progress", summary.progress, ""),
     ]
-    idle = summary.steps_without_contrast + summary.steps_skipped
+    idle = summary.steps_without_contrast + summary.steps_failed + summary.steps_skipped
     if summary.updates is not None and (idle or not summary.updates):
         why = (
             f"steps without one: {summary.steps_without_contrast} had no contrast, {summary.steps_skipped} were skipped"
+            + (f", of {summary.steps_failed} every episode failed" if summary.steps_failed else "")
         )
         lines.append(Headline("updates", str(summary.updates), why, "warn" if summary.updates else "bad"))
-    for line in lines + (headlines(summary) if summary.steps else []):
+    lines += headlines(summary) if summary.steps else []
+    failures = sorted(summary.history.failures.values(), key=lambda failure: -failure.times)
+    lines += [Headline("error", failure.describe(), "", "warn") for failure in failures[:MOST_SHOWN]]
+    lines += [Headline("", f"and {more} other errors", "")] if (more := len(failures) - MOST_SHOWN) > 0 else []
+    for line in lines:
         text = f"{line.value}; {line.note}" if line.note else line.value
         table.add_row(line.label, Text(text, style=COLORS.get(line.kind, "")))
     return table

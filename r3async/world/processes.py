@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import functools
 import gc
 import io
 import os
@@ -14,15 +15,18 @@ import signal
 import socket
 import stat
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from r3async.world import Figures, stages
+
+T = TypeVar("T")
 
 USER_PATH = "R3ASYNC_USER_PATH"
 """Environment variable: where the user's own modules are (where the run was started)."""
@@ -75,6 +79,24 @@ def program_apart() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+@functools.cache
+def _shared_loop() -> tuple[asyncio.Runner, threading.Lock]:
+    return asyncio.Runner(), threading.Lock()
+
+
+def run_on_shared_loop(call: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, for what calls code of the user's: on one event loop of this process, however often. What their module
+    keeps between calls, such as an HTTP client, belongs to the loop on which it was first used. Where another thread runs that
+    loop just now, it is one of its own."""
+    runner, lock = _shared_loop()
+    if not lock.acquire(blocking=False):
+        return asyncio.run(call)
+    try:
+        return runner.run(call)
+    finally:
+        lock.release()
 
 
 def find_user_modules() -> None:

@@ -20,6 +20,7 @@ from r3async.rollout.evaluation import evaluate_without_model
 from r3async.tools.eval import describe
 from r3async.tools.init_model import byte_tokenizer
 from r3async.transport.wire import decode_trajectory, encode_trajectory
+from tests.helpers.judge import PORT, judge_answers
 
 OWN = r'''
 import re
@@ -279,3 +280,11 @@ def test_metrics_of_turns_are_summed_and_shown_with_their_kind():
         metric("env/moves_mean").docs == "Mean of 'moves', which the environment told, over the episodes that have it."
     )
     assert metric("reward/plain_std").docs.startswith("Standard deviation of reward 'plain', before its weight")
+
+
+async def test_a_reward_in_a_process_of_its_own_has_one_event_loop(dataset):
+    with judge_answers() as answers:
+        env = dataset({"prompt": "1+1?", "answer": "2"}, "tests.helpers.judge:asked_elsewhere", variables=[PORT])
+        for _ in range(3):
+            assert (await paid(env, "2"))[0] == 1.0
+        assert len(answers) == 3

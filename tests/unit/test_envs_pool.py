@@ -4,6 +4,8 @@ import asyncio
 import copy
 import gc
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFailed, HasOracle
 from r3async.envs.factory import environment_factory
 from r3async.envs.pool import Pool
+from r3async.envs.raised import describe_raised
 from tests.helpers.rewards import mean_reward
 
 ECHO = "tests.helpers.envs:Echo"
@@ -109,6 +112,25 @@ async def test_the_event_loop_continues_while_a_call_hangs(make):
     assert beats > 20
     with pytest.raises(EnvironmentFailed):
         hanging.result()
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"), [("raise", "ValueError: the dice rolled off the table"), ("quit", "SystemExit: no licence")]
+)
+async def test_what_is_raised_there_is_told_with_the_last_frame_and_the_process_stays(make, answer, error):
+    factory = make()
+    env, neighbour = factory(), factory()
+    await env.reset(1)
+    there = where(await neighbour.reset(2))
+    with pytest.raises(EnvironmentFailed) as caught:
+        await env.step(Action(answer))
+    raised = describe_raised(caught.value)
+    assert raised.error == error
+    assert re.fullmatch(r"envs\.py:\d+ in step", raised.place)
+    assert raised.trace.rstrip().endswith(error)
+    assert describe_raised(pickle.loads(pickle.dumps(caught.value))) == raised  # as it crosses to the conductor
+    assert (await neighbour.step(Action("2"))).reward == 0.5
+    assert where(await factory().reset(3)) == there
 
 
 @pytest.mark.parametrize(("answer", "code"), [("crash", "-9"), ("exit", "7")])

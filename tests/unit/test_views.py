@@ -14,7 +14,6 @@ from rich.console import Console
 from r3async.config import Config, to_toml
 from r3async.record.catalogue import METRICS, end_windows
 from r3async.record.events import open_events
-from r3async.record.reading import read_objects
 from r3async.record.steps import MetricsWriter
 from r3async.views.charts import CHARTS, describe_charts
 from r3async.views.follow import FollowedRun
@@ -27,7 +26,6 @@ from r3async.views.summary import (
     format_seconds,
     format_summary,
     headlines,
-    history_of,
     summarize,
 )
 
@@ -133,7 +131,7 @@ def test_the_summary_counts_what_happened_before_a_resume(tmp_path: Path) -> Non
     assert counted([]) == 0
     view = FollowedRun(run)
     view.poll()
-    assert view.history == history_of(read_objects(run / "events.jsonl"))
+    assert view.history == summary.history
 
 
 def rendered(summary) -> str:

@@ -97,7 +97,10 @@ class FunctionAgent:
             **self._env.arguments(),
         }
         if inspect.iscoroutinefunction(self._play):
-            return await self._play(**arguments)
+            try:
+                return await self._play(**arguments)
+            except SystemExit as error:  # which would end this process, and every episode in it
+                raise EpisodeError(f"the agent of {session.task.trajectory_id} ended with {error!r}") from error
         return await in_thread(lambda: self._play(**arguments), name=session.task.trajectory_id)
 
 
@@ -118,7 +121,9 @@ async def in_thread(work: Callable[[], Any], name: str) -> Any:
         try:
             result = work()
         except (SystemExit, KeyboardInterrupt, StopIteration) as error:
-            report(done.set_exception, EpisodeError(f"the agent of {name} ended with {error!r}"))
+            ended = EpisodeError(f"the agent of {name} ended with {error!r}")
+            ended.__cause__ = error
+            report(done.set_exception, ended)
         except BaseException as error:
             report(done.set_exception, error)
         else:
@@ -196,8 +201,9 @@ class CommandAgent:
         if code:
             output_end = (
                 errors.decode(errors="replace").strip() or output.decode(errors="replace").strip() or "no output"
-            )
-            raise EpisodeError(f"{' '.join(self._command)!r} exited with {code}: {output_end[-1000:]}")
+            )[-1000:]
+            *before, last = output_end.splitlines()  # of a traceback, the last line says what it was
+            raise EpisodeError("\n".join([f"{' '.join(self._command)!r} exited with {code}: {last}", *before]))
         return last_reward(output.decode(errors="replace"))
 
     def _variables(self, server: AgentServer, session: Session) -> dict[str, str]:

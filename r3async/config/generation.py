@@ -65,8 +65,8 @@ class EnvConfig(Section):
     """Which environment. Several, with a weight each: `[[env]]`, see below."""
 
     name: str = "reverse-text"
-    """Built-in name; `module:Class`; `dataset`, which `data=FILE` sets; or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`,
-    `textarena:ID`, `verifiers:ID`."""
+    """Built-in name; `module:Class` or `file.py:Class`; `dataset`, which `data=FILE` sets; or an adapter's: `reasoning-gym:TASK`,
+    `gymnasium:ID`, `textarena:ID`, `verifiers:ID`."""
     args: dict[str, Any] = msgspec.field(default_factory=dict)
     workers: PositiveInt = 2
     """Processes that play blocking environments (plain `def reset` and `def step`), in each generator."""

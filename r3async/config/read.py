@@ -35,6 +35,7 @@ from r3async.config.operation import (
     WeightsConfig,
 )
 from r3async.config.others import ours
+from r3async.config.places import beside
 from r3async.config.section import (
     ConfigError,
     PositiveInt,
@@ -304,7 +305,10 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    base, data = data.pop("extends", None), spelled_out(data)
+    data = spelled_out(data)
+    if path.parent.resolve() not in (preset_directory().resolve(), Path.cwd()):
+        data = beside(data, path.parent)
+    base = data.pop("extends", None)
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{path}: `extends` = {base!r} must be a preset's name, or a TOML file")
     return _over(_read(find_config(base), (*seen, path)), data) if base is not None else data

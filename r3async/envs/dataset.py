@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 
 from r3async.config import DATASET, ConfigError, DataConfig, EnvConfig, RewardConfig, data_config, rewards_of
+from r3async.config.places import find_file
 from r3async.envs import Action, EnvironmentFactory, Message, StepResult, WrongEnvironment
 from r3async.envs.forms import MISSING, Task, task_of
 from r3async.envs.objects import hold, is_object, pickled
 from r3async.envs.pool import pooled
 from r3async.envs.rewards import Asked, Reward, check_row, judge, reward_of
-from r3async.envs.rows import Found, find, read_rows, stamps_of
+from r3async.envs.rows import Found, read_rows, stamps_of
 from r3async.world.processes import run_on_shared_loop
 
 _encoder = msgspec.json.Encoder(enc_hook=str)  # what columns of a parquet file may hold besides plain data
@@ -52,7 +53,7 @@ def held_out(env: EnvConfig) -> EnvConfig:
 def same_rows(one: EnvConfig, other: EnvConfig) -> bool:
     """Whether two datasets are rows of one source, and of the same part of it."""
     (here, mine), (there, theirs) = _source(settings_of(one)), _source(settings_of(other))
-    places = find(here), find(there)
+    places = find_file(here), find_file(there)
     same = places[0].samefile(places[1]) if all(place.exists() for place in places) else here == there
     return same and mine == theirs
 
@@ -61,7 +62,7 @@ def _source(data: DataConfig) -> tuple[str, str]:
     """Its path, and which rows of that."""
     if data.part == "train" or not isinstance(data.eval, str):
         return data.path, f"{data.split}, {data.part}"
-    return (data.eval, "train, train") if find(data.eval).is_file() else (data.path, f"{data.eval}, train")
+    return (data.eval, "train, train") if find_file(data.eval).is_file() else (data.path, f"{data.eval}, train")
 
 
 def shared_prompts(env: EnvConfig, other: EnvConfig) -> list[Task]:
@@ -89,7 +90,7 @@ class Tasks:
         self.train = self._tasks(data, rewards, data.path, data.split)[: data.limit or None]
         self.eval: list[Task] = []
         if isinstance(data.eval, str) and data.eval:
-            path, split = (data.eval, data.split) if find(data.eval).is_file() else (data.path, data.eval)
+            path, split = (data.eval, data.split) if find_file(data.eval).is_file() else (data.path, data.eval)
             self.eval = self._tasks(data, rewards, path, split)
         elif data.eval:
             self.eval = _chosen(self.train, data.eval)
@@ -143,7 +144,7 @@ def _loaded(settings: bytes, stamps: tuple[tuple[str, int, int], ...]) -> Tasks:
 
 def tasks_of(data: DataConfig) -> Tasks:
     """Raises `ConfigError` for what cannot be read, a row that does not fit, and rows that are not those of `data.digest`."""
-    places = [find(place) for place in (data.path, data.eval) if isinstance(place, str)]
+    places = [find_file(place) for place in (data.path, data.eval) if isinstance(place, str)]
     settings = msgspec.json.encode(msgspec.structs.replace(data, part="train", digest=""))
     tasks = _loaded(settings, tuple(stamp for place in places for stamp in stamps_of(place)))
     if data.digest not in ("", tasks.digest):

@@ -8,9 +8,7 @@ import importlib.util
 import inspect
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -20,7 +18,7 @@ from r3async.envs import WrongEnvironment
 from r3async.envs.factory import load
 from r3async.envs.forms import MISSING, Task, names_of
 from r3async.envs.objects import is_object, loaded
-from r3async.envs.rows import INSTALL, find
+from r3async.envs.rows import INSTALL
 
 # -- built in ----------------------------------------------------------------------------------------------------------
 
@@ -255,44 +253,7 @@ def _own(config: RewardConfig) -> Reward:
 
 def load_function(path: str) -> Any:
     """What `module:function` or `file.py:function` names. Raises `ConfigError`."""
-    if is_object(path):
-        return loaded(path, "reward")
-    place, _, name = path.rpartition(":")
-    if not place.endswith(".py"):
-        try:
-            return load(path, "reward")
-        except ConfigError:
-            raise
-        except (Exception, SystemExit) as error:  # whatever the user's module raises
-            raise ConfigError(f"`reward` = {path!r} cannot be loaded: {type(error).__name__}: {error}") from error
-    module = _module(place)
-    if not hasattr(module, name):
-        own = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
-        hint = did_you_mean(name, own, f"it has {', '.join(own) or 'none'}")
-        raise ConfigError(f"`reward` = {path!r}: {place} has no function {name!r}; {hint}")
-    return getattr(module, name)
-
-
-@functools.cache
-def _module(place: str) -> ModuleType:
-    """That of a file, which may import what lies beside it."""
-    file = find(place)
-    if not file.is_file():
-        raise ConfigError(f"`reward`: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.append(str(file.parent))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[spec.name]
-        raise ConfigError(f"`reward`: {file} cannot be loaded: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(file.parent))
-    return module
+    return loaded(path, "reward") if is_object(path) else load(path, "reward")
 
 
 # -- against rows ------------------------------------------------------------------------------------------------------

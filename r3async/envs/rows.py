@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from r3async.config import ConfigError, DataConfig, did_you_mean
+from r3async.config.places import find_file
 
 Row = dict[str, Any]
-USER_PATH = "R3ASYNC_USER_PATH"  # set for every actor: where the run was started
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 INSTALL = "pip install 'r3async[data]'"
 
@@ -36,7 +35,7 @@ def read_rows(data: DataConfig, path: str, split: str) -> list[Found]:
 
     Raises `ConfigError` that says what is missing, or names the line or row that is none.
     """
-    found = find(path)
+    found = find_file(path)
     if not found.exists():
         return _from_hub(data, path, split, found)
     files = _files(found, split) if found.is_dir() else [found]
@@ -44,11 +43,6 @@ def read_rows(data: DataConfig, path: str, split: str) -> list[Found]:
     if not rows:
         raise ConfigError(f"{found} has no rows")
     return rows
-
-
-def find(path: str) -> Path:
-    """A relative path is one from where the run was started."""
-    return Path(os.environ.get(USER_PATH, os.getcwd())) / Path(path).expanduser()
 
 
 def stamps_of(place: Path) -> list[tuple[str, int, int]]:

@@ -24,12 +24,10 @@ from typing import Any, TypeVar
 
 import psutil
 
+from r3async.config.places import USER_PATH
 from r3async.world import Figures, stages
 
 T = TypeVar("T")
-
-USER_PATH = "R3ASYNC_USER_PATH"
-"""Environment variable: where the user's own modules are (where the run was started)."""
 
 HOST_NAME = "R3ASYNC_HOST"
 """Environment variable: this host's name, where hosts have equal ones. Processes of one name share memory and files."""

@@ -176,7 +176,7 @@ async def test_what_is_no_reward_fails_the_episode_by_name(dataset, fn, message)
     [
         ("own.py:hungry", r"rows.jsonl, line 1: no field 'hunger', which reward 'hungry' asks for"),
         ("own.py:stateful", r"asks for `trainer_state`, which only TRL's trainer has: give it a default"),
-        ("own.py:plaim", r"own.py has no function 'plaim'; did you mean 'plain'"),
+        ("own.py:plaim", r"own.py has no 'plaim'; did you mean 'plain'"),
         ("own.py:constant", r"is a int, not a function"),
         ("none.py:plain", r"there is no file .*/none.py"),
         ("nomodule:plain", r"`reward` = 'nomodule:plain' cannot be loaded"),
@@ -196,7 +196,7 @@ def test_a_reward_that_cannot_be_is_refused_before_the_run(dataset, reward, mess
 
 def test_a_module_that_raises_is_named_in_one_line(dataset, tmp_path):
     (tmp_path / "broken.py").write_text("1/0")
-    with pytest.raises(ConfigError, match=r"broken.py cannot be loaded: ZeroDivisionError: division by zero$"):
+    with pytest.raises(ConfigError, match=r"'broken.py:reward' cannot be loaded: ZeroDivisionError: division by zero$"):
         dataset({"prompt": "1+1?", "answer": "2"}, "broken.py:reward")
 
 

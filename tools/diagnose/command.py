@@ -35,7 +35,7 @@ class Patient(NamedTuple):
     run: Path | None = None
 
 
-def find_patient(name: str, preset: str | None, overrides: Overrides, scratch: Path, say: Say) -> Patient:
+def find_patient(name: str, preset: str | None, overrides: Overrides, scratch: Path, say: Say, root: Path) -> Patient:
     """A model directory; or a run, with the version that a probe failed with if that ended it, or its newest model: what it saved
     at its end, its newest checkpoint, or its start model.
 
@@ -48,7 +48,7 @@ def find_patient(name: str, preset: str | None, overrides: Overrides, scratch: P
         config = with_overrides(load_config(preset) if preset else Config(), overrides)
         return Patient(directory.absolute(), directory.absolute(), _within(config, directory))
     try:
-        run = find_run(name)
+        run = find_run(name, root)
     except InspectError as error:
         raise ConfigError(
             f"RUN_OR_MODEL = {name!r} is no model directory (no config.json in it), and {error}"

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import inspect
 import os
-import pkgutil
 import shutil
 import signal
 import sys
@@ -25,6 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, Secret, ServingConfig, did_you_mean, revealed
+from r3async.config.places import resolve_name
 from r3async.data.records import Trajectory
 from r3async.envs.pool import passed_on
 from r3async.rollout.agents.session import Session
@@ -79,7 +79,7 @@ class FunctionAgent:
         if ":" not in path:
             raise ConfigError(f"`env.name` = {name!r} must be agent:module:function")
         try:
-            self._play = pkgutil.resolve_name(path)
+            self._play = resolve_name(path)
             inspect.signature(self._play).bind(base_url="", api_key="", task_seed=0, **args)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"`env.name` = {name!r} cannot be loaded: {error}") from error

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from r3async.config import ConfigError, load_config
 from r3async.data.model_shape import RoutingShape
 from r3async.data.routes import validate_rows
 from r3async.data.versions import expand
 from r3async.rollout.engines import Engine, EngineError, GenerationRequest, build_engine
-from r3async.rollout.engines.scripted import LETTERS, SCRIPTED_ROUTING, ScriptedEngine
+from r3async.rollout.engines.scripted import DIGEST, LETTERS, SCRIPTED_ROUTING, ScriptedEngine, scripted_logprobs
 from r3async.weights.manifest import WeightManifest
+from r3async.weights.publish import Publisher
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 
 PROMPT = np.asarray([5, 6, 7], np.int32)
@@ -279,5 +282,45 @@ def test_an_engine_without_weights_refuses_a_probe_and_settings_of_another(tmp_p
         load_config("quickstart", ["generator.engine=scripted"])
     args = "generator.engine_args={ block_size = 16 }"
     config = load_config("quickstart", ["generator.engine=scripted", "weights.probe=false", args])
-    with pytest.raises(ValueError, match="'block_size': the scripted engine knows `token_seconds` only"):
+    with pytest.raises(
+        ValueError, match="'block_size': the scripted engine knows `token_seconds` and `install_seconds` only"
+    ):
         build_engine(config, str(tmp_path), 0)
+
+
+async def test_it_installs_the_bytes_of_the_file_and_refuses_those_that_were_not_published(tmp_path):
+    with Publisher(tmp_path) as publisher:
+        published = [
+            publisher.publish(v, {DIGEST: torch.full((32,), v, dtype=torch.uint8)}, torch.bfloat16) for v in (0, 1)
+        ]
+        engine = await started([[1]])
+        await engine.install(published[0], timeout=5)
+        before = await engine.score(PROMPT)
+        # A file in which the weights of another version are found is not what the manifest says.
+        Path(published[1].path).write_bytes(Path(published[0].path).read_bytes())
+        with pytest.raises(EngineError, match=r"version 1 failed.*'scripted\.digest' is corrupt"):
+            await engine.install(published[1], timeout=5)
+        for content in (b"", b"{}", Path(published[0].path).read_bytes()[:40]):
+            other = await started([[1]])
+            Path(published[0].path).write_bytes(content)
+            with pytest.raises(EngineError, match="cannot be read"):
+                await other.install(published[0], timeout=5)
+        gone = await started([[1]])
+        Path(published[0].path).unlink()
+        with pytest.raises(EngineError, match="cannot be read"):
+            await gone.install(published[0], timeout=5)
+    key = published[0].tensors[DIGEST].checksum & 0xFFFFFFFF
+    at = np.arange(1, len(PROMPT))
+    assert before.tolist() == scripted_logprobs(at, np.full(len(at), key), PROMPT[1:]).tolist()
+
+
+async def test_installing_takes_its_seconds_of_the_clock(tiny_model):
+    config = load_config(
+        "quickstart",
+        ["generator.engine=scripted", "weights.probe=false", "generator.engine_args={ install_seconds = 0.05 }"],
+    )
+    engine = build_engine(config, str(tiny_model), seed=0)
+    await engine.start()
+    reports = [await engine.install(manifest(version), timeout=5) for version in range(8)]
+    assert all(0 <= report.pause_seconds <= 1 for report in reports)
+    assert max(report.pause_seconds for report in reports) > 0

@@ -115,7 +115,7 @@ def test_a_host_that_passes_nothing_on_is_left_for_another():
     placed = of(simulated, Placed)
     assert any(event.parent for event in placed)  # hosts get weights from one another
     assert any(event.avoid for event in placed)
-    assert len({event.host for event in of(simulated, Arrived)}) == 3
+    assert len({event.generator for event in of(simulated, Arrived)}) == 3
 
 
 def test_power_fails_after_a_start_that_found_what_was_not_synced():

@@ -155,7 +155,7 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
         lambda: [e for e in good() if not isinstance(e, Unlinked) or e.group != 2],
     ),
     "the run fails": ("ended", lambda: edited(Finished, 0, failed="no")),
-    "a host fetches other weights": ("arrived", lambda: inserted(Taken, 1, lambda at: Arrived(at, "host-1", 1, 9))),
+    "a host fetches other weights": ("arrived", lambda: inserted(Taken, 1, lambda at: Arrived(at, "a", 1, 9))),
     "a parent that failed": ("parent", lambda: inserted(Taken, 0, lambda at: Placed(at, "a", "tcp://b", ("tcp://b",)))),
     "it plays with old weights": (
         "current",
@@ -174,6 +174,10 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
             Passed(good()[of(good(), Quiet)].at + 98.0),
         ],
     ),
+    "a parent is silent": (
+        "prompt",
+        lambda: inserted(Taken, 0, lambda at: Placed(at, "a", "tcp://b"), lambda at: Passed(at + 21.0)),
+    ),
     "a silent one keeps what it has": (
         "prompt",
         lambda: inserted(Sent, 0, *(lambda at, i=i: Leased(at + 9.0 * i, "b", free=2) for i in range(1, 6))),
@@ -191,9 +195,8 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
 @pytest.mark.parametrize("what", SPOILED)
 def test_what_must_not_be_is_named(what: str):
     name, make = SPOILED[what]
-    other = {"age": {"age_bound": 0}, "replaced": {"replaced_groups": 1}, "prompt": {"install_seconds": 3.0}}.get(
-        name, {}
-    )
+    soon = {"install_seconds": 3.0, "fetch_seconds": 20.0}
+    other = {"age": {"age_bound": 0}, "replaced": {"replaced_groups": 1}, "prompt": soon}.get(name, {})
     assert broken(make(), msgspec.structs.replace(RULES, **other)).name == name
 
 

@@ -92,10 +92,17 @@ class Placed(Event, frozen=True):
     avoid: tuple[str, ...] = ()
 
 
-class Arrived(Event, frozen=True):
-    """A version has its name on a host that fetched it. `weights`: what tells those in the file from others; 0: it has none."""
+class Looked(Event, frozen=True):
+    """A generator asks the learner where its host gets weights from."""
 
-    host: str
+    generator: str
+
+
+class Arrived(Event, frozen=True):
+    """A version has its name on the host of a generator that fetched it. `weights`: what tells those in the file from others; 0:
+    it has none."""
+
+    generator: str
     version: int
     weights: int
 
@@ -218,7 +225,9 @@ class Quiet(Event, frozen=True):
 
 
 class Passed(Event, frozen=True):
-    """Time has passed."""
+    """Time has passed. `frozen`: processes that are stopped."""
+
+    frozen: tuple[str, ...] = ()
 
 
 class Finished(Event, frozen=True):
@@ -235,6 +244,7 @@ History = (
     | Leased
     | Asked
     | Installing
+    | Looked
     | Placed
     | Arrived
     | Plays

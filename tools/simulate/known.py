@@ -13,6 +13,7 @@ from r3async.data.records import trajectory_name
 from r3async.tools.simulate.branches import Branch, leads_to
 from r3async.tools.simulate.history import (
     Acknowledged,
+    Arrived,
     Asked,
     Began,
     Delivered,
@@ -23,7 +24,10 @@ from r3async.tools.simulate.history import (
     Installed,
     Installing,
     Leased,
+    Looked,
     Lost,
+    Passed,
+    Placed,
     Plays,
     PowerFailed,
     Published,
@@ -46,7 +50,8 @@ class Rules(msgspec.Struct, frozen=True):
     `replaced_groups`: so many more at most, in place of those without contrast. `urgent`: groups from the oldest that credit and
     disk always let through. `durable`: what an acknowledged trajectory outlives: `nothing`, the end of any `process`, or a
     failure of `power`. `first_seconds`, `step_seconds`: within which the first step after the last fault is made, and each later
-    one. `install_seconds`: within which one installation ends, where nothing is wrong."""
+    one. `install_seconds`: within which one installation ends, where nothing is wrong; `fetch_seconds`: within which a host has
+    weights, or looks for another place to get them from."""
 
     steps: int
     groups_per_step: int
@@ -65,6 +70,7 @@ class Rules(msgspec.Struct, frozen=True):
     first_seconds: float = math.inf
     step_seconds: float = math.inf
     install_seconds: float = math.inf
+    fetch_seconds: float = math.inf
 
 
 class Lease(NamedTuple):
@@ -93,6 +99,8 @@ class Engine:
         """When it last said that it has installed something."""
         self.installing: float | None = None
         """Since when its present process installs a version."""
+        self.fetching: float | None = None
+        """When it looked for weights last, which it does not have yet; or since when it is not stopped any more."""
         self.plays: float | None = None
         """Since when its present process plays."""
         self.current = -1
@@ -100,7 +108,8 @@ class Engine:
 
     def ended(self) -> None:
         self.process += 1
-        self.versions, self.installing, self.plays, self.current = [], None, None, -1
+        self.versions, self.current = [], -1
+        self.installing = self.fetching = self.plays = None
 
     def begins(self) -> None:
         """A new lineage."""
@@ -167,6 +176,10 @@ class Known:
             Asked: self._asked,
             Installing: self._installing,
             Installed: self._installed,
+            Looked: self._looked,
+            Placed: self._placed,
+            Arrived: self._arrived,
+            Passed: self._passed,
             Plays: self._plays,
             Delivered: self._delivered,
             Sent: self._was_sent,
@@ -305,6 +318,20 @@ class Known:
         engine.installing, engine.told = None, event.at
         others = (other for name, other in self.engines.items() if name != event.generator)
         engine.current = max((other.versions[-1] for other in others if other.versions), default=-1)
+
+    def _looked(self, event: Looked) -> None:
+        self.engines[event.generator].fetching = event.at
+
+    def _placed(self, event: Placed) -> None:
+        self.engines[event.generator].fetching = event.at
+
+    def _arrived(self, event: Arrived) -> None:
+        self.engines[event.generator].fetching = None
+
+    def _passed(self, event: Passed) -> None:
+        for name in event.frozen:
+            if name in self.engines and self.engines[name].fetching is not None:
+                self.engines[name].fetching = event.at
 
     def _plays(self, event: Plays) -> None:
         self.engines[event.generator].plays = event.at

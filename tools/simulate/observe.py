@@ -34,6 +34,7 @@ from r3async.tools.simulate.history import (
     Installing,
     Leased,
     Limited,
+    Looked,
     Lost,
     Placed,
     Plays,
@@ -188,6 +189,8 @@ class Watched(Simulation):
             return  # not of theirs, or damaged
         if isinstance(message, relay.Join) and event == "arrived":
             self._avoided[route.identity] = message.avoid
+        elif isinstance(message, relay.Join):
+            self.see(Looked, route.source)
         elif isinstance(message, relay.Place) and event == "sent":
             self.see(Placed, route.target, message.parent, self._avoided.get(route.identity, ()))
 
@@ -241,7 +244,7 @@ class WatchedWorld(SimulatedWorld):
     def files(self) -> Files:
         simulation, host = _watched(self.process), self.process.host
         memory = simulation.memory[host.name].files(self.process)
-        return WatchedFiles(host.disk.files(self.process), memory, host.name, simulation)
+        return WatchedFiles(host.disk.files(self.process), memory, self.process.name, simulation)
 
 
 def _watched(process: HostProcess) -> Watched:

@@ -33,11 +33,11 @@ def weights_in(path: Path, files: Files) -> int:
 
 
 class WatchedFiles:
-    """See `world.Files`: two file systems of `host`, a disk and one in memory. Tells of the spool, of checkpoints that are safe,
-    and of weights that were fetched."""
+    """See `world.Files`: two file systems of a process, a disk and one in memory. Tells of the spool, of checkpoints that are
+    safe, and of weights that were fetched."""
 
-    def __init__(self, files: Files, memory: Files, host: str, simulation: Watched):
-        self._disk, self._memory, self._host, self._simulation = files, memory, host, simulation
+    def __init__(self, files: Files, memory: Files, who: str, simulation: Watched):
+        self._disk, self._memory, self._who, self._simulation = files, memory, who, simulation
 
     def _of(self, path: Path) -> Files:
         return self._memory if path.is_relative_to(MEMORY) else self._disk
@@ -62,8 +62,7 @@ class WatchedFiles:
     def rename(self, path: Path, to: Path) -> None:
         self._of(path).rename(path, to)
         if fetched := _FETCHED.fullmatch(to.name):
-            simulation, host = self._simulation, self._host
-            simulation.see(Arrived, host, int(fetched[1]), weights_in(to, self._memory))
+            self._simulation.see(Arrived, self._who, int(fetched[1]), weights_in(to, self._memory))
 
     def remove(self, path: Path) -> None:
         spooled = _spooled(path)

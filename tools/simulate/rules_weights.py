@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from r3async.data.records import trajectory_name
 from r3async.tools.simulate.history import Acknowledged, Arrived, Leased, Passed, Placed, Plays
 from r3async.tools.simulate.known import Known
@@ -18,7 +20,7 @@ def hosts_have_what_was_published(known: Known, event: Arrived) -> str:
     """What a host fetched, as a whole or by a delta, has the weights that were published, before any engine looks at it."""
     weights = {w for (_, version), w in known.published.items() if version == event.version}
     if event.weights not in weights:
-        return f"{event.host} has fetched version {event.version}, with other weights than were published"
+        return f"{event.generator} has fetched version {event.version}, with other weights than were published"
     return ""
 
 
@@ -51,6 +53,16 @@ def weights_come_soon(known: Known, event: Passed) -> str:
             continue
         if event.at > max(engine.plays, known.newest_at, known.calm) + 2 * limit:
             return f"{name} has version {engine.versions[-1]}, and {known.newest} since {known.newest_at:.3f} s"
+    return ""
+
+
+@rule(WEIGHTS, "prompt", Passed)
+def who_gets_nothing_looks_again(known: Known, event: Passed) -> str:
+    """A host that gets no weights from where they are to come from looks for them again, whatever is wrong there."""
+    for name, engine in known.engines.items():
+        since = math.inf if engine.fetching is None or name in event.frozen else engine.fetching
+        if event.at > since + known.rules.fetch_seconds:
+            return f"{name} waits for weights since {since:.3f} s, and does not look for them anywhere else"
     return ""
 
 

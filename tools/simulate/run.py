@@ -264,7 +264,7 @@ class Simulated:
     async def _pass_time(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            self.simulation.see(Passed)
+            self.simulation.see(Passed, tuple(p.name for p in self.simulation.processes if not p.running))
 
     async def _drive(self, process: HostProcess) -> Exception | str | None:
         """What the driver raised, or why it ended; None if it returned."""

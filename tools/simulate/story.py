@@ -23,6 +23,7 @@ from r3async.tools.simulate.history import (
     Installing,
     Leased,
     Limited,
+    Looked,
     Lost,
     Passed,
     Placed,
@@ -99,6 +100,11 @@ def _installing(e: Installing) -> Words:
     return e.generator, f"is given version {e.version} of lineage {e.lineage}"
 
 
+@_of(Looked)
+def _looked(e: Looked) -> Words:
+    return e.generator, "asks where it gets weights from"
+
+
 @_of(Placed)
 def _placed(e: Placed) -> Words:
     failed = f", and not from {', '.join(e.avoid)}" if e.avoid else ""
@@ -107,7 +113,7 @@ def _placed(e: Placed) -> Words:
 
 @_of(Arrived)
 def _arrived(e: Arrived) -> Words:
-    return e.host, f"has version {e.version}"
+    return e.generator, f"has version {e.version} on its host"
 
 
 @_of(Plays)

@@ -217,6 +217,7 @@ class Workload(msgspec.Struct, frozen=True):
             first_seconds=FIRST * self.stall_seconds,
             step_seconds=NEXT * self.stall_seconds,
             install_seconds=SLACK_SECONDS + self.install_seconds + 2 * self.hosts * self.fetch_seconds,
+            fetch_seconds=SLACK_SECONDS + 2 * self.hosts * self.fetch_seconds,
         )
 
     @property

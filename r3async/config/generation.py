@@ -191,7 +191,7 @@ class GeneratorConfig(Section):
     start_timeout: Positive = 600.0
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Passed to vLLM's AsyncEngineArgs as they are; refused where r3async sets or relies on a value of its own. The scripted
-    engine knows `token_seconds`."""
+    engine knows `token_seconds` and `install_seconds`."""
 
     def check(self) -> None:
         if self.concurrency_min > self.concurrency:

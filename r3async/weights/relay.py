@@ -82,7 +82,10 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes) -> Message:
     """Raises `msgspec.MsgspecError`."""
-    return msgspec.msgpack.decode(data, type=Message)
+    try:
+        return msgspec.msgpack.decode(data, type=Message)
+    except UnicodeDecodeError as error:  # msgspec lets that one through
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def chunks_of(nbytes: int) -> int:

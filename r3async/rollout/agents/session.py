@@ -103,7 +103,7 @@ class Session:
         self._engine = EngineCalls(name, engine, settings, renderer.stop_token_ids, report)
         self._talks: list[_Talk] = []
         """Of the tokenizer's thread. The one that was answered last is the last."""
-        self._answers: dict[str, Piece] = {}
+        self._answers: dict[str, list[Piece]] = {}
         self._reader = MessageReader()
         self._spoken = SpokenMessages()
         self._texts: list[tuple[str, list[int]]] = []

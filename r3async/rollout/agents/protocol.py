@@ -48,9 +48,9 @@ def openai_error(refused: Refused) -> dict[str, Any]:
 
 class Sampled(msgspec.Struct, frozen=True):
     """One answer. `own_words`: what the policy sampled, without its stop token. `stop`: the stop string of the request that ended
-    it, if one did. `finish` is `stop` or `length`; `turn` counts the answers of the session."""
+    it, if one did. `finish` is `stop` or `length`. `name`: by it the session knows which turn it became."""
 
-    turn: int
+    name: str
     prompt_tokens: int
     token_ids: list[int]
     logprobs: np.ndarray

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, ParamSpec, TypeVar, cast
 
-import msgspec
-
 from r3async.actors.conductor import Conductor
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
@@ -53,6 +51,7 @@ from r3async.transport.wire import (
     decoded_bytes,
     frames_of,
 )
+from r3async.untrusted import decode_msgpack
 from r3async.world import Files, Lane, Placement
 from r3async.world.simulated.actors import PLACEMENT, Actor, SimulatedActors, SimulatedRef
 from r3async.world.simulated.disk import SimulatedDisk
@@ -274,8 +273,8 @@ def _conductor(kind: type) -> type:
 
         async def lease(self, message: bytes) -> bytes:
             answer = await super().lease(message)
-            generator_id = msgspec.msgpack.decode(message, type=LeaseCall).generator_id
-            leases = msgspec.msgpack.decode(answer, type=LeaseAnswer).leases
+            generator_id = decode_msgpack(message, LeaseCall).generator_id
+            leases = decode_msgpack(answer, LeaseAnswer).leases
             told = tuple((lease.group_index, lease.episode_indices) for lease in leases)
             simulation = _watched(self.world.process)
             asked = simulation.find(generator_id)

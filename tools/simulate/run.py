@@ -31,6 +31,7 @@ from r3async.tools.simulate.invariants import Checker, Violated
 from r3async.tools.simulate.observe import Watched
 from r3async.tools.simulate.shrink import Case
 from r3async.tools.simulate.workload import draw_workload
+from r3async.untrusted import decode_object
 from r3async.world.appending import Report
 from r3async.world.simulated.loop import Deadlock, LimitReached
 from r3async.world.simulated.network import Delays
@@ -137,7 +138,7 @@ class Simulated:
     def __init__(self, case: Case, pipeline: type[Pipeline] = Pipeline, details: bool = False):
         self.case, self._pipeline = case, pipeline
         self.config: Config = case.workload.config(MODEL)
-        described = msgspec.json.decode((MODEL / "config.json").read_bytes())
+        described = decode_object((MODEL / "config.json").read_bytes())
         routing, _ = moe_geometry(described)
         self.checker = Checker(case.workload.rules())
         self.simulation = Watched(

@@ -128,7 +128,7 @@ class Session:
             raise self._too_long(f"{error.characters} characters") from error
         sampled = await self._sample(prompt, asked.limit, asked.stop)
         try:
-            content, calls = await self._parse(sampled.text, asked.tools)
+            content, calls = await self._parse(sampled.text, asked.tools, prompt.thinking)
         except (EngineError, TimeoutError) as error:
             self.failure = error
             raise Refused(f"the engine failed: {error!r}", status=500, kind="server_error") from error

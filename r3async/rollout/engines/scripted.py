@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,6 +23,7 @@ from r3async.data.routes import route_dtype
 from r3async.data.supports import Supports
 from r3async.data.versions import SpanRecorder, expand
 from r3async.rollout.engines import EngineError, Generation, GenerationRequest, InstallReport
+from r3async.untrusted import decode_python_json
 from r3async.weights.manifest import Difference, WeightManifest
 
 Script = Callable[[GenerationRequest, int], Sequence[int]] | Sequence[Sequence[int]]
@@ -302,7 +302,7 @@ def scripted_engine(
         raise ValueError(
             f"`generator.engine_args` has {', '.join(map(repr, unknown))}: the scripted engine knows `token_seconds` only"
         )
-    routing, _ = moe_geometry(json.loads((Path(model_path) / "config.json").read_text()))
+    routing, _ = moe_geometry(decode_python_json((Path(model_path) / "config.json").read_bytes()))
 
     return ScriptedEngine(
         lambda request, index: babble(request, zlib.crc32(request.request_id.encode())),

@@ -32,6 +32,7 @@ from r3async.tools.memory import (
     rank_memory,
     shape_of,
 )
+from r3async.untrusted import decode_python_json
 from r3async.world.processes import run_on_shared_loop
 
 TRY_SECONDS = 10.0
@@ -112,7 +113,7 @@ def check_files(name: str, setting: str) -> str:
 
 def _json(path: Path, said: str) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = decode_python_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{said}: {path.name} cannot be read: {error}") from error
     return data if isinstance(data, dict) else {}

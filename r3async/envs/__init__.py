@@ -25,11 +25,13 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Action(msgspec.Struct, frozen=True):
     """The policy's answer. `stop_reason`: `stop` if the policy ended it itself, `length` if it was cut. `token_ids`: as sampled,
-    for an environment with a true attribute `takes_tokens`; empty for others."""
+    for an environment with a true attribute `takes_tokens`; empty for others. `thinking`: the text begins within a thought, as
+    the chat template opened one before it."""
 
     text: str
     stop_reason: str = "stop"
     token_ids: list[int] = []
+    thinking: bool = False
 
 
 class EnvironmentFailed(RuntimeError):

@@ -17,6 +17,7 @@ from r3async.envs.objects import hold, is_object, pickled
 from r3async.envs.pool import pooled
 from r3async.envs.rewards import Asked, Reward, check_row, judge, reward_of
 from r3async.envs.rows import Found, read_rows, stamps_of
+from r3async.untrusted import decode_json
 from r3async.world.processes import run_on_shared_loop
 
 _encoder = msgspec.json.Encoder(enc_hook=str)  # what columns of a parquet file may hold besides plain data
@@ -138,7 +139,7 @@ def _chosen(tasks: Sequence[Task], wanted: float) -> list[Task]:
 @functools.lru_cache(maxsize=16)
 def _loaded(settings: bytes, stamps: tuple[tuple[str, int, int], ...]) -> Tasks:
     """Rows are read once in a process, also where both parts are posed; again when a file has changed."""
-    data = msgspec.json.decode(settings, type=DataConfig)
+    data = decode_json(settings, DataConfig)
     return Tasks(data, rewards_for(data))
 
 
@@ -236,14 +237,14 @@ class Judge:
         return []
 
     def step(self, action: Action) -> StepResult:
-        told = run_on_shared_loop(judge(self._rewards, msgspec.json.decode(action.text, type=Asked)))
+        told = run_on_shared_loop(judge(self._rewards, decode_json(action.text, Asked)))
         return StepResult(0.0, done=True, metrics=told)
 
 
 @functools.lru_cache(maxsize=8)
 def _rewards_here(rewards: bytes) -> list[Reward]:
     """Functions are loaded once in a process."""
-    return [reward_of(each) for each in msgspec.json.decode(rewards, type=list[RewardConfig])]
+    return [reward_of(each) for each in decode_json(rewards, list[RewardConfig])]
 
 
 class DatasetFactory:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from r3async.config import ConfigError, DataConfig, did_you_mean
 from r3async.config.places import find_file
+from r3async.untrusted import Malformed, decode_python_json
 
 Row = dict[str, Any]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -87,17 +87,15 @@ def _jsonl(file: Path) -> Numbered:
             if not line.strip():
                 continue
             try:
-                yield "line", number, json.loads(line)
-            except ValueError as error:
+                yield "line", number, decode_python_json(line)
+            except Malformed as error:
                 raise ConfigError(f"{file}, line {number}: not JSON: {error}") from error
 
 
 def _json(file: Path) -> Numbered:
     try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError:
-        raise
-    except ValueError as error:
+        rows = decode_python_json(file.read_bytes())
+    except Malformed as error:
         hint = "; a file with an object a line must end in .jsonl" if "Extra data" in str(error) else ""
         raise ConfigError(f"{file}: not JSON: {error}{hint}") from error
     if not isinstance(rows, list):

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from r3async.untrusted import Malformed, decode_object
 from r3async.world import World
 from r3async.world.appending import AppendFile, Keeper
 from r3async.world.real import REAL
@@ -70,8 +71,8 @@ class _Sink:
         if self._also is not None:
             self._also(line)
         if self._console:
-            with contextlib.suppress(OSError):
-                sys.stderr.write(format_event(msgspec.json.decode(line)) + "\n")
+            with contextlib.suppress(OSError, Malformed):
+                sys.stderr.write(format_event(decode_object(line)) + "\n")
 
     debug = info = warning = warn = error = critical = exception = fatal = msg = log = _write
 

@@ -192,11 +192,13 @@ _BLANKS = re.compile(r"\s*")
 
 class Prompt(msgspec.Struct, frozen=True):
     """`token_ids` int32 `[P]`, not to be written to. Its first `shared` tokens are known to be those of the sample in which the
-    answer of turn `turn` stands; -1 and 0 where nobody has compared."""
+    answer of turn `turn` stands; -1 and 0 where nobody has compared. `thinking`: its text ends within a thought, which the
+    template has opened."""
 
     token_ids: np.ndarray
     turn: int = -1
     shared: int = 0
+    thinking: bool = False
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -299,7 +301,8 @@ class Conversation:
                     self._take(self, kept)
                 self._read(rendered, at, self._spoken_later())
             self._awaited = False
-        return Prompt(self._tokens.array, self._turn, self._shared)
+        thinking = bool(self._pieces) and self._pieces[-1].text.rstrip().endswith("<think>")
+        return Prompt(self._tokens.array, self._turn, self._shared, thinking)
 
     def answered(self, token_ids: Sequence[int], message: Message | None = None, turn: int = -1) -> str:
         """Take the answer to the last `prompt`; returns its text. `message`: how it stands in the conversation, if not as

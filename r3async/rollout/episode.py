@@ -206,7 +206,7 @@ class EpisodePlayer:
             with stage("tokens"):
                 text = talk.answered(token_ids, turn=turn)
             told = token_ids if getattr(self._env, "takes_tokens", False) else []
-            action = Action(text, generation.stop_reason, told)
+            action = Action(text, generation.stop_reason, told, prompt.thinking)
             result = checked_result(await watched(env, "step", env.step(action)))
             self._samples.reward(turn, result.reward)
             self._told.append(result.metrics)

@@ -32,6 +32,7 @@ from r3async.rollout.agents.session import Session
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeError, EpisodeTask
+from r3async.untrusted import Malformed, decode_object
 from r3async.world import World
 from r3async.world.appending import RETRY_SECONDS
 from r3async.world.files import replace_file
@@ -280,10 +281,9 @@ def last_reward(output: str) -> float | None:
     """The reward in the last line of a program's output, if that has one."""
     lines = output.strip().splitlines()
     try:
-        value = msgspec.json.decode(lines[-1]) if lines else None
-    except msgspec.DecodeError:
+        return decode_object(lines[-1]).get("reward") if lines else None
+    except Malformed:
         return None
-    return value.get("reward") if isinstance(value, dict) else None
 
 
 async def outside(server: AgentServer, session: Session) -> float | None:

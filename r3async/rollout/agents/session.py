@@ -138,7 +138,7 @@ class Session:
         except TextTooLong as error:
             raise self._too_long(f"{error.characters} characters") from error
         async with self._answer(prompt, asked.limit, asked.stop) as sampled:
-            content, calls = await self._parsed(sampled.text, asked)
+            content, calls = await self._parsed(sampled.text, asked, prompt.thinking)
             message: dict[str, Any] = {"role": "assistant", "content": content}
             if calls:
                 message |= {"content": content or None, "tool_calls": calls}
@@ -148,9 +148,9 @@ class Session:
         # The next request waits for it in that thread, also where this one is cancelled now.
         await asyncio.shield(in_tokenizer(self._answered, talk, sampled))
 
-    async def _parsed(self, text: str, asked: Asked) -> tuple[str, list[dict[str, Any]]]:
+    async def _parsed(self, text: str, asked: Asked, thinking: bool) -> tuple[str, list[dict[str, Any]]]:
         try:
-            content, calls = await self._parse(text, asked.tools)
+            content, calls = await self._parse(text, asked.tools, thinking)
         except (EngineError, TimeoutError) as error:
             self.failure = error
             raise Refused(f"the engine failed: {error!r}", status=500, kind="server_error") from error

@@ -256,7 +256,7 @@ async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_c
     async with talking(["first", "second"]) as (server, _, _):
         parse, server._report = server._parse, lambda event, **fields: reports.append((event, fields))
 
-        async def slow(text, tools):
+        async def slow(text, tools, thinking):
             parsing.set()
             try:
                 await asyncio.sleep(0 if text == "second" else 60)

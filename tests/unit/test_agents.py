@@ -189,7 +189,17 @@ async def test_a_command_that_takes_too_long_is_ended_with_all_it_started(tmp_pa
 
 @pytest.mark.parametrize(
     ("output", "reward"),
-    [('x\n{"reward": 2}\n', 2), ("", None), ("done", None), ('{"reward": 1}\nbye', None), ("[1]", None)],
+    [
+        ('x\n{"reward": 2}\n', 2),
+        ("", None),
+        ("done", None),
+        ('{"reward": 1}\nbye', None),
+        ("[1]", None),
+        ("[" * 5000, None),
+        ('{"reward": ' + "1" * 5000 + "}", None),
+        ('{"reward": NaN}', None),
+    ],
+    ids=range(8),
 )
 def test_the_last_line_of_a_programs_output_says_its_reward(output, reward):
     assert last_reward(output) == reward

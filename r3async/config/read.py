@@ -48,7 +48,7 @@ from r3async.config.section import (
 from r3async.config.short import DATASET, SHORT, merge, spelled_out
 from r3async.config.supervised import SftConfig
 from r3async.config.training import LearnerConfig, RoutingConfig
-from r3async.untrusted import Malformed, decode_toml
+from r3async.untrusted import Malformed, decode_toml, shown_value
 
 
 def name_problem(name: str) -> str:
@@ -172,7 +172,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         except msgspec.ValidationError as error:
             if kind is Secret:  # without the value
                 raise ConfigError(f"`{path}` must be a text") from None
-            raise ConfigError(f"`{path}` = {value!r}: {_problem(kind, str(error))}") from error
+            raise ConfigError(f"`{path}` = {shown_value(value)}: {_problem(kind, str(error))}") from error
     if not isinstance(value, Mapping):
         raise ConfigError(
             f"`{path}` is a section, not the value {value!r}; set one of its keys: {', '.join(_fields(kind))}"

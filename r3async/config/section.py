@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from r3async.untrusted import shown_value
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message names the key and the fix."""
@@ -39,10 +41,10 @@ class Range:
     def problem(self, number: float) -> str:
         """Why `number` may not be, after its name; "" if it may."""
         if self.above and number <= self.low:
-            return f"must be greater than {self.low:,}, got {number}"
+            return f"must be greater than {self.low:,}, got {shown_value(number)}"
         if number < self.low:
-            return f"must be {self.low:,} or more, got {number}"
-        return f"must be at most {self.high:,}, got {number}" if number > self.high else ""
+            return f"must be {self.low:,} or more, got {shown_value(number)}"
+        return f"must be at most {self.high:,}, got {shown_value(number)}" if number > self.high else ""
 
 
 NUMBER = Range(0, 10**9)

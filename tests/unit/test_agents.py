@@ -235,7 +235,17 @@ async def test_output_that_a_process_holds_of_which_nothing_is_known_is_not_wait
 
 @pytest.mark.parametrize(
     ("output", "reward"),
-    [('x\n{"reward": 2}\n', 2), ("", None), ("done", None), ('{"reward": 1}\nbye', None), ("[1]", None)],
+    [
+        ('x\n{"reward": 2}\n', 2),
+        ("", None),
+        ("done", None),
+        ('{"reward": 1}\nbye', None),
+        ("[1]", None),
+        ("[" * 5000, None),
+        ('{"reward": ' + "1" * 5000 + "}", None),
+        ('{"reward": NaN}', None),
+    ],
+    ids=range(8),
 )
 def test_the_last_line_of_a_programs_output_says_its_reward(output, reward):
     assert last_reward(output) == reward

@@ -39,7 +39,7 @@ from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeTask
 from r3async.transport.sockets import off_loop
-from r3async.untrusted import Malformed, decode_json
+from r3async.untrusted import Malformed, decode_json, whole_number
 from r3async.world.real import REAL
 
 STOP_SECONDS = 2.0
@@ -337,8 +337,10 @@ class AgentServer:
                 )
             session = self._offered.popleft()
         else:
-            if isinstance(seed, bool) or not isinstance(seed, int):
-                raise Refused(f"task_seed must be an integer, not {seed!r}", param="task_seed")
+            try:
+                seed = whole_number(seed, 0, 2**63 - 1)
+            except ValueError as error:
+                raise Refused(f"task_seed {error}", param="task_seed") from error
             if len(self._outside) >= self.serving.max_sessions:
                 raise Refused(
                     f"serving.max_sessions = {self.serving.max_sessions} are open", status=429, code="too_many_sessions"

@@ -367,7 +367,8 @@ def refuse_spoken(config: Config, overrides: Sequence[str]) -> None:
     keys = [text.partition("=")[0].strip() for text in overrides]
     for setting, secret in secret_settings(config).items():
         given = any(setting == key or setting.startswith(f"{key}.") for key in keys)
-        if given and secret and not secret.reference:
+        # Words of a command can be read in the command line of the program that it starts, wherever they were given.
+        if given and secret and not secret.reference and ".command[" not in setting:
             raise ConfigError(
                 f"`{setting}` is a secret, and command lines can be read by others: put it into an environment variable and "
                 f"set '{setting}=$NAME' (in quotes), or into a TOML file that only you can read"

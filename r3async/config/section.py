@@ -203,6 +203,8 @@ def revealed(value: Any, setting: str) -> Any:
         return value.reveal(setting)
     if isinstance(value, Mapping):
         return {key: revealed(inner, f"{setting}.{key}") for key, inner in value.items()}
+    if isinstance(value, list):
+        return [revealed(inner, f"{setting}[{at}]") for at, inner in enumerate(value)]
     return value
 
 
@@ -210,6 +212,10 @@ def secret_settings(data: Any, path: str = "") -> dict[str, Secret]:
     """Every secret of a section, or of plain data, by its dotted key."""
     if isinstance(data, Secret):
         return {path: data}
+    if isinstance(data, list):
+        return {
+            at: secret for n, inner in enumerate(data) for at, secret in secret_settings(inner, f"{path}[{n}]").items()
+        }
     fields = data if isinstance(data, Mapping) else getattr(data, "__struct_fields__", ())
     found: dict[str, Secret] = {}
     for name in fields:

@@ -73,7 +73,8 @@ def test_a_generator_whose_data_line_is_silent_longer_than_an_installation_may_t
         machine.simulation.network.stall(names[0], "learner", 8 * LIMIT)
         await machine.event("install_failed")
 
-    train(cluster, tmp_path, block, *SLOW)
+    ahead = ["schedule.window=8", "schedule.max_staleness=4"]  # versions follow without what it plays
+    train(cluster, tmp_path, block, *SLOW, *ahead)
     failed = cluster.events("install_failed")
     assert {event["generator"] for event in failed} == set(names)
     assert f"did not arrive within {LIMIT:g} s (weights.install_timeout)" in failed[0]["error"]

@@ -276,9 +276,8 @@ class Conductor:
     async def _deliver_first(self, way: Way, tokens: list[int] | None) -> Installer:
         self._phase = "delivering weights"
         published = await self.learner.call("publish")
-        clock, put = self.world.clock.monotonic, self.world.actors.put
-        learner, wake = self.learner, self._wake
-        installer = Installer(self.config, self.events, self.fleet, learner, way, tokens, published, clock, wake, put)
+        known = self.config, self.events, self.fleet, self.learner, way, tokens, published
+        installer = Installer(*known, self.world, self._wake)
         await installer.begin()
         self.admission.published(published.version)
         self._delivered(published.version, no_delivery())  # of a resumed run's last step

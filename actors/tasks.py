@@ -204,12 +204,8 @@ class Evaluator:
             self._events.warning("evaluation_not_kept", step=evaluation.step, error=str(error))
 
     async def _installed(self, version: int) -> None:
-        """Wait until a healthy generator has these weights, if there is one, but no longer than installing them may take."""
-        deadline = self._clock.monotonic() + self.config.weights.install_timeout
-        while True:
-            newest = self._able()[:1]
-            if not newest or newest[0].version >= version or self._clock.monotonic() > deadline:
-                return
+        """Wait until a healthy generator has these weights, if there is one. One that does not install them in time is lost."""
+        while (newest := self._able()[:1]) and newest[0].version < version:  # noqa: ASYNC110
             await asyncio.sleep(POLL_SECONDS)
 
     def _able(self) -> list[Generator]:

@@ -103,6 +103,7 @@ class TcpServer:
         return Source(self._announced(socket.endpoint), name, nbytes, base, delta_bytes, self._here)
 
     def _add(self, name: str, path: Path) -> int:
+        self._serving.forget(name)  # of a try before this one
         file = self._files.open(path)
         self._serving.offer(name, file)
         self._paths[name] = path
@@ -218,6 +219,10 @@ class TcpReceiver:
             ) from error
         return msgspec.structs.replace(manifest, path=str(path))
 
+    async def discard(self, manifest: WeightManifest) -> None:
+        """See `WeightReceiver.discard`. The learner's own file stays."""
+        await self._run(self._folder.discard, identity(manifest))
+
     async def close(self) -> None:
         """See `WeightReceiver.close`."""
         await self._sockets.close()
@@ -231,7 +236,8 @@ class TcpReceiver:
     async def _fetch(self, source: Source, wanted: Identity, manifest: WeightManifest) -> None:
         base = source.base if source.base is not None and self._has(source.base) else None
         await self._run(self._folder.tidy, base)
-        check_free(self._folder.path, source.nbytes, manifest.version, self._files)
+        beside = source.nbytes if base is not None else 0
+        check_free(self._folder.path, source.nbytes, manifest.version, self._files, beside)
         self._open(source.endpoint)
         path = self._folder.place(wanted)
         if base is not None:

@@ -11,13 +11,15 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One chat message, as chat templates take it. What is empty is left out of what the template sees."""
+    """One chat message, as chat templates take it. What is empty is left out of what the template sees. `reasoning_content`: a
+    thought that stands beside the content, for templates that know such."""
 
     role: str
     content: str
     tool_calls: list[dict[str, Any]] = []
     tool_call_id: str = ""
     name: str = ""
+    reasoning_content: str = ""
 
     def for_template(self) -> dict[str, Any]:
         return {"role": self.role, "content": self.content, **msgspec.to_builtins(self)}

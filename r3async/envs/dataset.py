@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from r3async.config import DATASET, ConfigError, DataConfig, EnvConfig, RewardConfig, data_config, rewards_of
 from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
-from r3async.envs.forms import MISSING, Task, task_of
+from r3async.envs.forms import MISSING, Task, task_of, tools_of
 from r3async.envs.objects import hold, is_object, pickled
 from r3async.envs.pool import pooled
 from r3async.envs.rewards import Asked, Reward, check_row, judge, reward_of
@@ -186,6 +186,11 @@ class Dataset:
     def size(self) -> int:
         return len(self._tasks)
 
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """For the chat template."""
+        return tools_of(self._task)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Dataset:
         other = type(self)(self._tasks, self._rewards, self._blocking)
         other._task = self._task
@@ -193,7 +198,7 @@ class Dataset:
 
     async def reset(self, task_seed: int) -> list[Message]:
         self._task = self._tasks[task_seed % self.size]
-        return self._task.messages
+        return list(self._task.messages)
 
     def oracle(self) -> str:
         """The row's answer; empty where it has none."""
@@ -265,13 +270,13 @@ class DatasetFactory:
     def size(self) -> int:
         return len(self._tasks)
 
-    def fit(self, length: Callable[[Sequence[Message]], int], most: int) -> int:
-        """Keep the rows whose prompts have at most `most` tokens; returns how many were dropped. Raises `ConfigError` if that
-        is all of them, or `length` raises `ValueError`."""
+    def fit(self, length: Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], int], most: int) -> int:
+        """Keep the rows whose prompts have at most `most` tokens; returns how many were dropped. `length`: of messages with their
+        tools. Raises `ConfigError` if that is all of them, or `length` raises `ValueError`."""
         lengths = []
         for task in self._tasks:
             try:
-                lengths.append(length(task.messages))
+                lengths.append(length(task.messages, tools_of(task)))
             except ValueError as error:  # of the template
                 raise ConfigError(f"{task.where}: {error}") from error
         kept = [task for task, tokens in zip(self._tasks, lengths, strict=True) if tokens <= most]

@@ -265,7 +265,7 @@ BAD = {
     "parts": (
         "a.jsonl",
         '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "b"}',
-        r"line 1: a chat message must have role and content, both texts",
+        r"line 1: the content of a message must be text, or blocks of text, not .*image",
     ),
     "answered": (
         "a.jsonl",

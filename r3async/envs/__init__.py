@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -104,6 +104,15 @@ def checked_messages(given: object) -> list[Message]:
         if not isinstance(message, Message):
             raise WrongEnvironment(f"an environment speaks in strings or Messages, not {type(message).__name__}")
     return messages
+
+
+def refuse_told_again(told: Sequence[Message], messages: Sequence[Message]) -> None:
+    """Raise `WrongEnvironment` for a step whose `messages` begin with all that were `told` before them: one list that grows."""
+    if told and len(messages) > len(told) and list(messages[: len(told)]) == list(told):
+        raise WrongEnvironment(
+            f"step returned the {len(told)} messages of the call before again, and {len(messages) - len(told)} more: return only "
+            "what is new, or StepResult(reward, messages, rewrites=True) with the whole conversation"
+        )
 
 
 class Environment(Protocol):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from r3async.config import EpisodeConfig
-from r3async.envs import Action, Message, StepResult
+from r3async.envs import Action, Message, StepResult, WrongEnvironment
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import GenerationRequest
@@ -52,6 +52,36 @@ class Talker:
     async def step(self, action):
         self.turn += 1
         return StepResult(float(self.turn), [Message("user", self.words)], done=self.turn == 2)
+
+
+class Growing(Talker):
+    """Hands out one list, to which it appends."""
+
+    def __init__(self, answers=False, rewrites=False):
+        super().__init__()
+        self.said, self.answers, self.rewrites = [], answers, rewrites
+
+    async def reset(self, task_seed):
+        self.said.append(Message("user", "hi"))
+        return self.said
+
+    async def step(self, action):
+        self.turn += 1
+        self.said += [Message("assistant", action.text)] * self.answers + [Message("user", "and?")]
+        return StepResult(1.0, self.said, done=self.turn == 3, rewrites=self.rewrites)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+async def test_an_environment_that_tells_all_messages_again_is_refused(chat, answers):
+    engine = await ready([encode(chat, "a")] * 3)
+    with pytest.raises(WrongEnvironment, match=r"the 1 messages of the call before again.*return only what is new"):
+        await play(chat, engine, env=Growing(answers))
+
+
+async def test_an_environment_may_tell_all_messages_again_to_rewrite_them_and_the_same_words_twice(chat):
+    for env in (Growing(answers=True, rewrites=True), Talker()):
+        engine = await ready([encode(chat, "a")] * 3)
+        assert (await play(chat, engine, env=env)).stop_reason == "env_done"
 
 
 async def test_sampled_tokens_are_kept_as_they_are_and_only_they_are_trained(chat):

@@ -89,7 +89,7 @@ class Tasks:
         self.train = self._tasks(data, rewards, data.path, data.split)[: data.limit or None]
         self.eval: list[Task] = []
         if isinstance(data.eval, str) and data.eval:
-            path, split = (data.eval, data.split) if find(data.eval).is_file() else (data.path, data.eval)
+            path, split = (data.eval, DataConfig().split) if find(data.eval).is_file() else (data.path, data.eval)
             self.eval = self._tasks(data, rewards, path, split)
         elif data.eval:
             self.eval = _chosen(self.train, data.eval)

@@ -17,7 +17,7 @@ from r3async.actors.layout import Demand, hosts_needed
 from r3async.config import Config, ConfigError, EnvConfig, bare_host, did_you_mean, environments
 from r3async.data.architectures import declared
 from r3async.data.model_shape import ModelShape, ShapeError, moe_geometry, read_shape
-from r3async.envs import Action, WrongEnvironment, checked_messages, checked_result
+from r3async.envs import Action, WrongEnvironment, checked_messages, checked_result, refuse_told_again
 from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import is_agent
 from r3async.rollout.episode import close_environment
@@ -298,8 +298,10 @@ async def _try_one(env: EnvConfig) -> None:
     environment = environment_factory(env)()
     try:
         async with asyncio.timeout(TRY_SECONDS):
-            checked_messages(await environment.reset(0))
-            checked_result(await environment.step(Action("")))
+            told = checked_messages(await environment.reset(0))
+            result = checked_result(await environment.step(Action("")))
+            if not (result.done or result.rewrites):
+                refuse_told_again(told, checked_messages(result.messages))
     except WrongEnvironment as error:
         raise ConfigError(f"`env.name` = {env.name!r} cannot be played: {error}") from error
     except Exception:

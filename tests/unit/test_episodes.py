@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from r3async.config import EpisodeConfig
+from r3async.config import ConfigError, EpisodeConfig, load_config
 from r3async.envs import Action, Message, StepResult, WrongEnvironment
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer
@@ -13,6 +13,7 @@ from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, Pr
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
 from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.preflight import try_environment
 from r3async.weights.manifest import WeightManifest
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 
@@ -76,6 +77,12 @@ async def test_an_environment_that_tells_all_messages_again_is_refused(chat, ans
     engine = await ready([encode(chat, "a")] * 3)
     with pytest.raises(WrongEnvironment, match=r"the 1 messages of the call before again.*return only what is new"):
         await play(chat, engine, env=Growing(answers))
+
+
+async def test_such_an_environment_is_refused_before_anything_starts():
+    config = load_config("quickstart", ["env.name=tests.unit.test_episodes:Growing", "env.args={answers = true}"])
+    with pytest.raises(ConfigError, match=r"cannot be played: .*return only what is new"):
+        await try_environment(config)
 
 
 async def test_an_environment_may_tell_all_messages_again_to_rewrite_them_and_the_same_words_twice(chat):

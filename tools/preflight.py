@@ -17,7 +17,7 @@ from r3async.actors.layout import Demand, hosts_needed
 from r3async.config import Config, ConfigError, EnvConfig, bare_host, did_you_mean, environments
 from r3async.data.architectures import declared
 from r3async.data.model_shape import ModelShape, ShapeError, moe_geometry, read_shape
-from r3async.envs import Action, HasOracle, WrongEnvironment, checked_messages, checked_result
+from r3async.envs import Action, HasOracle, WrongEnvironment, checked_messages, checked_result, refuse_told_again
 from r3async.envs.dataset import is_dataset
 from r3async.envs.factory import environment_factory
 from r3async.envs.raised import describe_raised
@@ -305,9 +305,11 @@ async def _try_one(env: EnvConfig) -> None:
     answer, said = "", "`reward`" if is_dataset(env) else f"`env.name` = {env.name!r}"
     try:
         async with asyncio.timeout(TRY_SECONDS):
-            checked_messages(await environment.reset(0))
+            told = checked_messages(await environment.reset(0))
             answer = environment.oracle() if isinstance(environment, HasOracle) else ""
-            checked_result(await environment.step(Action(answer)))
+            result = checked_result(await environment.step(Action(answer)))
+            if not (result.done or result.rewrites):
+                refuse_told_again(told, checked_messages(result.messages))
     except (Exception, SystemExit) as error:
         raised = describe_raised(error)
         if isinstance(error, WrongEnvironment | SystemExit):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -16,13 +16,15 @@ MAX_REWARD = 1e15
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One chat message, as chat templates take it. What is empty is left out of what the template sees."""
+    """One chat message, as chat templates take it. What is empty is left out of what the template sees. `reasoning_content`: a
+    thought that stands beside the content, for templates that know such."""
 
     role: str
     content: str
     tool_calls: list[dict[str, Any]] = []
     tool_call_id: str = ""
     name: str = ""
+    reasoning_content: str = ""
 
     def for_template(self) -> dict[str, Any]:
         return {"role": self.role, "content": self.content, **msgspec.to_builtins(self)}
@@ -104,6 +106,15 @@ def checked_messages(given: object) -> list[Message]:
         if not isinstance(message, Message):
             raise WrongEnvironment(f"an environment speaks in strings or Messages, not {type(message).__name__}")
     return messages
+
+
+def refuse_told_again(told: Sequence[Message], messages: Sequence[Message]) -> None:
+    """Raise `WrongEnvironment` for a step whose `messages` begin with all that were `told` before them: one list that grows."""
+    if told and len(messages) > len(told) and list(messages[: len(told)]) == list(told):
+        raise WrongEnvironment(
+            f"step returned the {len(told)} messages of the call before again, and {len(messages) - len(told)} more: return only "
+            "what is new, or StepResult(reward, messages, rewrites=True) with the whole conversation"
+        )
 
 
 class Environment(Protocol):

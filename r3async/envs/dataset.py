@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from r3async.config import DATASET, ConfigError, DataConfig, EnvConfig, RewardConfig, data_config, rewards_of
 from r3async.config.places import find_file
 from r3async.envs import Action, EnvironmentFactory, Message, StepResult, WrongEnvironment
-from r3async.envs.forms import MISSING, Task, task_of
+from r3async.envs.forms import MISSING, Task, task_of, tools_of
 from r3async.envs.objects import hold, is_object, pickled
 from r3async.envs.pool import pooled
 from r3async.envs.rewards import Asked, Reward, check_row, judge, reward_of
@@ -91,7 +91,7 @@ class Tasks:
         self.train = self._tasks(data, rewards, data.path, data.split)[: data.limit or None]
         self.eval: list[Task] = []
         if isinstance(data.eval, str) and data.eval:
-            path, split = (data.eval, data.split) if find_file(data.eval).is_file() else (data.path, data.eval)
+            path, split = (data.eval, DataConfig().split) if find_file(data.eval).is_file() else (data.path, data.eval)
             self.eval = self._tasks(data, rewards, path, split)
         elif data.eval:
             self.eval = _chosen(self.train, data.eval)
@@ -188,6 +188,11 @@ class Dataset:
     def size(self) -> int:
         return len(self._tasks)
 
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """For the chat template."""
+        return tools_of(self._task)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Dataset:
         other = type(self)(self._tasks, self._rewards, self._blocking)
         other._task = self._task
@@ -195,7 +200,7 @@ class Dataset:
 
     async def reset(self, task_seed: int) -> list[Message]:
         self._task = self._tasks[task_seed % self.size]
-        return self._task.messages
+        return list(self._task.messages)
 
     def oracle(self) -> str:
         """The row's answer; empty where it has none."""
@@ -267,13 +272,13 @@ class DatasetFactory:
     def size(self) -> int:
         return len(self._tasks)
 
-    def fit(self, length: Callable[[Sequence[Message]], int], most: int) -> int:
-        """Keep the rows whose prompts have at most `most` tokens; returns how many were dropped. Raises `ConfigError` if that
-        is all of them, or `length` raises `ValueError`."""
+    def fit(self, length: Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], int], most: int) -> int:
+        """Keep the rows whose prompts have at most `most` tokens; returns how many were dropped. `length`: of messages with their
+        tools. Raises `ConfigError` if that is all of them, or `length` raises `ValueError`."""
         lengths = []
         for task in self._tasks:
             try:
-                lengths.append(length(task.messages))
+                lengths.append(length(task.messages, tools_of(task)))
             except ValueError as error:  # of the template
                 raise ConfigError(f"{task.where}: {error}") from error
         kept = [task for task, tokens in zip(self._tasks, lengths, strict=True) if tokens <= most]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import importlib.util
 import inspect
@@ -280,7 +281,8 @@ def check_row(reward: Reward, task: Task) -> None:
 
 async def judge(rewards: Sequence[Reward], asked: Asked) -> dict[str, float]:
     """Metrics of an answer: what it is worth, unweighted, for each reward that applies (`Reward.metric`), and what rewards log.
-    Those that wait are awaited together."""
+    Those that wait are awaited together. Each of the user's own has a copy: what it changes in the row, no other sees."""
     logged: dict[str, float] = {}
-    made = await asyncio.gather(*(reward(asked, logged) for reward in rewards))
+    copies = (asked if reward.built_in else copy.deepcopy(asked) for reward in rewards)
+    made = await asyncio.gather(*(reward(each, logged) for reward, each in zip(rewards, copies, strict=True)))
     return logged | {reward.metric: value for reward, value in zip(rewards, made, strict=True) if value is not None}

@@ -21,6 +21,7 @@ PACKED_TIMES = 100
 """A column of a parquet file that is packed better than this is no text; its rows are made one by one."""
 FREE_BYTES, MOST_TIMES = 64 * 2**20, 1000
 """Rows of a parquet file may take the former, or so many times the bytes of their file."""
+_TAKE_SOME = "`data.limit` takes the first rows, and `data.eval` a share or a file to evaluate"
 INSTALL = "pip install 'r3async[data]'"
 
 
@@ -45,7 +46,16 @@ def read_rows(data: DataConfig, path: str, split: str) -> list[Found]:
     found = find_file(path)
     if not found.exists():
         return _from_hub(data, path, split, found)
-    files = _files(found, split) if found.is_dir() else [found]
+    if data.subset and path == data.path:
+        raise ConfigError(
+            f"`data.subset` = {data.subset!r}: {found} is not on the hub, and has no subsets: leave it out"
+        )
+    if found.is_dir():
+        files = _files(found, split)
+    elif split == DataConfig().split:
+        files = [found]
+    else:
+        raise ConfigError(f"{found} is one file and has no split {split!r}: leave `data.split` out; {_TAKE_SOME}")
     rows = [each for file in files for each in _from_file(file)]
     if not rows:
         raise ConfigError(f"{found} has no rows")
@@ -62,7 +72,11 @@ def _files(directory: Path, split: str) -> list[Path]:
     known = sorted(file for file in directory.iterdir() if file.suffix in READERS and not file.name.startswith("."))
     if not known:
         raise ConfigError(f"`data.path`: {directory} has no file that ends in {', '.join(READERS)}")
-    return [file for file in known if file.name.startswith(split)] or known
+    chosen = [file for file in known if file.name.startswith(split)]
+    if not chosen and split != DataConfig().split:
+        names = ", ".join(file.name for file in known)
+        raise ConfigError(f"no file of {directory} begins with the split {split!r}; it has {names}; {_TAKE_SOME}")
+    return chosen or known
 
 
 def _from_file(file: Path) -> Iterator[Found]:

@@ -13,7 +13,7 @@ import msgspec
 from r3async.config import EpisodeConfig
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Sample, Trajectory, trajectory_name
-from r3async.envs import Action, Environment, checked_messages, checked_result, sum_by_name
+from r3async.envs import Action, Environment, checked_messages, checked_result, refuse_told_again, sum_by_name
 from r3async.envs.raised import describe_raised
 from r3async.rollout.chat import ChatRenderer, Conversation
 from r3async.rollout.engines import Engine, EngineError, Generation, GenerationRequest
@@ -216,7 +216,9 @@ class EpisodePlayer:
                 self._preview.append({"role": "assistant", "content": text})
             if result.done:
                 return "env_done"
-            messages = checked_messages(result.messages)
+            told, messages = messages, checked_messages(result.messages)
+            if not result.rewrites:
+                refuse_told_again(told, messages)
             with stage("tokens"):
                 (talk.rewrite if result.rewrites else talk.observe)(messages)
         return "turns"

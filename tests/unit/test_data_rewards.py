@@ -55,6 +55,20 @@ def only(completion):
 async def waits(completions, answer, **kwargs):
     return [float(a == b) for a, b in zip(completions, answer)]
 
+async def counts(completion, row):
+    row["meta"]["seen"] = row["meta"].get("seen", 0) + 1
+    return row["meta"]["seen"]
+
+async def counts_as_trl(completions, meta, **columns):
+    meta[0]["seen"] = meta[0].get("seen", 0) + 1
+    return [meta[0]["seen"]]
+
+async def pops(completion, row):
+    return row.pop("answer", None) == completion
+
+def pops_elsewhere(completion, row):
+    return row.pop("answer", None) == completion
+
 def two(completions, **kwargs):
     return [1.0, 0.0]
 
@@ -200,6 +214,17 @@ async def test_what_is_no_reward_fails_the_episode_by_name(dataset, fn, message)
 def test_a_reward_that_cannot_be_is_refused_before_the_run(dataset, reward, message):
     with pytest.raises(ConfigError, match=message):
         dataset({"prompt": "1+1?", "answer": "2"}, reward)
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [["counts"], ["counts_as_trl"], ["pops"], ["counts", "pops"], ["pops", "plain"], ["pops", "pops_elsewhere"]],
+)
+async def test_what_a_reward_changes_in_its_row_nobody_sees(dataset, rewards):
+    named = [{"fn": f"own.py:{name}", "name": f"{i}"} for i, name in enumerate([*rewards, *rewards])]
+    env = dataset({"prompt": "1+1?", "answer": "a", "meta": {}}, named)
+    for _ in range(3):
+        assert (await paid(env, "a"))[0] == len(named)
 
 
 def test_a_module_that_raises_is_named_in_one_line(dataset, tmp_path):

@@ -69,6 +69,33 @@ def test_a_directory_is_its_files_in_order_or_those_of_a_split(tmp_path):
     assert prompts(held_out(both)) == [[ROWS[7]["prompt"]]]
 
 
+@pytest.mark.parametrize(
+    ("place", "settings", "message"),
+    [
+        ("rows.jsonl", {"split": "train[:2]"}, r"is one file and has no split 'train\[:2\]'.*`data.limit`"),
+        ("rows.jsonl", {"split": "test"}, r"is one file and has no split 'test'"),
+        ("rows.jsonl", {"eval": "test"}, r"is one file and has no split 'test'"),
+        ("rows.jsonl", {"subset": "main"}, r"`data.subset` = 'main': .* is not on the hub"),
+        ("", {"split": "train[:2]"}, r"no file of .* begins with the split 'train\[:2\]'; it has rows.jsonl"),
+        ("", {"eval": "test"}, r"no file of .* begins with the split 'test'"),
+    ],
+)
+def test_a_split_that_a_file_or_directory_does_not_have_is_refused(tmp_path, place, settings, message):
+    write(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=message):
+        prompts(env(tmp_path / place, **settings))
+
+
+def test_a_split_and_a_subset_of_the_hub_are_not_those_of_a_file_to_evaluate(monkeypatch, tmp_path):
+    monkeypatch.setenv("R3ASYNC_USER_PATH", str(tmp_path))
+    rows = types.SimpleNamespace(load_dataset=lambda path, subset, split: [{"prompt": "1+1?", "answer": "2"}])
+    monkeypatch.setitem(sys.modules, "datasets", rows)
+    held = write(tmp_path / "held.jsonl", ROWS[:2])
+    made = env("some/where", subset="main", split="train[:9]", eval=str(held))
+    assert prompts(made) == [["1+1?"]]
+    assert prompts(held_out(made)) == [[row["prompt"]] for row in ROWS[:2]]
+
+
 def test_rows_of_the_hub_come_through_datasets(monkeypatch, tmp_path):
     monkeypatch.setenv("R3ASYNC_USER_PATH", str(tmp_path))
     asked = []
@@ -302,7 +329,7 @@ BAD = {
     "parts": (
         "a.jsonl",
         '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "b"}',
-        r"line 1: a chat message must have role and content, both texts",
+        r"line 1: the content of a message must be text, or blocks of text, not .*image",
     ),
     "answered": (
         "a.jsonl",

@@ -95,7 +95,7 @@ def train(
     if dry_run:
         from r3async.tools.plan import print_plan
 
-        print_plan(config, json)
+        print_plan(config, overrides or [], json)
         return
     from r3async.tools.train import train as run
     from r3async.world.processes import output_outlives_disk_and_terminal

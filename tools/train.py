@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from r3async.config import Config
+from r3async.config import Config, check_policy_loss
 from r3async.tools.callbacks import Callbacks
 from r3async.tools.outlets import Outlets
 from r3async.tools.run_dir import check_capacity, full_disk_is_named, open_run
@@ -168,6 +168,7 @@ def _train(
     from r3async.tools.rows import note_rows
 
     config = evaluate_each(config)
+    check_policy_loss(config.algorithm)
     check_environment(config)  # a wrong environment is refused before anything starts
     check_sinks(config.observe)
     check_capacity(root)

@@ -89,12 +89,12 @@ class TrainingState(ConductorState, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class TrustRegionState(TypedDict):
-    """`coef`: of the KL term. `error`: of the last step; None before the first. `above`: see `TrustRegion.estimate`; None before
-    it is known. `reach`: see there. Both are missing where an older release wrote the state."""
+    """`coef`: of the KL term. `error`: of the last step; None before the first. `gaps`: see `TrustRegion.estimate`; empty
+    before they are known. `reach`: see there. Both are missing where an older release wrote the state."""
 
     coef: float
     error: float | None
-    above: NotRequired[float | None]
+    gaps: NotRequired[list[float | None]]
     reach: NotRequired[float]
 
 

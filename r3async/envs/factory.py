@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import pkgutil
+import typing
 from collections.abc import Iterable
 from typing import Any
 
@@ -52,7 +54,9 @@ def environment_factory(config: EnvConfig) -> EnvironmentFactory:
             f"`env.name` = {config.name!r}: no such environment; {hint} Your own is `module:Class`, "
             f"adapters are {', '.join(f'`{name}:...`' for name in ADAPTERS)}."
         )
-    return class_factory(load(path, "env.name"), path, config)
+    kind = load(path, "env.name")
+    _check_declared(kind, config)
+    return class_factory(kind, path, config)
 
 
 def class_factory(kind: Any, path: str, config: EnvConfig, **extra: Any) -> EnvironmentFactory:
@@ -77,6 +81,22 @@ def class_factory(kind: Any, path: str, config: EnvConfig, **extra: Any) -> Envi
     if is_object(path):
         path, arguments = "r3async.envs.objects:remade", {"data": pickled(path, "env.name"), "arguments": arguments}
     return pooled(path, arguments, config, has_oracle=hasattr(first, "oracle"), size=getattr(first, "size", None))
+
+
+def _check_declared(kind: Any, config: EnvConfig) -> None:
+    """Raise `ConfigError` for a function that does not say that it makes environments, by what it is annotated to return. Whoever
+    wrote the configuration named it, and would have it called: it could be any function of any module, such as `os:system`."""
+    if inspect.isclass(kind) or not callable(kind):
+        return  # `class_factory` looks at these before it calls anything
+    made: Any = None
+    with contextlib.suppress(Exception):  # an annotation may name what is not there
+        made = typing.get_type_hints(kind).get("return")
+    if not all(callable(getattr(made, name, None)) for name in ("reset", "step")):
+        raise ConfigError(
+            f"`env.name` = {config.name!r} is no environment, but a function, which is called only if it says what it makes: "
+            f"name a class, or annotate it, as in `def {getattr(kind, '__name__', 'make')}(…) -> Environment`, with "
+            "`from r3async.envs import Environment`"
+        )
 
 
 def _check_plays(environment: Any, config: EnvConfig) -> None:

@@ -8,9 +8,11 @@ import os
 import pkgutil
 import select
 import signal
+import socket
+import struct
 import sys
 import threading
-from multiprocessing.connection import Connection
+import time
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +23,8 @@ from r3async.world.processes import survive_full_disk
 
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
+_LENGTH = struct.Struct("!Q")
+"""Stands before each message between the owner and its process."""
 
 
 class Call(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -85,6 +89,39 @@ class Player:
         return Reply()
 
 
+def send_message(channel: socket.socket, message: bytes, deadline: float | None = None) -> None:
+    """Send all of `message`. Raises `TimeoutError` where that is not done at `deadline`, of `time.monotonic()`."""
+    for part in (_LENGTH.pack(len(message)), message):
+        channel.settimeout(_remaining(deadline))
+        channel.sendall(part)  # its time limit holds for all of it
+
+
+def receive_message(channel: socket.socket, deadline: float | None = None) -> bytes:
+    """Receive what `send_message` sends. Raises `EOFError` if the other side ends before, and `TimeoutError` as that does."""
+    (length,) = _LENGTH.unpack(_receive_bytes(channel, _LENGTH.size, deadline))
+    return _receive_bytes(channel, length, deadline)
+
+
+def _receive_bytes(channel: socket.socket, count: int, deadline: float | None) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        channel.settimeout(_remaining(deadline))
+        part = channel.recv(min(count - len(received), 2**20))
+        if not part:
+            raise EOFError("the other side ended")
+        received += part
+    return bytes(received)
+
+
+def _remaining(deadline: float | None) -> float | None:
+    """Return the seconds until `deadline`, for `socket.settimeout`. Raises `TimeoutError` if there are none left."""
+    if deadline is None:
+        return None
+    if (seconds := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    return seconds
+
+
 def oracle_of(env: Any) -> str:
     return env.oracle() if hasattr(env, "oracle") else ""
 
@@ -111,8 +148,16 @@ def main() -> None:
     descriptor, owner = int(sys.argv[2]), int(sys.argv[3])
     _end_by_the_kernel()  # an owner that ended before is seen by `_end_with`
     threading.Thread(target=_end_with, args=(owner, descriptor), daemon=True).start()
-    pipe, player = Connection(descriptor), Player()
+    channel, player = socket.socket(fileno=descriptor), Player()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            reply = player.play(msgspec.msgpack.decode(pipe.recv_bytes(), type=Call))
-            pipe.send_bytes(msgspec.msgpack.encode(reply))
+            reply = player.play(msgspec.msgpack.decode(receive_message(channel), type=Call))
+            send_message(channel, _encode_reply(reply))
+
+
+def _encode_reply(reply: Reply) -> bytes:
+    """What an environment said and no message can hold fails its episode, and not the process with all others."""
+    try:
+        return msgspec.msgpack.encode(reply)
+    except Exception as error:
+        return msgspec.msgpack.encode(Reply(raised=describe_raised(error)))

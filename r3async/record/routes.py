@@ -320,7 +320,9 @@ class StepTracer:
             self._report("routes_not_written", step=step, error=str(error))
 
     def _write_line(self, step: int, result: MinibatchResult) -> None:
-        line: dict[str, Any] = {"step": step, "agreement": [round(float(share), 5) for share in result.layer_agreement]}
+        line: dict[str, Any] = {"step": step}
+        if "routing/agreement" in result.metrics:
+            line["agreement"] = [round(float(share), 5) for share in result.layer_agreement]
         if (step - 1) % LOAD_EVERY == 0:
             line["load"] = result.expert_load.tolist()
         self._lines.append(msgspec.json.encode(line))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from r3async.record.catalogue import FIRST_STEPS, LAST_STEPS, METRICS, Stats, figure_label
+from r3async.record.catalogue import METRICS, Stats, end_windows, figure_label
 from r3async.record.events import event_details
 from r3async.record.reading import read_objects, read_run_config, read_schedule
 from r3async.schedule.admission import age_bound
@@ -211,6 +211,9 @@ def headlines(summary: RunSummary) -> list[Headline]:
         f"{summary.warnings} warnings, {summary.errors} errors",
         "bad" if summary.errors else "warn" if noise else "",
     )
+    recorded, agreement = summary["routing/recorded_fraction"].mean, []
+    if (agreed := summary["routing/agreement"].mean) is not None:  # a model or a run may have no routes
+        agreement = [Headline("routing agreement", percent(agreed), f"routes recorded: {percent(recorded)}")]
     answers, held_out = summary["loss/answers"], summary["loss/answers_held_out"]
     if answers.first is not None and reward.first is None:  # nothing was generated
         fell = answers.last is not None and answers.last < answers.first
@@ -218,7 +221,7 @@ def headlines(summary: RunSummary) -> list[Headline]:
             Headline(
                 "answers",
                 f"{number(answers.first)} → {number(answers.last)} nats",
-                f"first {FIRST_STEPS} → last {LAST_STEPS} steps; held out {number(held_out.last)}",
+                f"{' → '.join(_ends(answers))}; held out {number(held_out.final)}",
                 "good" if fell else "",
             ),
             Headline("trained", f"{number(trained)} tokens/s", "of answers"),
@@ -228,13 +231,13 @@ def headlines(summary: RunSummary) -> list[Headline]:
         Headline(
             "reward",
             f"{number(reward.first)} → {number(reward.last)}",
-            f"first {FIRST_STEPS} → last {LAST_STEPS} steps; best step {number(reward.high)}",
+            f"{' → '.join(_ends(reward))}; best step {number(reward.high)}",
             "good" if rose else "",
         ),
         Headline(
             "drift",
             f"{number(drift.last, 2)} nats",
-            f"k3, last {LAST_STEPS} steps; worst step {number(drift.high, 2)}",
+            f"k3, {_ends(drift)[1]}; worst step {number(drift.high, 2)}",
         ),
         Headline(
             "oldest token",
@@ -242,11 +245,7 @@ def headlines(summary: RunSummary) -> list[Headline]:
             "no bound recorded" if bound is None else f"{bound} allowed; mean {number(age, 2)}",
             "bad" if summary.stale else "",
         ),
-        Headline(
-            "routing agreement",
-            percent(summary["routing/agreement"].mean),
-            f"routes recorded: {percent(summary['routing/recorded_fraction'].mean)}",
-        ),
+        *agreement,
         Headline("generated", f"{number(generated)} tokens/s", f"{number(trained)} tokens/s trained"),
         Headline(
             "weight update",
@@ -270,6 +269,12 @@ def headlines(summary: RunSummary) -> list[Headline]:
         ),
         log,
     ]
+
+
+def _ends(stats: Stats) -> tuple[str, str]:
+    """Say which steps `first` and `last` are the means of."""
+    first, last = end_windows(stats.count)
+    return f"first {first}", f"last {last} step{'s' if last > 1 else ''}"
 
 
 def status_after(event: dict[str, Any]) -> tuple[str, str] | None:

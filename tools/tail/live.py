@@ -32,8 +32,8 @@ def describe_step(row: dict[str, Any]) -> str:
     return (
         f"reward {number('reward/mean'):.3f}  drift {number('rollout_kl/k3'):.0e}  "
         f"age {number('staleness/mean'):.1f}/{number('staleness/max'):.0f}  "
-        f"agree {number('routing/agreement'):.2f}  "
-        f"tok/s {thousands('throughput/generated_tokens_per_second')}>"
+        + (f"agree {number('routing/agreement'):.2f}  " if "routing/agreement" in row else "")
+        + f"tok/s {thousands('throughput/generated_tokens_per_second')}>"
         f"{thousands('throughput/trained_tokens_per_second')}"
     ) + (f"  no update: {why}" if (why := why_no_update(row)) else "")
 

@@ -15,6 +15,7 @@ from r3async.config import Config, load_config
 from r3async.config.read import with_overrides
 from r3async.envs.objects import environment_with, hold, named
 from r3async.rollout.outcomes import Evaluation
+from r3async.world.processes import run_on_shared_loop
 
 T = TypeVar("T")
 
@@ -39,8 +40,9 @@ def train(
     list of them, or what the setting takes. Wherever a setting is a name, the object may stand. `callbacks`: see `Callback`.
 
     Raises `ConfigError` for a wrong setting or an object that cannot be sent to the generators, `CheckpointError` for a
-    checkpoint that cannot be resumed, `RunFailed` for a run that ended early, `CallbackFailed` and `NotTrained` (no step made an
-    update), which are such. Ctrl-C ends the run in order, and it can resume. Blocking; also in a notebook.
+    checkpoint that cannot be resumed, `RunFailed` for a run that ended early, and `CallbackFailed`, `NotTrained` (no step made
+    an update) and `StoppedBeforeStep`, which are such. Ctrl-C ends the run in order, and it can resume. Blocking; also in a
+    notebook.
     """
     from r3async.actors.supervise import Pipeline
     from r3async.tools.train import StopRequest
@@ -88,7 +90,9 @@ def evaluate(
         played, objects = names["environment"], objects | more
     hold(objects)
     chosen = choose_target(None if target is None else str(target), preset, played, given, policy, _runs(runs))
-    return _blocking(lambda: asyncio.run(run_evaluation(chosen.posing(episodes, seed), policy=policy)), lambda: None)
+    return _blocking(
+        lambda: run_on_shared_loop(run_evaluation(chosen.posing(episodes, seed), policy=policy)), lambda: None
+    )
 
 
 def _runs(runs: str | Path | None) -> Path:

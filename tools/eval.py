@@ -30,7 +30,9 @@ from r3async.rollout.evaluation import (
 )
 from r3async.rollout.outcomes import Evaluation, Outcome, joined
 from r3async.tools.terminal import Terminal
+from r3async.untrusted import decode_python_json
 from r3async.world.files import make_directory, replace_file
+from r3async.world.processes import run_on_shared_loop
 from r3async.world.real import REAL
 
 STOP_SECONDS = 30.0
@@ -156,7 +158,7 @@ def check_target(target: Target, policy: str) -> None:
 
 
 def _check_positions(model: Path, tokens: int) -> None:
-    positions = json_module.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    positions = decode_python_json((model / "config.json").read_bytes()).get("max_position_embeddings")
     if positions is not None and tokens > positions:
         raise ConfigError(
             f"`episode.max_total_tokens` = {tokens} is more than the {positions} positions of the model: add "
@@ -313,7 +315,7 @@ def eval_command(
     )
     with bar:
         task = bar.add_task("starting", total=sum(each.episodes * each.samples for each in settings.values()))
-        result = asyncio.run(
+        result = run_on_shared_loop(
             run_evaluation(
                 what,
                 policy=policy,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,6 +50,7 @@ from r3async.config.short import DATASET, SHORT, merge, spelled_out
 from r3async.config.supervised import SftConfig
 from r3async.config.training import LearnerConfig, RoutingConfig
 from r3async.config.unread import Command, reader_elsewhere, why_unread
+from r3async.untrusted import Malformed, decode_toml, shown_value
 
 
 def name_problem(name: str) -> str:
@@ -184,7 +184,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         except msgspec.ValidationError as error:
             if kind is Secret:  # without the value
                 raise ConfigError(f"`{path}` must be a text") from None
-            raise ConfigError(f"`{path}` = {value!r}: {_problem(kind, str(error))}") from error
+            raise ConfigError(f"`{path}` = {shown_value(value)}: {_problem(kind, str(error))}") from error
     if not isinstance(value, Mapping):
         raise ConfigError(
             f"`{path}` is a section, not the value {value!r}; set one of its keys: {', '.join(_fields(kind))}"
@@ -241,10 +241,9 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     if not equals or not all(keys) or dashes:
         raise ConfigError(f"override {text!r} is not of the form key=value, for example learner.lr=1e-4{dashes}")
     try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = raw
-    return keys, value
+        return keys, decode_toml(f"value = {raw}")["value"]
+    except Malformed:
+        return keys, raw
 
 
 def _over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,8 +320,8 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> list[_Layer]:
     if path in seen:
         raise ConfigError(f"`extends` goes in a circle: {' -> '.join(str(p) for p in (*seen, path))}")
     try:
-        data = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        data = decode_toml(path.read_bytes())
+    except Malformed as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -435,7 +434,8 @@ def refuse_spoken(config: Config, overrides: Sequence[str]) -> None:
     keys = [text.partition("=")[0].strip() for text in overrides]
     for setting, secret in secret_settings(config).items():
         given = any(setting == key or setting.startswith(f"{key}.") for key in keys)
-        if given and secret and not secret.reference:
+        # Words of a command can be read in the command line of the program that it starts, wherever they were given.
+        if given and secret and not secret.reference and ".command[" not in setting:
             raise ConfigError(
                 f"`{setting}` is a secret, and command lines can be read by others: put it into an environment variable and "
                 f"set '{setting}=$NAME' (in quotes), or into a TOML file that only you can read"

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from r3async.untrusted import shown_value
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message names the key and the fix."""
@@ -39,10 +41,10 @@ class Range:
     def problem(self, number: float) -> str:
         """Why `number` may not be, after its name; "" if it may."""
         if self.above and number <= self.low:
-            return f"must be greater than {self.low:,}, got {number}"
+            return f"must be greater than {self.low:,}, got {shown_value(number)}"
         if number < self.low:
-            return f"must be {self.low:,} or more, got {number}"
-        return f"must be at most {self.high:,}, got {number}" if number > self.high else ""
+            return f"must be {self.low:,} or more, got {shown_value(number)}"
+        return f"must be at most {self.high:,}, got {shown_value(number)}" if number > self.high else ""
 
 
 NUMBER = Range(0, 10**9)
@@ -224,6 +226,8 @@ def revealed(value: Any, setting: str) -> Any:
         return value.reveal(setting)
     if isinstance(value, Mapping):
         return {key: revealed(inner, f"{setting}.{key}") for key, inner in value.items()}
+    if isinstance(value, list):
+        return [revealed(inner, f"{setting}[{at}]") for at, inner in enumerate(value)]
     return value
 
 
@@ -231,6 +235,10 @@ def secret_settings(data: Any, path: str = "") -> dict[str, Secret]:
     """Every secret of a section, or of plain data, by its dotted key."""
     if isinstance(data, Secret):
         return {path: data}
+    if isinstance(data, list):
+        return {
+            at: secret for n, inner in enumerate(data) for at, secret in secret_settings(inner, f"{path}[{n}]").items()
+        }
     fields = data if isinstance(data, Mapping) else getattr(data, "__struct_fields__", ())
     found: dict[str, Secret] = {}
     for name in fields:

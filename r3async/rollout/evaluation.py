@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -115,8 +115,8 @@ def drop_long_prompts(factory: EnvironmentFactory, renderer: ChatRenderer, setti
         return 0
     most = settings.max_prompt_tokens
 
-    def length(messages: Sequence[Message]) -> int:
-        text = renderer.render(messages)
+    def length(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
+        text = renderer.render(messages, tools)
         at_most = len(text.encode())  # a token stands for a byte at least
         return at_most if at_most <= most else len(renderer.encode(text))
 

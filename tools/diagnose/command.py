@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from r3async.tools.diagnose.diagnosis import Diagnosis, compare
 from r3async.tools.diagnose.reference import Reference
 from r3async.tools.diagnose.tokens import other_masks, other_tokens
 from r3async.tools.diagnose.witnesses import PROMPT, EngineSide, alone, engine_witness, learner_witness, unlike_files
+from r3async.untrusted import decode_python_json
 from r3async.weights.probe import KEPT, probe_text
 
 Say = Callable[[str], object]
@@ -79,7 +79,7 @@ def _exported(run: Path, scratch: Path, say: Say) -> Path | None:
 
 def _within(config: Config, model: Path) -> Config:
     """With no more tokens than the model has positions."""
-    positions = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    positions = decode_python_json((model / "config.json").read_bytes()).get("max_position_embeddings")
     longest = min(config.episode.max_total_tokens, positions or config.episode.max_total_tokens)
     if longest == config.episode.max_total_tokens:
         return config

@@ -21,6 +21,7 @@ from r3async.tools.inspect.sources import (
     read_run,
     read_spool,
     run_of,
+    skipped_of,
     sources_of,
     spool_files,
 )
@@ -74,6 +75,7 @@ class Inspection(NamedTuple):
         say(f"{run_dir.resolve().name}  ({run_dir})", "bold")
         for line in [*describe_kept(run_dir), *describe_rest(run_dir)]:
             say(line)
+        self.problems.extend(skipped_of(run_dir))
 
     # -- trajectories --------------------------------------------------------------------------------------------------
 

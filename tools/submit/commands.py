@@ -72,7 +72,7 @@ def submit(
     from r3async.tools.submit.jobs import make_package
 
     config = load_command(preset, overrides or [])
-    plan = make_plan(config)
+    plan = make_plan(config, imports=not dry_run)
     package = make_package(config, preset, overrides or [], runs=runs)
     if dry_run:
         echo(json.dumps({"entrypoint": package.entrypoint, "runtime_env": package.runtime_env}, indent=2))
@@ -174,7 +174,7 @@ def cluster(
     from r3async.tools.plan import make_plan
 
     config = load_command(preset, overrides or [])
-    plan = make_plan(config)
+    plan = make_plan(config, imports=False)
     with _asking(address or config.cluster.address, token_file) as jobs:
         fit = check_fit(plan, config, ask_cluster(jobs.dashboard))
     echo(describe_fit(fit, plan))

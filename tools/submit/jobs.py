@@ -30,7 +30,40 @@ from r3async.world.processes import printable_log
 
 AUTH_MODE = "RAY_AUTH_MODE"
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-EXCLUDES = (".git/", ".venv/", "runs/", "__pycache__/", "*.safetensors", "*.pyc", "*.log", ".*_cache/", ".hypothesis/")
+SECRETS = (
+    *(
+        ".env",
+        ".env.*",
+        "*.secret",
+        "*.pem",
+        "*.key",
+        "*.p12",
+        "*.pfx",
+        "*.kdbx",
+        "id_rsa*",
+        "id_ecdsa*",
+        "id_ed25519*",
+    ),
+    *(
+        ".ssh/",
+        ".aws/",
+        ".azure/",
+        ".gcloud/",
+        ".kube/",
+        ".gnupg/",
+        ".docker/",
+        ".huggingface/",
+        ".netrc",
+        ".pypirc",
+        ".npmrc",
+    ),
+    *(".git-credentials", ".pgpass", "credentials", "credentials.json", "secrets.*", "service-account*.json"),
+)
+"""Of the folder, what is likely to be a key or a password: the package lies on every node, where other jobs can read it."""
+EXCLUDES = (
+    *(".git/", ".venv/", "runs/", "__pycache__/", "*.safetensors", "*.pyc", "*.log", ".*_cache/", ".hypothesis/"),
+    *SECRETS,
+)
 """Left out of the package besides what `.gitignore` and `.rayignore` of the folder name."""
 SHUTDOWN_SECONDS = 30.0
 """For saving the model and ending the actors, after the running step."""
@@ -77,8 +110,8 @@ def make_package(
     """The job that trains `preset` with `overrides`, from `directory` (the current one).
 
     Run directories are made in `runs` (by default as `runs_directory` says), which every node that trains must see. A
-    `model.path` that exists here is passed as an absolute path: weights are not packaged. Raises `ConfigError` for a file
-    outside of the folder, and for a folder that has another module of the name `r3async`.
+    `model.path` or a `transport.keys` that exists here is passed as an absolute path: weights and keys are not packaged.
+    Raises `ConfigError` for a file outside of the folder, and for a folder that has another module of the name `r3async`.
     """
     directory = (directory or Path.cwd()).absolute()
     if preset.endswith(".toml"):
@@ -87,10 +120,10 @@ def make_package(
             raise ConfigError(f"{preset} is outside of {directory}, which is what the job gets: copy it there")
         preset = str(path.relative_to(directory))
     _refuse_hidden_module(directory)
-    model = Path(config.model.path) if config.model.path else None
     words = ["-m", "r3async", "train", preset, *overrides]
-    if model is not None and model.is_dir() and not model.is_absolute():
-        words.append(f"model.path={model.absolute()}")
+    for setting, place in (("model.path", config.model.path), ("transport.keys", config.transport.keys)):
+        if place and Path(place).is_dir() and not Path(place).is_absolute():
+            words.append(f"{setting}={Path(place).absolute()}")
     environment = {
         "RAY_JOB_STOP_WAIT_TIME_S": str(stop_seconds(config)),
         RUNS_ENV: str((runs or runs_directory()).absolute()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -18,6 +17,7 @@ from r3async.config.read import nested
 from r3async.config.section import Seed
 from r3async.config.short import SHORT
 from r3async.record.catalogue import METRICS, metric
+from r3async.untrusted import Malformed, decode_toml
 
 TAKEN = {
     "name": "each run has a name of its own",
@@ -120,8 +120,8 @@ class PlannedRun(NamedTuple):
 def read_plan(path: Path) -> SweepPlan:
     """Raises `ConfigError` that names the file, the key and the fix."""
     try:
-        data = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        data = decode_toml(path.read_bytes())
+    except Malformed as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     names = SweepPlan.__struct_fields__
     for key in data:

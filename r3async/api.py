@@ -113,7 +113,7 @@ def _spelled(environment: Any, reward: Any, settings: Mapping[str, Any]) -> tupl
 def _config(preset: str | Path | Config, settings: Mapping[str, Any]) -> Config:
     if not isinstance(preset, Config):
         return load_config(str(preset), settings)
-    return with_overrides(preset, settings)
+    return with_overrides(preset, settings, "train")
 
 
 def _blocking(call: Callable[[], T], stop: Callable[[], object]) -> T:

@@ -306,7 +306,7 @@ def init_model(
     preset: Annotated[str, typer.Option(help="whose model.init and env settings to use")] = "quickstart",
 ) -> None:
     """Make a tiny random Qwen3-MoE with a byte-level tokenizer, warmed up on the environment's oracle."""
-    config = load_command(preset, overrides or [])
+    config = load_command(preset, overrides or [], "init-model")
     from r3async.tools.init_model import init_model as make
     from r3async.tools.run_dir import check_capacity
 

@@ -53,7 +53,7 @@ def sft(
     runs: NewRuns = RUNS,
 ) -> None:
     """Supervised training of the answers in your rows: messages, or prompts and answers. The model is in runs/NAME/model."""
-    config = load_command(preset, overrides or [])
+    config = load_command(preset, overrides or [], "sft")
     from r3async.learner import LearnerError
     from r3async.tools.sft import sft as run
     from r3async.world.processes import output_outlives_disk_and_terminal

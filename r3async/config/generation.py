@@ -325,6 +325,8 @@ OWNED = {
     "spec_method": _FROM_DRAFTS,
     "spec_model": _FROM_DRAFTS,
     "spec_tokens": _FROM_DRAFTS,
+    "quantization": "engines hold what the learner trains in `generator.dtype`: neither the plan nor the installation of weights "
+    "knows of quantized ones",
     "enable_lora": "every version replaces all weights of the model",
 }
 """Refused in `generator.engine_args`, with the setting to use instead or the reason. The engine takes what it sets itself from

@@ -64,11 +64,13 @@ Signed = Annotated[float, Range(-(10**9), 10**9)]
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Base of all sections: every number of every field is finite and in the field's `Range`, whatever a section checks itself.
 
-    Numbers in tables (`env.args`) are finite; what they may be is not known here.
+    Numbers in tables (`env.args`) are finite; what they may be is not known here. No value in a table is None: `config.toml` has
+    no word for it, so a run that resumed would have another value there than it began with.
     """
 
     def __post_init__(self) -> None:
         _check_numbers(self)
+        _check_tables(self)
         self.check()
 
     def check(self) -> None:
@@ -96,6 +98,27 @@ def _check_numbers(section: Section) -> None:
                 raise ValueError(f"`{name}` must be a finite number, got {number}")
             if not isinstance(value, Mapping) and (problem := bounds.problem(number)):
                 raise ValueError(f"`{name}` {problem}")
+
+
+def _check_tables(section: Section) -> None:
+    for field in type(section).__struct_fields__:
+        value = getattr(section, field)
+        if isinstance(value, Mapping) and (name := next(_unset(field, value), "")):
+            raise ValueError(
+                f"`{name}` is None, which the run's `config.toml` has no word for: leave it out, or give another value"
+            )
+
+
+def _unset(name: str, value: Any) -> Iterator[str]:
+    """Where in a table something is None."""
+    if value is None:
+        yield name
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _unset(f"{name}.{key}", inner)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _unset(f"{name}[{index}]", inner)
 
 
 @functools.cache

@@ -41,6 +41,24 @@ async def play(env, answers=("abcd",), settings=SETTINGS, task=TASK, **values):
         return await player(task)
 
 
+async def test_a_proxy_of_the_machine_is_not_between_an_agent_and_its_endpoint(monkeypatch):
+    """It would look for 127.0.0.1 on its own machine."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "example.org")
+    assert (await play(function("counts"))).reward == pytest.approx(4)
+    asks = (
+        "import os, urllib.request as u; r = u.Request(os.environ['OPENAI_BASE_URL'] + '/models');"
+        "r.add_header('Authorization', 'Bearer ' + os.environ['OPENAI_API_KEY']); u.urlopen(r, timeout=20).read();"
+        "import openai; openai.OpenAI().chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'x'}]);"
+        "print('{\"reward\": 1.0}')"
+    )
+    command = EnvConfig(name="agent-command", args=program(asks).args, variables=["HTTP_PROXY", "http_proxy"])
+    assert (await play(command)).reward == 1
+    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1"
+
+
 @pytest.mark.parametrize(
     ("env", "reward", "rows"),
     [

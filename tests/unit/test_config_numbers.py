@@ -84,7 +84,7 @@ def test_a_number_that_is_not_finite_or_out_of_range_is_refused_with_its_name(pa
 @pytest.mark.parametrize("path", sorted(SIGNED))
 def test_a_reward_or_a_weight_that_may_be_a_penalty_may_be_negative(path):
     below = ["schedule.difficulty.hard=-1"] * path.endswith("easy")
-    assert load_config("quickstart", [*below, f"{path}=-0.5"])
+    assert load_config("quickstart", [*below, f"{path}=-0.5"], None)
 
 
 @pytest.mark.parametrize(

@@ -181,14 +181,14 @@ def test_a_secret_on_a_command_line_is_refused_and_a_variables_name_is_not(overr
         assert PLANTED not in result.output
         assert "is a secret, and command lines can be read by others" in str(result.exception or result.output)
     named = override.replace(PLANTED, "$NAME")
-    assert "$NAME" in str(secret_settings(load_command("quickstart", [named])))
+    assert "$NAME" in str(secret_settings(load_command("quickstart", [named, "serving.enabled=true"])))
 
 
 def test_what_a_job_of_the_cluster_shows_has_no_secret(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_TOKEN", PLANTED)
     monkeypatch.setenv("R3_TEST_TOKEN", PLANTED)
     monkeypatch.chdir(tmp_path)
-    config = load_command("quickstart", ["serving.token=$R3_TEST_TOKEN"])
+    config = load_command("quickstart", ["serving.enabled=true", "serving.token=$R3_TEST_TOKEN"])
     package = make_package(config, "quickstart", ["serving.token=$R3_TEST_TOKEN"])
     assert PLANTED not in package.entrypoint + json.dumps(package.runtime_env)
     assert "R3_TEST_TOKEN" in package.entrypoint

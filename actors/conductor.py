@@ -30,6 +30,7 @@ from r3async.record.timeline import LagMeter, StageSeconds, Timeline
 from r3async.schedule.admission import Admission
 from r3async.schedule.health import Updates
 from r3async.schedule.pace import Pacing
+from r3async.untrusted import decode_msgpack
 from r3async.world import ActorLost, ActorRef, World
 from r3async.world.appending import AppendFile
 from r3async.world.stages import begin_task, booked, stage
@@ -98,7 +99,7 @@ class Conductor:
     async def lease(self, message: bytes) -> bytes:
         """See `Dispatch.lease`. A `LeaseCall` in MessagePack, and a `LeaseAnswer`: one value each way costs Ray the least."""
         with stage("lease"):
-            call = msgspec.msgpack.decode(message, type=LeaseCall)
+            call = decode_msgpack(message, LeaseCall)
             generator, stats = self.fleet.generators.get(call.generator_id), call.stats
             if generator is None or not generator.is_process(*call.process):
                 # It has left; or what it would be leased, the process in its place would have to play, and knows nothing of.
@@ -189,6 +190,8 @@ class Conductor:
             updates = await save_model(self.config, self.learner, self.run_dir, enter) if self.made else 0
             self._phase = "evaluating"
             await self.evaluator.finish(self.made, self.version, lambda: self.stopping)
+            if not updates and not self.stopping and (failure := self._updates.failure()):
+                raise RunFailed(f"{failure}. The last one: {self.tasks.last_failure}")
             ended = {
                 "steps": self.made,
                 "stopped": self.stopping,

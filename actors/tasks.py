@@ -16,6 +16,7 @@ from r3async.actors.process import RPC_SECONDS, RunFailed
 from r3async.checkpoint import Checkpoints, RunState
 from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path, write_evaluation
 from r3async.config import Config, environments
+from r3async.envs.raised import describe_raised
 from r3async.record.reading import EVALUATION, QUARANTINE, QuarantinedTask, read_quarantine
 from r3async.rollout.outcomes import figures_of
 from r3async.schedule.admission import slots_of
@@ -50,7 +51,7 @@ class Tasks:
             config.supervise.max_failed_fraction, schedule.samples_per_group, slots_of(schedule) + schedule.window
         )
         self._too_many = asyncio.Event()
-        self._reason = ""
+        self._reason = self.last_failure = ""
         self._posed = environments(config)
         self._sizes: Sequence[int | None] = [None] * len(self._posed)
         self._cursor = self._made()
@@ -104,19 +105,20 @@ class Tasks:
         """Episodes are over. No group from `next_group` on was leased yet."""
         for end in ends:
             failed = self._failures.ended(end)
+            if end.failed_by is not None:
+                self.last_failure = end.described
             if failed is not None and failed.task_seed not in self._quarantined:
                 self._quarantine(failed, next_group)
             if end.failed_by is not None and self._failures.too_many(end.failed_by):
-                self._stop(end.failed_by, end)
+                self._stop(end.failed_by)
 
     def _quarantine(self, failed: FailedTask, next_group: int) -> None:
-        error = failed.error.strip()[-ERROR_CHARACTERS:]
+        error = failed.error.partition("\n")[0][:ERROR_CHARACTERS]
         task = QuarantinedTask(
             failed.task_seed, failed.group_index, next_group, failed.failed_by, error, time=self._world.clock.time()
         )
-        self._events.warning(
-            "task_quarantined", task_seed=task.task_seed, group=task.group, failed_by=task.failed_by, error=error
-        )
+        # Why is told by the event of the episode that failed last, and kept with the task.
+        self._events.warning("task_quarantined", task_seed=task.task_seed, group=task.group, failed_by=task.failed_by)
         self._write(task)
 
     def _write(self, task: QuarantinedTask) -> None:
@@ -124,7 +126,9 @@ class Tasks:
         self._file.append(msgspec.json.encode(task))
 
     def _stop(self, by: By, end: EpisodeEnd) -> None:
-        self._reason = self._reason or f"too many tasks fail: {self._failures.describe(by)}. The last one: {end.error}"
+        self._reason = (
+            self._reason or f"too many tasks fail: {self._failures.describe(by)}. The last one: {end.described}"
+        )
         self._too_many.set()
 
     async def watch(self) -> None:
@@ -232,7 +236,7 @@ class Evaluator:
                 if generator.leaving:
                     self._events.warning("evaluation_moved", step=step, generator=name, hint="it has left")
                     continue
-                self._events.warning("evaluation_failed", step=step, generator=name, error=str(error)[-500:])
+                self._events.warning("evaluation_failed", step=step, generator=name, error=describe_raised(error).line)
                 return None
             self._events.info("evaluation_finished", step=step, generator=name, **figures_of(result))
             return result

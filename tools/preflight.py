@@ -17,8 +17,10 @@ from r3async.actors.layout import Demand, hosts_needed
 from r3async.config import Config, ConfigError, EnvConfig, bare_host, did_you_mean, environments
 from r3async.data.architectures import declared
 from r3async.data.model_shape import ModelShape, ShapeError, moe_geometry, read_shape
-from r3async.envs import Action, WrongEnvironment, checked_messages, checked_result, refuse_told_again
+from r3async.envs import Action, HasOracle, WrongEnvironment, checked_messages, checked_result, refuse_told_again
+from r3async.envs.dataset import is_dataset
 from r3async.envs.factory import environment_factory
+from r3async.envs.raised import describe_raised
 from r3async.rollout.agents.agents import is_agent
 from r3async.rollout.episode import close_environment
 from r3async.tools.memory import (
@@ -30,6 +32,8 @@ from r3async.tools.memory import (
     rank_memory,
     shape_of,
 )
+from r3async.untrusted import decode_python_json
+from r3async.world.processes import run_on_shared_loop
 
 TRY_SECONDS = 10.0
 """So long an environment is tried. One that takes longer is not judged."""
@@ -55,7 +59,7 @@ def check_start(config: Config) -> None:
     else:
         check_devices(config)
         check_addresses(config)
-    asyncio.run(try_environment(config))
+    run_on_shared_loop(try_environment(config))
 
 
 # -- the model -----------------------------------------------------------------------------------------------------
@@ -109,7 +113,7 @@ def check_files(name: str, setting: str) -> str:
 
 def _json(path: Path, said: str) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = decode_python_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{said}: {path.name} cannot be read: {error}") from error
     return data if isinstance(data, dict) else {}
@@ -287,8 +291,10 @@ def _is_here(host: str) -> bool:
 
 
 async def try_environment(config: Config) -> None:
-    """Play one turn with an empty answer. Raises `ConfigError` where the environment breaks the protocol: a `step` that returns
-    a tuple, a reward that is a list. What else goes wrong is not judged: an empty answer may be no answer to it."""
+    """Play one turn of each environment with the best answer it knows, which of a row is the row's own; an empty one if it knows
+    none. Raises `ConfigError` where the environment breaks the protocol (a `step` that returns a tuple, a reward that is a text,
+    None or not finite, `sys.exit`), and where it fails with its own best answer. Time-outs, connections, and what goes wrong with
+    an empty answer are not judged: it may be no answer to it."""
     for each in environments(config):
         if not is_agent(each.env):
             await _try_one(each.env)
@@ -296,16 +302,21 @@ async def try_environment(config: Config) -> None:
 
 async def _try_one(env: EnvConfig) -> None:
     environment = environment_factory(env)()
+    answer, said = "", "`reward`" if is_dataset(env) else f"`env.name` = {env.name!r}"
     try:
         async with asyncio.timeout(TRY_SECONDS):
             told = checked_messages(await environment.reset(0))
-            result = checked_result(await environment.step(Action("")))
+            answer = environment.oracle() if isinstance(environment, HasOracle) else ""
+            result = checked_result(await environment.step(Action(answer)))
             if not (result.done or result.rewrites):
                 refuse_told_again(told, checked_messages(result.messages))
-    except WrongEnvironment as error:
-        raise ConfigError(f"`env.name` = {env.name!r} cannot be played: {error}") from error
-    except Exception:
-        return
+    except (Exception, SystemExit) as error:
+        raised = describe_raised(error)
+        if isinstance(error, WrongEnvironment | SystemExit):
+            raise ConfigError(f"{said} cannot be played: {raised.line}") from error
+        if answer and not raised.passing:
+            whose = "the first row's own answer" if is_dataset(env) else "its own best answer"
+            raise ConfigError(f"{said} fails with {whose}, {answer!r:.80}: {raised.line}") from error
     finally:
         with contextlib.suppress(Exception):
             await close_environment(environment)

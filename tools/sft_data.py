@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from r3async.envs.forms import Task, tools_of
 from r3async.learner.batch.planner import Cost, cost_model
 from r3async.rollout.chat import ChatRenderer, TemplateError
 from r3async.rollout.demonstrations import demonstrate
+from r3async.untrusted import decode_python_json
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SupervisedRows:
         longest = min(config.episode.max_total_tokens, config.learner.max_tokens_per_micro_batch)
         rows = _samples(tasks.train, renderer, longest, "trained", say)
         held_out = _samples(tasks.eval, renderer, longest, "held out", say) if tasks.eval else []
-        cost = cost_model(json.loads((path / "config.json").read_text()))
+        cost = cost_model(decode_python_json((path / "config.json").read_bytes()))
         return SupervisedRows(
             rows, [s for row in held_out for s in row], tasks.digest, cost, config.seed, config.sft.rows_per_step
         )

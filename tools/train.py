@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from r3async.config import Config
+from r3async.config import Config, check_policy_loss
 from r3async.tools.callbacks import Callbacks
 from r3async.tools.outlets import Outlets
 from r3async.tools.run_dir import check_capacity, full_disk_is_named, open_run
@@ -155,6 +155,7 @@ def _train(
     from r3async.tools.rows import note_rows
 
     config = evaluate_each(config)
+    check_policy_loss(config.algorithm)
     check_environment(config)  # a wrong environment is refused before anything starts
     check_sinks(config.observe)
     check_capacity(root)
@@ -223,5 +224,5 @@ def report_run(run_dir: Path, view: LiveView) -> None:
     try:
         view.say(f"report: {write_report(run_dir)}")
     except OSError as error:
-        view.say(f"the report was not written ({error}); to write it later: r3async report {run_dir.name}")
+        view.say(f"the report was not written ({error}); to write it later: r3async report {run_dir}")
     view.console.print(format_summary(summarize(run_dir)))

@@ -28,7 +28,7 @@ class DataConfig(Section):
 
     path: str = ""
     """A file `.jsonl`, `.json`, `.csv` or `.parquet`, a directory of such, or the id of a dataset on the Hugging Face hub.
-    Relative paths are from where the run was started."""
+    A relative path is one from where the run was started; in a TOML file, from that file."""
     subset: str = ""
     """Of a dataset on the hub, such as `main`."""
     split: str = "train"

@@ -65,8 +65,8 @@ class EnvConfig(Section):
     """Which environment. Several, with a weight each: `[[env]]`, see below."""
 
     name: str = "reverse-text"
-    """Built-in name; `module:Class`; `dataset`, which `data=FILE` sets; or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`,
-    `textarena:ID`, `verifiers:ID`."""
+    """Built-in name; `module:Class` or `file.py:Class`; `dataset`, which `data=FILE` sets; or an adapter's: `reasoning-gym:TASK`,
+    `gymnasium:ID`, `textarena:ID`, `verifiers:ID`."""
     args: dict[str, Any] = msgspec.field(default_factory=dict)
     workers: PositiveInt = 2
     """Processes that play blocking environments (plain `def reset` and `def step`), in each generator."""
@@ -191,7 +191,7 @@ class GeneratorConfig(Section):
     start_timeout: Positive = 600.0
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Passed to vLLM's AsyncEngineArgs as they are; refused where r3async sets or relies on a value of its own. The scripted
-    engine knows `token_seconds`."""
+    engine knows `token_seconds` and `install_seconds`."""
 
     def check(self) -> None:
         if self.concurrency_min > self.concurrency:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from r3async.config.operation import (
     WeightsConfig,
 )
 from r3async.config.others import ours
+from r3async.config.places import beside
 from r3async.config.section import (
     ConfigError,
     PositiveInt,
@@ -48,6 +48,7 @@ from r3async.config.section import (
 from r3async.config.short import DATASET, SHORT, merge, spelled_out
 from r3async.config.supervised import SftConfig
 from r3async.config.training import LearnerConfig, RoutingConfig
+from r3async.untrusted import Malformed, decode_toml
 
 
 def name_problem(name: str) -> str:
@@ -228,10 +229,9 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     if not equals or not all(keys) or dashes:
         raise ConfigError(f"override {text!r} is not of the form key=value, for example learner.lr=1e-4{dashes}")
     try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = raw
-    return keys, value
+        return keys, decode_toml(f"value = {raw}")["value"]
+    except Malformed:
+        return keys, raw
 
 
 def _over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,12 +299,15 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in seen:
         raise ConfigError(f"`extends` goes in a circle: {' -> '.join(str(p) for p in (*seen, path))}")
     try:
-        data = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        data = decode_toml(path.read_bytes())
+    except Malformed as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    base, data = data.pop("extends", None), spelled_out(data)
+    data = spelled_out(data)
+    if path.parent.resolve() not in (preset_directory().resolve(), Path.cwd()):
+        data = beside(data, path.parent)
+    base = data.pop("extends", None)
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{path}: `extends` = {base!r} must be a preset's name, or a TOML file")
     return _over(_read(find_config(base), (*seen, path)), data) if base is not None else data

@@ -27,11 +27,13 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Action(msgspec.Struct, frozen=True):
     """The policy's answer. `stop_reason`: `stop` if the policy ended it itself, `length` if it was cut. `token_ids`: as sampled,
-    for an environment with a true attribute `takes_tokens`; empty for others."""
+    for an environment with a true attribute `takes_tokens`; empty for others. `thinking`: the text begins within a thought, as
+    the chat template opened one before it."""
 
     text: str
     stop_reason: str = "stop"
     token_ids: list[int] = []
+    thinking: bool = False
 
 
 class EnvironmentFailed(RuntimeError):
@@ -49,8 +51,7 @@ class StepResult(msgspec.Struct, frozen=True):
     on (a compacted or summarised history) and not what is new in it; answers that it repeats word for word keep their tokens.
     `metrics`: numbers to look at, by name; those of a step's episodes are in `metrics.jsonl` as `env/NAME_mean` and
     `env/NAME_std`, where a name with a `/` in it is taken as it is.
-    Raises `EnvironmentFailed` for a reward or a metric that is not a finite number (`WrongEnvironment` for what is no number,
-    such as a list of them); numpy's are taken too.
+    Raises `WrongEnvironment` for a reward or a metric that is not a finite number, or a list of them; numpy's are taken too.
     """
 
     reward: float
@@ -74,7 +75,7 @@ def _finite(what: str, value: Any) -> float:
             f"{what} must be a finite number, not {value!r}: a {type(value).__name__} where one number is expected"
         ) from error
     if not math.isfinite(number):
-        raise EnvironmentFailed(f"{what} must be a finite number, not {value!r}")
+        raise WrongEnvironment(f"{what} must be a finite number, not {value!r}")
     return number
 
 

@@ -223,6 +223,7 @@ class McpEnvironment:
             seconds=settings.call_timeout,
             at_once=min(settings.calls_at_once, left),
             characters=settings.output_characters,
+            thinking=action.thinking,
         )
         if not results:
             return await self._task.step(action)

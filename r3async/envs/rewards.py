@@ -9,19 +9,17 @@ import importlib.util
 import inspect
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from r3async.config import ConfigError, RewardConfig, did_you_mean
-from r3async.envs import EnvironmentFailed
+from r3async.envs import WrongEnvironment
 from r3async.envs.factory import load
 from r3async.envs.forms import MISSING, Task, names_of
 from r3async.envs.objects import is_object, loaded
-from r3async.envs.rows import INSTALL, find
+from r3async.envs.rows import INSTALL
 
 # -- built in ----------------------------------------------------------------------------------------------------------
 
@@ -124,9 +122,13 @@ class Reward(NamedTuple):
 
     async def __call__(self, asked: Asked, logged: dict[str, float]) -> float | None:
         """What it returned for the answer; None: it does not apply. `logged` gets what it logs besides, by name. Raises
-        `EnvironmentFailed` for what is no reward, and whatever the function raises."""
-        made = CALLS[self.form](self, asked, logged)
-        return self._checked(await made if inspect.isawaitable(made) else made, logged)
+        `WrongEnvironment` for what is no reward, and whatever the function raises."""
+        try:
+            made = CALLS[self.form](self, asked, logged)
+            made = await made if inspect.isawaitable(made) else made
+        except SystemExit as error:  # which would end this process
+            raise WrongEnvironment(f"reward {self.name!r} called sys.exit({error.code!r})") from error
+        return self._checked(made, logged)
 
     def _checked(self, made: Any, logged: dict[str, float]) -> float | None:
         if self.form == "trl":
@@ -139,14 +141,14 @@ class Reward(NamedTuple):
         if made is None:
             return None
         if isinstance(made, str | list | tuple | Mapping) or not math.isfinite(value := _number_of(made)):
-            raise EnvironmentFailed(f"reward {self.name!r} must return a finite number or None, not {made!r:.200}")
+            raise WrongEnvironment(f"reward {self.name!r} must return a finite number or None, not {made!r:.200}")
         return value
 
     def _only_one(self, made: Any) -> Any:
         try:
             (one,) = made
         except (TypeError, ValueError):
-            raise EnvironmentFailed(
+            raise WrongEnvironment(
                 f"reward {self.name!r} must return a list with one reward for each completion, here one, not {made!r:.200}"
             ) from None
         return one
@@ -252,44 +254,7 @@ def _own(config: RewardConfig) -> Reward:
 
 def load_function(path: str) -> Any:
     """What `module:function` or `file.py:function` names. Raises `ConfigError`."""
-    if is_object(path):
-        return loaded(path, "reward")
-    place, _, name = path.rpartition(":")
-    if not place.endswith(".py"):
-        try:
-            return load(path, "reward")
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever the user's module raises
-            raise ConfigError(f"`reward` = {path!r} cannot be loaded: {type(error).__name__}: {error}") from error
-    module = _module(place)
-    if not hasattr(module, name):
-        own = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
-        hint = did_you_mean(name, own, f"it has {', '.join(own) or 'none'}")
-        raise ConfigError(f"`reward` = {path!r}: {place} has no function {name!r}; {hint}")
-    return getattr(module, name)
-
-
-@functools.cache
-def _module(place: str) -> ModuleType:
-    """That of a file, which may import what lies beside it."""
-    file = find(place)
-    if not file.is_file():
-        raise ConfigError(f"`reward`: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.append(str(file.parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[spec.name]
-        raise ConfigError(f"`reward`: {file} cannot be loaded: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(file.parent))
-    return module
+    return loaded(path, "reward") if is_object(path) else load(path, "reward")
 
 
 # -- against rows ------------------------------------------------------------------------------------------------------

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import csv
-import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from r3async.config import ConfigError, DataConfig, did_you_mean
+from r3async.config.places import find_file
+from r3async.untrusted import Malformed, decode_python_json
 
 Row = dict[str, Any]
-USER_PATH = "R3ASYNC_USER_PATH"  # set for every actor: where the run was started
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _TAKE_SOME = "`data.limit` takes the first rows, and `data.eval` a share or a file to evaluate"
 INSTALL = "pip install 'r3async[data]'"
@@ -37,7 +36,7 @@ def read_rows(data: DataConfig, path: str, split: str) -> list[Found]:
 
     Raises `ConfigError` that says what is missing, or names the line or row that is none.
     """
-    found = find(path)
+    found = find_file(path)
     if not found.exists():
         return _from_hub(data, path, split, found)
     if data.subset and path == data.path:
@@ -54,11 +53,6 @@ def read_rows(data: DataConfig, path: str, split: str) -> list[Found]:
     if not rows:
         raise ConfigError(f"{found} has no rows")
     return rows
-
-
-def find(path: str) -> Path:
-    """A relative path is one from where the run was started."""
-    return Path(os.environ.get(USER_PATH, os.getcwd())) / Path(path).expanduser()
 
 
 def stamps_of(place: Path) -> list[tuple[str, int, int]]:
@@ -107,17 +101,15 @@ def _jsonl(file: Path) -> Numbered:
             if not line.strip():
                 continue
             try:
-                yield "line", number, json.loads(line)
-            except ValueError as error:
+                yield "line", number, decode_python_json(line)
+            except Malformed as error:
                 raise ConfigError(f"{file}, line {number}: not JSON: {error}") from error
 
 
 def _json(file: Path) -> Numbered:
     try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError:
-        raise
-    except ValueError as error:
+        rows = decode_python_json(file.read_bytes())
+    except Malformed as error:
         hint = "; a file with an object a line must end in .jsonl" if "Extra data" in str(error) else ""
         raise ConfigError(f"{file}: not JSON: {error}{hint}") from error
     if not isinstance(rows, list):

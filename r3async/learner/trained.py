@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from r3async.config import ParallelConfig
 from r3async.data.architectures import ARCHITECTURES, CHOICE_BIAS, Architecture, supported
 from r3async.data.model_shape import ModelShape, ShapeError, read_shape
 from r3async.learner import LearnerError
+from r3async.untrusted import decode_python_json
 
 Shapes = dict[str, tuple[int, ...]]
 """Of tensors, by name."""
@@ -167,7 +167,7 @@ def read_model(directory: Path) -> TrainedShape:
     path = directory / "config.json"
     if not path.is_file():
         raise LearnerError(f"{directory} has no config.json: `model.path` must be a Hugging Face model directory")
-    kind = json.loads(path.read_text()).get("model_type")
+    kind = decode_python_json(path.read_bytes()).get("model_type")
     if kind not in ARCHITECTURES:
         raise LearnerError(
             f"{directory}: model type {kind!r} is not supported by learner.backend=megatron, only {supported()}"

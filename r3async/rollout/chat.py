@@ -3,7 +3,7 @@
 Before each turn the template renders the conversation, and what is new of it only where that is the same (`growing.py`). As long
 as its text begins with what the model has seen (the **extension property**), only the rest is encoded. Where it does not (a
 template that strips earlier thoughts, a history that was compacted), the prompt keeps the tokens up to the first difference, and
-every answer that is repeated word for word keeps its own.
+every answer that is repeated word for word keeps its own. Where it stands, the template is asked: the same words may be others'.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """What templates call the thought of a message; the first is its name here."""
 _ANSWER, _NEXT = "quokka", "wombat"
 """Contents whose places in a template's text are found again."""
+MARKS = range(0xF0000, 0xFFFFE)
+"""Characters for private use: each behind one answer, they show where a template writes it."""
 
 
 class TemplateError(ValueError):
@@ -245,22 +247,25 @@ _BLANKS = re.compile(r"\s*")
 
 class Prompt(msgspec.Struct, frozen=True):
     """`token_ids` int32 `[P]`, not to be written to. Its first `shared` tokens are known to be those of the sample in which the
-    answer of turn `turn` stands; -1 and 0 where nobody has compared."""
+    answer of turn `turn` stands; -1 and 0 where nobody has compared. `thinking`: its text ends within a thought, which the
+    template has opened."""
 
     token_ids: np.ndarray
     turn: int = -1
     shared: int = 0
+    thinking: bool = False
 
 
 class Piece(msgspec.Struct, frozen=True):
     """A stretch of the prompt, as text and as tokens. `spoken`: messages of the assistant that end in it. Of an answer that was
-    sampled, `stop` is the text of its stop token, if it has one."""
+    sampled, `stop` is the text of its stop token, if it has one, and `asked` the message that it answered."""
 
     text: str
     token_ids: np.ndarray
     spoken: int = 0
     sampled: bool = False
     stop: str = ""
+    asked: Message | None = None
 
     def end_in(self, rendered: str, at: int) -> int:
         """Where it ends in `rendered` if it stands at `at`, else -1. White space that a template puts or takes around an answer
@@ -296,7 +301,7 @@ class Conversation:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         most_tokens: int | None = None,
-        answers: dict[str, Piece] | None = None,
+        answers: dict[str, list[Piece]] | None = None,
     ):
         """`most_tokens`: a text that must have more is not tokenised, but raises `TextTooLong`. `answers`: one dictionary for all
         conversations that may repeat each other's answers."""
@@ -308,7 +313,7 @@ class Conversation:
         self._tokens = GrowingTokens()
         """Those of the pieces."""
         self._answers = {} if answers is None else answers
-        """By text: how the newest answer of that text was sampled."""
+        """By text: how each answer of that text was sampled, the newest last."""
         self._awaited = False
         """The newest piece is an answer that no rendered text has shown."""
         self._turn, self._shared = -1, 0
@@ -338,29 +343,31 @@ class Conversation:
         """The prompt for the next answer. Raises `TemplateError` if the template refuses the messages, and `TextTooLong`; the
         conversation is then as before."""
         if self._new or not self._follows:
-            spoken = [m for m in self._new if m.role == "assistant"]
+            spoken = sum(m.role == "assistant" for m in self._new)
             rendered, extends = self._render_new()
             if extends:
                 at = self._pieces[-1].end_in(rendered, 0) if self._awaited else -1
                 if self._awaited and at < 0:
                     self._take(self, self._pieces[:-1])
-                self._read(rendered, max(0, at), spoken[at >= 0 :])
+                self._read(rendered, max(0, at), spoken - (at >= 0))
             else:
                 kept, at = self._seen(rendered)
                 if len(kept) < len(self._pieces):
                     self._take(self, kept)
                 self._read(rendered, at, self._spoken_later())
             self._awaited = False
-        return Prompt(self._tokens.array, self._turn, self._shared)
+        thinking = bool(self._pieces) and self._pieces[-1].text.rstrip().endswith("<think>")
+        return Prompt(self._tokens.array, self._turn, self._shared, thinking)
 
     def answered(self, token_ids: Sequence[int], message: Message | None = None, turn: int = -1) -> str:
         """Take the answer to the last `prompt`; returns its text. `message`: how it stands in the conversation, if not as
         that text (with tool calls taken out of it, say). `turn`: in the episode's samples (`EpisodeSamples.end`)."""
         ids = list(token_ids)
         text = self.renderer.text(ids)
-        piece = Piece(text, np.asarray(ids, np.int32), 1, sampled=True, stop=self.renderer.end_text(ids))
+        stop = self.renderer.end_text(ids)
+        piece = Piece(text, np.asarray(ids, np.int32), 1, sampled=True, stop=stop, asked=self._text.last_message)
         self._add(piece)
-        self._answers[text] = piece
+        self._answers.setdefault(text, []).append(piece)
         self._new.append(message or Message("assistant", text))
         self._awaited = True
         self._turn, self._shared = turn, len(self._tokens) if turn >= 0 else 0
@@ -401,30 +408,81 @@ class Conversation:
         self._pieces, self._tokens = pieces, GrowingTokens(other._tokens.array[:length])
         self._turn, self._shared = other._turn, min(other._shared, length)
 
-    def _spoken_later(self) -> list[Message]:
+    def _spoken_later(self) -> int:
         """Messages of the assistant behind the pieces."""
-        spoken = [m for m in self._text.messages if m.role == "assistant"]
-        return spoken[sum(piece.spoken for piece in self._pieces) :]
+        spoken = sum(m.role == "assistant" for m in self._text.messages)
+        return spoken - sum(piece.spoken for piece in self._pieces)
 
-    def _read(self, rendered: str, at: int, spoken: Sequence[Message]) -> None:
-        """Append `rendered[at:]` in pieces: answers that were sampled and ended keep their tokens, the rest is encoded.
-
-        `spoken`: messages of the assistant in it."""
+    def _read(self, rendered: str, at: int, spoken: int) -> None:
+        """Append `rendered[at:]`, in which `spoken` messages of the assistant are, in pieces: answers that were sampled and ended
+        keep their tokens, the rest is encoded."""
         passed = 0
-        for message in spoken:
+        for repeated in self._repeated(rendered, at, spoken):
             passed += 1
-            piece = self._answers.get(message.content)
-            if piece is None or not piece.text or not piece.stop:
+            if repeated is None or repeated[0] < at:
                 continue
-            found = rendered.find(piece.text + piece.stop, at)
-            if found < 0:
-                continue
-            if found > at:
-                self._add(self._encoded(rendered[at:found]))
+            start, piece = repeated
+            if start > at:
+                self._add(self._encoded(rendered[at:start]))
             self._add(msgspec.structs.replace(piece, spoken=passed))
-            at, passed = found + len(piece.text) + len(piece.stop), 0
+            at, passed = start + len(piece.text) + len(piece.stop), 0
         if at < len(rendered):
             self._add(self._encoded(rendered[at:], passed))
+
+    def _repeated(self, rendered: str, at: int, spoken: int) -> list[tuple[int, Piece] | None]:
+        """Of each of the last `spoken` messages of the assistant, where it stands in `rendered` and how it was sampled; None for
+        one that was not, or is not written word for word behind `at`. No answer stands twice: of equal ones those count that
+        answered the same message, then the newest."""
+        messages = self._text.messages
+        last = [i for i, message in enumerate(messages) if message.role == "assistant"][-spoken:] if spoken else []
+        known = {
+            text: self._answers[text] for text in {messages[i].content for i in last} & self._answers.keys() - {""}
+        }
+        stops = {(text, piece.stop) for text, pieces in known.items() for piece in pieces if piece.stop}
+        written = {(text, stop) for text, stop in stops if rendered.find(text + stop, at) >= 0}
+        texts = {text for text, _ in written}
+        ends = self._ends_of([i for i in last if messages[i].content in texts], rendered) if written else {}
+        used = {id(piece.token_ids) for piece in self._pieces}
+        found: dict[int, tuple[int, Piece]] = {}
+        for same in (True, False):
+            for i in sorted(ends.keys() - found.keys(), reverse=True):
+                text, asked = messages[i].content, messages[i - 1] if i else None
+                starts = [end - len(text.rstrip()) for end in ends[i]]
+                fitting = (
+                    (start, piece)
+                    for piece in reversed(known[text])
+                    if id(piece.token_ids) not in used and (text, piece.stop) in written
+                    if not same or piece.asked == asked
+                    for start in starts
+                    if start >= at and rendered.startswith(text + piece.stop, start)
+                )
+                if (first := next(fitting, None)) is not None:
+                    found[i] = first
+                    used.add(id(first[1].token_ids))
+        return [found.get(i) for i in last]
+
+    def _ends_of(self, indices: Sequence[int], rendered: str) -> dict[int, list[int]]:
+        """Where in `rendered`, the end of the whole text, the contents of messages end, without blanks behind them. Nowhere, if
+        the template writes something else when each has a mark behind it."""
+        messages, whole = self._text.messages, self._text.text
+        used = set(whole)
+        marks = dict(zip((mark for mark in map(chr, MARKS) if mark not in used), indices, strict=False))
+        for mark, i in marks.items():
+            content = messages[i].content.rstrip()
+            marked = content + mark + messages[i].content[len(content) :]
+            messages[i] = msgspec.structs.replace(messages[i], content=marked)
+        try:
+            parts = re.split(f"([{''.join(marks)}])", self.renderer.render(messages, self.tools))
+        except TemplateError:
+            return {}
+        if "".join(parts[::2]) != whole:
+            return {}
+        ends: dict[int, list[int]] = {}
+        end = len(rendered) - len(whole)
+        for part, mark in zip(parts[::2], parts[1::2], strict=False):
+            end += len(part)
+            ends.setdefault(marks[mark], []).append(end)
+        return ends
 
     def _encoded(self, text: str, spoken: int = 0) -> Piece:
         return Piece(text, self.renderer.token_ids(text), spoken)

@@ -145,6 +145,10 @@ class GrowingText:
     def messages(self) -> list[Message]:
         return [m for turn in (self._head, *self._turns) for m in turn.messages]
 
+    @property
+    def last_message(self) -> Message | None:
+        return self._window_all.messages[-1] if self._window_all.messages else None
+
     def begin(self, messages: Sequence[Message]) -> str:
         """Render a conversation, which takes the place of the one before. Returns its text. Raises what `render` raises."""
         return self._restart(list(messages), self._render(messages))

@@ -20,6 +20,7 @@ from r3async.rollout.evaluation import evaluate_without_model
 from r3async.tools.eval import describe
 from r3async.tools.init_model import byte_tokenizer
 from r3async.transport.wire import decode_trajectory, encode_trajectory
+from tests.helpers.judge import PORT, judge_answers
 
 OWN = r'''
 import re
@@ -189,7 +190,7 @@ async def test_what_is_no_reward_fails_the_episode_by_name(dataset, fn, message)
     [
         ("own.py:hungry", r"rows.jsonl, line 1: no field 'hunger', which reward 'hungry' asks for"),
         ("own.py:stateful", r"asks for `trainer_state`, which only TRL's trainer has: give it a default"),
-        ("own.py:plaim", r"own.py has no function 'plaim'; did you mean 'plain'"),
+        ("own.py:plaim", r"own.py has no 'plaim'; did you mean 'plain'"),
         ("own.py:constant", r"is a int, not a function"),
         ("none.py:plain", r"there is no file .*/none.py"),
         ("nomodule:plain", r"`reward` = 'nomodule:plain' cannot be loaded"),
@@ -220,7 +221,7 @@ async def test_what_a_reward_changes_in_its_row_nobody_sees(dataset, rewards):
 
 def test_a_module_that_raises_is_named_in_one_line(dataset, tmp_path):
     (tmp_path / "broken.py").write_text("1/0")
-    with pytest.raises(ConfigError, match=r"broken.py cannot be loaded: ZeroDivisionError: division by zero$"):
+    with pytest.raises(ConfigError, match=r"'broken.py:reward' cannot be loaded: ZeroDivisionError: division by zero$"):
         dataset({"prompt": "1+1?", "answer": "2"}, "broken.py:reward")
 
 
@@ -304,3 +305,11 @@ def test_metrics_of_turns_are_summed_and_shown_with_their_kind():
         metric("env/moves_mean").docs == "Mean of 'moves', which the environment told, over the episodes that have it."
     )
     assert metric("reward/plain_std").docs.startswith("Standard deviation of reward 'plain', before its weight")
+
+
+async def test_a_reward_in_a_process_of_its_own_has_one_event_loop(dataset):
+    with judge_answers() as answers:
+        env = dataset({"prompt": "1+1?", "answer": "2"}, "tests.helpers.judge:asked_elsewhere", variables=[PORT])
+        for _ in range(3):
+            assert (await paid(env, "2"))[0] == 1.0
+        assert len(answers) == 3

@@ -145,7 +145,7 @@ def test_eval_of_a_run_whose_token_is_not_known_serves_its_own_agent(planted, tm
     (run / "model").mkdir(parents=True)
     (run / "model" / "config.json").write_text("{}")
     (run / "config.toml").write_text(to_toml(config_from_dict({"serving": {"token": PLANTED, "host": "0.0.0.0"}})))
-    target = find_target(str(run), None, None, [])
+    target = find_target(str(run), None, None, [], tmp_path)
     assert (target.config.serving.host, target.config.serving.token) == ("127.0.0.1", Secret())
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import numpy as np
 import openai
@@ -11,7 +12,19 @@ from r3async.config import ConfigError, EpisodeConfig, Secret, ServingConfig, co
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from r3async.rollout.episode import EpisodeError
 from tests.helpers.scripted import scripted_logprob, scripted_routes
-from tests.helpers.serving import ADD, HERMES, answer_ids, client_of, ready, renderer, serving, talking, until, user
+from tests.helpers.serving import (
+    ADD,
+    HERMES,
+    TASK,
+    answer_ids,
+    client_of,
+    ready,
+    renderer,
+    serving,
+    talking,
+    until,
+    user,
+)
 
 CALL = '<tool_call>{"arguments":  {"b": 4, "a": 3}, "name": "add"}</tool_call>'
 
@@ -235,6 +248,86 @@ async def test_a_client_that_hangs_up_aborts_its_request_and_may_ask_again():
         session.close()
         (sample,) = session.trajectory("stop").samples
     assert sample.table["routing_recorded"][:-1].all()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_counted(stream):
+    reports, parsing, gone = [], asyncio.Event(), asyncio.Event()
+    async with talking(["first", "second"]) as (server, _, _):
+        parse, server._report = server._parse, lambda event, **fields: reports.append((event, fields))
+
+        async def slow(text, tools):
+            parsing.set()
+            try:
+                await asyncio.sleep(0 if text == "second" else 60)
+            except asyncio.CancelledError:
+                gone.set()
+                raise
+            return await parse(text, tools)
+
+        server._parse = slow
+        session = server.open(TASK)
+        async with client_of(server, session.key) as client:
+            asking = asyncio.create_task(ask(client, [user("a")], stream=stream))
+            async with asyncio.timeout(10):
+                await parsing.wait()
+                assert len(server._engine.calls) == 1
+                asking.cancel()
+                await gone.wait()
+            assert session.turns == 0
+            answer = await ask(client, [user("a")])
+            assert answer.choices[0].message.content == "second"
+            await client.post("/r3async/reward", body={"reward": 1, "id": answer.id}, cast_to=object)
+        session.close()
+        trajectory = session.trajectory("stop")
+    assert reports == [("answer_undelivered", {"episode": "g00000003e0000", "tokens": 6})]
+    assert [turn.reward for turn in trajectory.turns] == [1]
+    (row,) = trajectory.samples
+    assert session.renderer.decode(row.table["token_ids"].tolist()) == "<|user|>a<|assistant|>second<|end|>"
+    assert [said["content"] for said in trajectory.preview] == ["a", "second"]
+
+
+async def test_an_answer_of_which_only_the_beginning_was_received_is_no_turn():
+    """More than its sockets hold: the rest waits in the endpoint for a reader that does not come."""
+    reports, small = [], (socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    limits = EpisodeConfig(max_new_tokens=3000, max_prompt_tokens=900, max_total_tokens=5000)
+    async with talking(["x" * 2000], settings=limits) as (server, _, _):
+        server._report = lambda event, **fields: reports.append((event, fields["tokens"]))
+        session = server.open(TASK)
+        body = json.dumps({"messages": [user("a")], "logprobs": True, "top_logprobs": 1}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
+        port = int(server.base_url.split(":")[2].split("/")[0])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096)
+        await until(lambda: server._runner.server.connections)
+        (connection,) = server._runner.server.connections
+        connection.transport.get_extra_info("socket").setsockopt(*small)
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert connection.transport.get_write_buffer_size()
+        writer.transport.abort()
+        await until(lambda: reports)
+        assert session.turns == 0
+    assert reports == [("answer_undelivered", 2001)]
+
+
+async def test_an_episode_that_nobody_could_be_given_waits_for_the_next_who_asks():
+    chat = renderer()
+    async with serving(await ready(answer_ids(chat, "a")), chat, enabled=True) as server:
+        session, summary = server.open(TASK), server._summary
+        server.offer(session)
+
+        def lose_connection(of):
+            (connection,) = server._runner.server.connections
+            connection.transport.abort()
+            server._summary = summary
+            return summary(of)
+
+        server._summary = lose_connection
+        async with client_of(server, server.token) as owner:
+            with pytest.raises(openai.APIConnectionError):
+                await owner.post("/r3async/sessions", body={}, cast_to=object)
+            assert (await owner.post("/r3async/sessions", body={}, cast_to=object))["key"] == session.key
 
 
 async def test_an_engine_failure_is_reported_once_and_remembered():

@@ -23,11 +23,10 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config, ConfigError
+from r3async.tools.runs import RUNS_ENV, runs_directory
 from r3async.tools.submit.launch import command_of, entrypoint
 from r3async.world.processes import printable_log
 
-RUNS_ENV = "R3ASYNC_RUNS"
-"""Environment variable: where `train` makes run directories."""
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 EXCLUDES = (".git/", ".venv/", "runs/", "__pycache__/", "*.safetensors", "*.pyc", "*.log", ".*_cache/", ".hypothesis/")
 """Left out of the package besides what `.gitignore` and `.rayignore` of the folder name."""
@@ -75,7 +74,7 @@ def make_package(
 ) -> Package:
     """The job that trains `preset` with `overrides`, from `directory` (the current one).
 
-    Run directories are made in `runs` (`./runs` of where this is called), which every node that trains must see. A
+    Run directories are made in `runs` (by default as `runs_directory` says), which every node that trains must see. A
     `model.path` that exists here is passed as an absolute path: weights are not packaged. Raises `ConfigError` for a file
     outside of the folder, and for a folder that has another module of the name `r3async`.
     """
@@ -92,7 +91,7 @@ def make_package(
         words.append(f"model.path={model.absolute()}")
     environment = {
         "RAY_JOB_STOP_WAIT_TIME_S": str(stop_seconds(config)),
-        RUNS_ENV: str((runs or Path("runs")).absolute()),
+        RUNS_ENV: str((runs or runs_directory()).absolute()),
         **{name: os.environ[name] for name in ("HF_HUB_OFFLINE",) if name in os.environ},
         **(env or {}),
     }

@@ -144,10 +144,10 @@ class RemoteRun:
 
     def _write(self, kind: str, data: bytes) -> None:
         if kind == "missing":
-            self._problem = data.decode()
+            self._problem = data.decode(errors="replace")
             self._known.set()
         elif kind == "name":
-            self.run_dir = self.directory / Path(data.decode()).name
+            self.run_dir = self.directory / Path(data.decode(errors="replace")).name
             self.run_dir.mkdir(parents=True, exist_ok=True)
         elif kind in ("config.toml", "events.jsonl", "metrics.jsonl", EVALUATION) and self.run_dir is not None:
             with (self.run_dir / kind).open("ab") as file:

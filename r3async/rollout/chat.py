@@ -33,6 +33,10 @@ CHANGING = ("strftime_now", "now(", "random", "uuid")
 """What a template may call whose text changes with time or by luck."""
 MARKS = range(0xF0000, 0xFFFFE)
 """Characters for private use: each behind one answer, they show where a template writes it."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""What templates call the thought of a message; the first is its name here."""
+_ANSWER, _NEXT = "quokka", "wombat"
+"""Contents whose places in a template's text are found again."""
 
 
 class TemplateError(ValueError):
@@ -48,7 +52,8 @@ class TextTooLong(ValueError):
 
 
 class ChatRenderer:
-    """A tokenizer with its chat template, and the tokens that end an answer.
+    """A tokenizer with its chat template, and the tokens that end an answer: the tokenizer's end-of-sequence token,
+    `stop_token_ids`, and the one that the template writes behind answers.
 
     `tokenizer`: of transformers, with a chat template and an end-of-sequence token. `template_args`: further variables of
     the template (`{"enable_thinking": False}`). Raises `TemplateError` for a tokenizer that has no template, no
@@ -65,21 +70,28 @@ class ChatRenderer:
         if tokenizer.eos_token_id is None:
             raise TemplateError("the tokenizer has no end-of-sequence token")
         self.end_id: int = tokenizer.eos_token_id
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([self.end_id, *stop_token_ids]))
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         """Characters that one token may stand for."""
         template = tokenizer.chat_template
         self._template = template if isinstance(template, str) else "\n".join(template.values())
         self.habits = TemplateHabits(self._template)
         """Of the template, as far as its conversations have shown them."""
-        self._end_texts = {i: self.decode([i]) for i in self.stop_token_ids}
         # The episodes of a group begin with the same prompt, at about the same time.
+        self._reads_thoughts = re.search(rf"""['".]({"|".join(THOUGHTS)})\b""", self._template) is not None
         self._changing = any(name in str(template) for name in CHANGING)
         self._render_beginning = functools.lru_cache(REMEMBERED)(self._render_plain)
         self.token_ids = functools.lru_cache(REMEMBERED)(self._token_ids)
         """Of a text: int32 `[T]`, read-only; special tokens are found in it, none is added."""
         self._with_args: dict[bytes, ChatRenderer] = {}
         self.render([Message("user", "hello")])
+        ends = [self.end_id, *stop_token_ids]
+        if own := self._own_end([self.decode([token]) for token in ends]):
+            ends.append(tokenizer.convert_tokens_to_ids(own))
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
+        self._end_texts = {i: self.decode([i]) for i in self.stop_token_ids}
+        texts = sorted(filter(None, self._end_texts.values()), key=len, reverse=True)
+        self.ends = re.compile("|".join(map(re.escape, texts)))
+        """The texts of these tokens."""
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
@@ -124,20 +136,57 @@ class ChatRenderer:
         """The template's text, ready for an answer. Raises `TemplateError` with what the template raised."""
         if self._changing or tools or len(messages) > BEGINNING:
             return self._render(messages, tools)
-        if any(m.tool_calls or m.tool_call_id or m.name for m in messages):
+        if any(m != Message(m.role, m.content) for m in messages):
             return self._render(messages, tools)
         return self._render_beginning(*((m.role, m.content) for m in messages))
 
     def _render_plain(self, *messages: tuple[str, str]) -> str:
         return self._render([Message(role, content) for role, content in messages], ())
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    def render_answered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The template's text of a conversation that nobody is to go on with. Raises `TemplateError`."""
+        return self._render(messages, tools, ready=False)
+
+    def end_of_answer(self, role: str = "") -> str:
+        """What the template writes behind an answer, up to its first special token, where a message of `role` follows, or none.
+        "" if it writes other text there, or refuses such messages."""
+        return self.special_at(self._behind_answer(role))
+
+    def _own_end(self, known: Sequence[str]) -> str:
+        """The token with which the template ends an answer; "" if it writes one of those that are `known` to."""
+        between = self._behind_answer("user")
+        own = (self.special_at(self._behind_answer()) or self.special_at(between)).strip()
+        return "" if own in known or any(end in between for end in known) else own
+
+    def _behind_answer(self, role: str = "") -> str:
+        """What the template writes between an answer and the content of a message of `role`, or the end."""
+        behind = [Message(role, _NEXT)] if role else []
+        try:
+            text = self.render_answered([Message("user", "hello"), Message("assistant", _ANSWER), *behind])
+        except TemplateError:
+            return ""
+        _, found, rest = text.rpartition(_ANSWER)
+        return rest.partition(_NEXT)[0] if found else ""
+
+    def special_at(self, text: str) -> str:
+        """The special token that `text` begins with, and white space before it. "" if it begins otherwise."""
+        rest = text.lstrip()
+        found = max(
+            (token for token in self.tokenizer.get_added_vocab() if rest.startswith(token)), key=len, default=""
+        )
+        return text[: len(text) - len(rest)] + found if found else ""
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], ready: bool = True) -> str:
+        if not self._reads_thoughts and any(m.reasoning_content for m in messages):
+            raise TemplateError(
+                f"the chat template reads no `{THOUGHTS[0]}`: write the thought into `content`, as the model is to say it"
+            )
         try:
             return self.tokenizer.apply_chat_template(
-                [m.for_template() for m in messages],
+                [_for_template(m) for m in messages],
                 tools=list(tools) or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=ready,
                 **self.template_args,
             )
         except Exception as error:  # whatever a template raises: jinja's errors, raise_exception, a missing key
@@ -171,6 +220,12 @@ class ChatRenderer:
         return self._end_texts.get(token_ids[-1], "") if len(token_ids) else ""
 
 
+def _for_template(message: Message) -> dict[str, Any]:
+    """With its thought under each name that templates have for it."""
+    shown = message.for_template()
+    return shown | dict.fromkeys(THOUGHTS, message.reasoning_content) if message.reasoning_content else shown
+
+
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Blocks of transformers' own, which jinja does not know."""
 _GIVEN = ("messages", "raise_exception", "strftime_now")
@@ -192,11 +247,13 @@ _BLANKS = re.compile(r"\s*")
 
 class Prompt(msgspec.Struct, frozen=True):
     """`token_ids` int32 `[P]`, not to be written to. Its first `shared` tokens are known to be those of the sample in which the
-    answer of turn `turn` stands; -1 and 0 where nobody has compared."""
+    answer of turn `turn` stands; -1 and 0 where nobody has compared. `thinking`: its text ends within a thought, which the
+    template has opened."""
 
     token_ids: np.ndarray
     turn: int = -1
     shared: int = 0
+    thinking: bool = False
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -299,7 +356,8 @@ class Conversation:
                     self._take(self, kept)
                 self._read(rendered, at, self._spoken_later())
             self._awaited = False
-        return Prompt(self._tokens.array, self._turn, self._shared)
+        thinking = bool(self._pieces) and self._pieces[-1].text.rstrip().endswith("<think>")
+        return Prompt(self._tokens.array, self._turn, self._shared, thinking)
 
     def answered(self, token_ids: Sequence[int], message: Message | None = None, turn: int = -1) -> str:
         """Take the answer to the last `prompt`; returns its text. `message`: how it stands in the conversation, if not as

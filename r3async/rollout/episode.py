@@ -13,7 +13,8 @@ import msgspec
 from r3async.config import EpisodeConfig
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Sample, Trajectory, trajectory_name
-from r3async.envs import Action, Environment, checked_messages, checked_result, sum_by_name
+from r3async.envs import Action, Environment, checked_messages, checked_result, refuse_told_again, sum_by_name
+from r3async.envs.raised import describe_raised
 from r3async.rollout.chat import ChatRenderer, Conversation
 from r3async.rollout.engines import Engine, EngineError, Generation, GenerationRequest
 from r3async.rollout.held_up import HeldUp
@@ -99,7 +100,9 @@ class EngineCalls:
                 return await self._ask(call, max_tokens, stop)
             except (EngineError, EngineAborted) as error:
                 self._failed += 1
-                self._report("call_failed", episode=self._episode, attempt=self._failed, error=repr(error))
+                self._report(
+                    "call_failed", episode=self._episode, attempt=self._failed, error=describe_raised(error).line
+                )
                 if self._failed > self._settings.engine_retries:
                     raise
 
@@ -203,7 +206,7 @@ class EpisodePlayer:
             with stage("tokens"):
                 text = talk.answered(token_ids, turn=turn)
             told = token_ids if getattr(self._env, "takes_tokens", False) else []
-            action = Action(text, generation.stop_reason, told)
+            action = Action(text, generation.stop_reason, told, prompt.thinking)
             result = checked_result(await watched(env, "step", env.step(action)))
             self._samples.reward(turn, result.reward)
             self._told.append(result.metrics)
@@ -213,7 +216,9 @@ class EpisodePlayer:
                 self._preview.append({"role": "assistant", "content": text})
             if result.done:
                 return "env_done"
-            messages = checked_messages(result.messages)
+            told, messages = messages, checked_messages(result.messages)
+            if not result.rewrites:
+                refuse_told_again(told, messages)
             with stage("tokens"):
                 (talk.rewrite if result.rewrites else talk.observe)(messages)
         return "turns"

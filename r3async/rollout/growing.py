@@ -79,6 +79,7 @@ class TemplateHabits:
             calls,
             bool(message.tool_call_id),
             bool(message.name),
+            bool(message.reasoning_content),
             bool(message.content),
             *(mark in message.content for mark in self.marks),
         )

@@ -126,7 +126,7 @@ async def test_after_too_many_the_episode_has_failed_by_the_engine_and_is_not_be
     )
     with pytest.raises(ExceptionGroup) as raised:
         await player.play(GroupLease(0, 9, (0,)))
-    assert "failed 3 times by the engine (episode.engine_retries = 2)" in str(raised.value.exceptions[0])
+    assert "; 3 tries (episode.engine_retries = 2)" in str(raised.value.exceptions[0])
     assert (env.begun, len(engine.requests)) == (1, 4)
     assert reports == ["call_failed"] * 3 + ["episode_failed"]
 

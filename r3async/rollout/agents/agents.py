@@ -12,7 +12,6 @@ import contextlib
 import functools
 import inspect
 import os
-import pkgutil
 import shutil
 import signal
 import sys
@@ -26,12 +25,14 @@ import msgspec
 import psutil
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, Secret, ServingConfig, did_you_mean, revealed
+from r3async.config.places import resolve_name
 from r3async.data.records import Trajectory
 from r3async.envs.pool import passed_on
 from r3async.rollout.agents.session import Session
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeError, EpisodeTask
+from r3async.untrusted import Malformed, decode_object
 from r3async.world import World
 from r3async.world.appending import RETRY_SECONDS
 from r3async.world.files import replace_file
@@ -84,7 +85,7 @@ class FunctionAgent:
         if ":" not in path:
             raise ConfigError(f"`env.name` = {name!r} must be agent:module:function")
         try:
-            self._play = pkgutil.resolve_name(path)
+            self._play = resolve_name(path)
             inspect.signature(self._play).bind(base_url="", api_key="", task_seed=0, **args)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"`env.name` = {name!r} cannot be loaded: {error}") from error
@@ -102,7 +103,10 @@ class FunctionAgent:
             **self._env.arguments(),
         }
         if inspect.iscoroutinefunction(self._play):
-            return await self._play(**arguments)
+            try:
+                return await self._play(**arguments)
+            except SystemExit as error:  # which would end this process, and every episode in it
+                raise EpisodeError(f"the agent of {session.task.trajectory_id} ended with {error!r}") from error
         return await in_thread(lambda: self._play(**arguments), name=session.task.trajectory_id)
 
 
@@ -123,7 +127,9 @@ async def in_thread(work: Callable[[], Any], name: str) -> Any:
         try:
             result = work()
         except (SystemExit, KeyboardInterrupt, StopIteration) as error:
-            report(done.set_exception, EpisodeError(f"the agent of {name} ended with {error!r}"))
+            ended = EpisodeError(f"the agent of {name} ended with {error!r}")
+            ended.__cause__ = error
+            report(done.set_exception, ended)
         except BaseException as error:
             report(done.set_exception, error)
         else:
@@ -199,8 +205,9 @@ class CommandAgent:
             finally:
                 await _end_all(process, session.key)
         if code:
-            output_end = complained.strip() or said.strip() or "no output"
-            raise EpisodeError(f"{' '.join(self._command)!r} exited with {code}: {output_end[-1000:]}")
+            output_end = (complained.strip() or said.strip() or "no output")[-1000:]
+            *before, last = output_end.splitlines()  # of a traceback, the last line says what it was
+            raise EpisodeError("\n".join([f"{' '.join(self._command)!r} exited with {code}: {last}", *before]))
         return last_reward(said)
 
     def _variables(self, server: AgentServer, session: Session) -> dict[str, str]:
@@ -274,10 +281,9 @@ def last_reward(output: str) -> float | None:
     """The reward in the last line of a program's output, if that has one."""
     lines = output.strip().splitlines()
     try:
-        value = msgspec.json.decode(lines[-1]) if lines else None
-    except msgspec.DecodeError:
+        return decode_object(lines[-1]).get("reward") if lines else None
+    except Malformed:
         return None
-    return value.get("reward") if isinstance(value, dict) else None
 
 
 async def outside(server: AgentServer, session: Session) -> float | None:
@@ -355,6 +361,7 @@ async def agent_player(
     clock = world.clock.time
     server = AgentServer(engine, renderer, episode, serving, generator_id=generator_id, report=report, clock=clock)
     await server.start()
+    _reach_without_proxy(str(urlsplit(server.base_url).hostname))
     writing: asyncio.Task[None] | None = None
     try:
         if serving.enabled and directory is not None:
@@ -368,6 +375,15 @@ async def agent_player(
         if writing is not None:
             writing.cancel()
         await server.stop()
+
+
+def _reach_without_proxy(host: str) -> None:
+    """Have agents in this process, and programs that it starts, ask `host` itself: a proxy (HTTP_PROXY) would look for the
+    endpoint on its own machine."""
+    for name in ("NO_PROXY", "no_proxy"):
+        known = [each for each in os.environ.get(name, "").split(",") if each]
+        if host not in known:
+            os.environ[name] = ",".join([*known, host])
 
 
 async def _write_private(path: Path, data: bytes, report: Callable[..., object], world: World) -> None:

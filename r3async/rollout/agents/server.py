@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from r3async.config import ConfigError, EpisodeConfig, ServingConfig, bare_host, in_url
@@ -41,6 +40,7 @@ from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeTask
 from r3async.transport.sockets import off_loop
+from r3async.untrusted import Malformed, decode_json, whole_number
 from r3async.world.real import REAL
 
 STOP_SECONDS = 2.0
@@ -245,8 +245,8 @@ class AgentServer:
         except TimeoutError:
             raise Refused(f"the body took longer than serving.read_timeout = {seconds:g} s", status=408) from None
         try:
-            return await off_loop(REAL.threads, len(body), msgspec.json.decode, body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return await off_loop(REAL.threads, len(body), decode_json, body)
+        except Malformed as error:
             raise Refused(f"the body is not JSON: {error}") from error
 
     def _refuse_many(self, **lists: Sequence[Any]) -> None:
@@ -364,8 +364,10 @@ class AgentServer:
                 )
             session = self._offered.popleft()
         else:
-            if isinstance(seed, bool) or not isinstance(seed, int):
-                raise Refused(f"task_seed must be an integer, not {seed!r}", param="task_seed")
+            try:
+                seed = whole_number(seed, 0, 2**63 - 1)
+            except ValueError as error:
+                raise Refused(f"task_seed {error}", param="task_seed") from error
             if len(self._outside) >= self.serving.max_sessions:
                 raise Refused(
                     f"serving.max_sessions = {self.serving.max_sessions} are open", status=429, code="too_many_sessions"

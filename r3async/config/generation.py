@@ -277,7 +277,8 @@ class ServingConfig(Section):
     max_messages: PositiveInt = 1024
     """In one request, and as many tools; more are refused before the chat template sees them."""
     max_connections: PositiveInt = 512
-    """To one generator's endpoint at once; further ones are closed."""
+    """To one generator's endpoint at once. A further one takes the place of the oldest that has shown no key, and is closed
+    where all have."""
     read_timeout: Positive = 30.0
     """Seconds that a connection may take for the head of a request, and for its body."""
     max_sessions: PositiveInt = 64

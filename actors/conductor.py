@@ -30,6 +30,7 @@ from r3async.record.timeline import LagMeter, StageSeconds, Timeline
 from r3async.schedule.admission import Admission
 from r3async.schedule.health import Updates
 from r3async.schedule.pace import Pacing
+from r3async.untrusted import decode_msgpack
 from r3async.world import ActorLost, ActorRef, World
 from r3async.world.appending import AppendFile
 from r3async.world.stages import begin_task, booked, stage
@@ -98,7 +99,7 @@ class Conductor:
     async def lease(self, message: bytes) -> bytes:
         """See `Dispatch.lease`. A `LeaseCall` in MessagePack, and a `LeaseAnswer`: one value each way costs Ray the least."""
         with stage("lease"):
-            call = msgspec.msgpack.decode(message, type=LeaseCall)
+            call = decode_msgpack(message, LeaseCall)
             generator, stats = self.fleet.generators.get(call.generator_id), call.stats
             if generator is None or not generator.is_process(*call.process):
                 # It has left; or what it would be leased, the process in its place would have to play, and knows nothing of.
@@ -276,9 +277,8 @@ class Conductor:
     async def _deliver_first(self, way: Way, tokens: list[int] | None) -> Installer:
         self._phase = "delivering weights"
         published = await self.learner.call("publish")
-        clock, put = self.world.clock.monotonic, self.world.actors.put
-        learner, wake = self.learner, self._wake
-        installer = Installer(self.config, self.events, self.fleet, learner, way, tokens, published, clock, wake, put)
+        known = self.config, self.events, self.fleet, self.learner, way, tokens, published
+        installer = Installer(*known, world=self.world, wake=self._wake)
         await installer.begin()
         self.admission.published(published.version)
         self._delivered(published.version, no_delivery())  # of a resumed run's last step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from r3async.checkpoint.state import RECORDS
 from r3async.config import Config, ConfigError, config_from_dict, to_dict, to_toml
 from r3async.record.events import EVENTS, open_events
 from r3async.record.reading import QUARANTINE, read_objects
+from r3async.untrusted import decode_toml
 from r3async.views.summary import NOT_TRAINED, UNFINISHED, status_after
 from r3async.weights.probe import KEPT
 from r3async.world import Files, World
@@ -118,7 +118,7 @@ def _restart_from_nothing(config: Config, directory: Path, say: Callable[[str], 
     before = directory / "config.toml"
     if world.files.stat(before) is None:
         return False
-    saved = tomllib.loads(read_file(before, files=world.files).decode())
+    saved = decode_toml(read_file(before, files=world.files))
     for key, (was, now) in check_settings(to_dict(config_from_dict(saved)), config).items():
         say(f"changed since the run began: {key} was {was!r}, is {now!r}")
     say(f"{directory} has no checkpoint yet: the run starts again, with what its spool has kept")

@@ -110,7 +110,7 @@ class Tasks:
             if failed is not None and failed.task_seed not in self._quarantined:
                 self._quarantine(failed, next_group)
             if end.failed_by is not None and self._failures.too_many(end.failed_by):
-                self._stop(end.failed_by)
+                self._stop(end.failed_by, end)
 
     def _quarantine(self, failed: FailedTask, next_group: int) -> None:
         error = failed.error.partition("\n")[0][:ERROR_CHARACTERS]
@@ -229,12 +229,8 @@ class Evaluator:
             self._events.warning("evaluation_not_kept", step=evaluation.step, error=str(error))
 
     async def _installed(self, version: int) -> None:
-        """Wait until a healthy generator has these weights, if there is one, but no longer than installing them may take."""
-        deadline = self._clock.monotonic() + self.config.weights.install_timeout
-        while True:
-            newest = self._able()[:1]
-            if not newest or newest[0].version >= version or self._clock.monotonic() > deadline:
-                return
+        """Wait until a healthy generator has these weights, if there is one. One that does not install them in time is lost."""
+        while (newest := self._able()[:1]) and newest[0].version < version:  # noqa: ASYNC110
             await asyncio.sleep(POLL_SECONDS)
 
     def _able(self) -> list[Generator]:

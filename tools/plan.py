@@ -31,8 +31,8 @@ from r3async.tools.memory import (
 )
 from r3async.tools.traffic import host_memory, size, step_traffic
 
-CPU_HEAD_DIM = 32
-"""Values of a head, at least, that vLLM's attention on CPU takes."""
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Values of a head that vLLM's attention on CPU takes (0.30)."""
 PUBLISHED_VERSIONS = 2
 ADDED_BY_LEARNER = ("episode", "place", "advantages", "loss_weights", "probed", "old_logprobs", "reference_logprobs")
 ENGINE_SHARE = 0.9
@@ -200,10 +200,13 @@ def _check(config: Config, shape: ModelShape, plan: Plan, on_gpus: bool) -> None
             f"least {largest}"
         )
     if not on_gpus:
-        if not shape.kv_rank and shape.head_dim < CPU_HEAD_DIM and config.generator.engine == "vllm":
+        from r3async.tools.preflight import has_gpu
+
+        on_cpu = shape.head_dim < CPU_HEAD_DIMS[0] or not has_gpu()
+        if not shape.kv_rank and shape.head_dim not in CPU_HEAD_DIMS and config.generator.engine == "vllm" and on_cpu:
             raise ConfigError(
-                f"heads of {shape.head_dim} values, which vLLM on CPU refuses with the first request: it takes {CPU_HEAD_DIM} or "
-                "more (hidden_size / heads; `model.init.heads` for a model that is made)"
+                f"heads of {shape.head_dim} values, which vLLM on CPU refuses with the first request: it takes "
+                f"{', '.join(map(str, CPU_HEAD_DIMS))} (hidden_size / heads; `model.init.heads` for a model that is made)"
             )
         return
     capacity = config.cluster.gpu_gib * GIB

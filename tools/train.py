@@ -237,5 +237,5 @@ def report_run(run_dir: Path, view: LiveView) -> None:
     try:
         view.say(f"report: {write_report(run_dir)}")
     except OSError as error:
-        view.say(f"the report was not written ({error}); to write it later: r3async report {run_dir.name}")
+        view.say(f"the report was not written ({error}); to write it later: r3async report {run_dir}")
     view.console.print(format_summary(summarize(run_dir)))

@@ -91,7 +91,14 @@ class MendRepository:
     async def step(self, action: Action) -> StepResult:
         left = self.commands - self.used
         tools = self.tools if left > 0 else ()
-        results = await tool_results(action.text, tools, self._run, seconds=self.limits.seconds + 10, at_once=left)
+        results = await tool_results(
+            action.text,
+            tools,
+            self._run,
+            seconds=self.limits.seconds + 10,
+            at_once=left,
+            thinking=action.thinking,
+        )
         self.used += len(results)
         if results:
             return StepResult(0.0, results)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import pkgutil
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 
+from r3async.config.places import resolve_name
 from r3async.config.section import ConfigError, Positive, PositiveInt, Section, Share, Signed, did_you_mean
 
 
@@ -286,7 +286,7 @@ def check_policy_loss(config: AlgorithmConfig) -> None:
 def import_policy_loss(path: str) -> Callable[..., Any]:
     """The function at `module:function`. Raises `ConfigError` if there is none that takes one argument."""
     try:
-        function = pkgutil.resolve_name(path)
+        function = resolve_name(path)
     except (Exception, SystemExit) as error:  # importing somebody's module may raise anything
         raise ConfigError(f"[algorithm] `policy_loss` = {path!r} cannot be loaded: {error}") from error
     try:

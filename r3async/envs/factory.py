@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from r3async.config import DATASET, MIX, ConfigError, EnvConfig, did_you_mean
+from r3async.config.places import resolve_name
 from r3async.envs import EnvironmentFactory
 from r3async.envs.objects import is_object, loaded, pickled
 from r3async.envs.pool import pooled
@@ -51,7 +52,7 @@ def environment_factory(config: EnvConfig) -> EnvironmentFactory:
     if ":" not in path:
         hint = did_you_mean(config.name, [*BUILT_IN, *ADAPTERS], f"built in: {', '.join(BUILT_IN)}.")
         raise ConfigError(
-            f"`env.name` = {config.name!r}: no such environment; {hint} Your own is `module:Class`, "
+            f"`env.name` = {config.name!r}: no such environment; {hint} Your own is `module:Class` or `file.py:Class`, "
             f"adapters are {', '.join(f'`{name}:...`' for name in ADAPTERS)}."
         )
     kind = load(path, "env.name")
@@ -130,9 +131,9 @@ def takes(function: Any, extra: Iterable[str] = ()) -> str:
 
 
 def load(path: str, setting: str) -> Any:
-    """What `module:name` names. Raises `ConfigError`, which names `setting`."""
+    """What `module:name` or `file.py:name` names. Raises `ConfigError`, which names `setting`."""
     try:
-        return pkgutil.resolve_name(path)
+        return resolve_name(path)
     except (Exception, SystemExit) as error:  # importing somebody's module may raise anything
         what = "" if isinstance(error, (ImportError, AttributeError, ValueError)) else f"{type(error).__name__}: "
         raise ConfigError(f"`{setting}` = {path!r} cannot be loaded: {what}{error}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import pkgutil
 import select
 import signal
 import socket
@@ -17,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from r3async.config.places import resolve_name
 from r3async.envs import Action, Message, StepResult, WrongEnvironment, checked_messages, checked_result
 from r3async.envs.raised import Raised, describe_raised
 from r3async.world.processes import survive_full_disk
@@ -68,7 +68,7 @@ class Player:
     def _play(self, call: Call) -> Reply:
         match call.method:
             case "load":
-                self._kind, self._arguments = pkgutil.resolve_name(call.path), call.arguments
+                self._kind, self._arguments = resolve_name(call.path), call.arguments
                 return Reply()
             case "reset":
                 env = self._instances[call.instance] = self._kind(**self._arguments)

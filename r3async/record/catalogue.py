@@ -421,6 +421,9 @@ def figure_label(known: Metric, figure: str) -> str:
 
 def finite(value: Any) -> float | None:
     """A number, or None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return value
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an integer that no float holds
+        return None

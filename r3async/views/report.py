@@ -20,8 +20,8 @@ import msgspec
 from r3async.config import Config, flat, to_dict
 from r3async.record.catalogue import METRICS, figure_label
 from r3async.record.events import event_details
-from r3async.record.reading import EVALUATION, read_objects, read_run_config, read_schedule
-from r3async.record.timeline import Span, busy_shares, read_timeline
+from r3async.record.reading import EPISODES, EVALUATION, TIMELINE, read_files, read_run_config, read_schedule
+from r3async.record.timeline import Span, busy_shares, sorted_spans
 from r3async.schedule.admission import age_bound
 from r3async.views.charts import (
     AXES,
@@ -84,11 +84,11 @@ class RunRecord(msgspec.Struct):
 
     @classmethod
     def read(cls, run_dir: Path) -> RunRecord:
-        """Missing, empty and torn files are fine."""
-        rows, events, routing, evaluations = (
-            read_objects(run_dir / name) for name in ("metrics.jsonl", "events.jsonl", "routing.jsonl", EVALUATION)
-        )
-        return cls(run_dir, rows, events, read_run_config(run_dir), read_timeline(run_dir), routing, evaluations)
+        """Read its files; missing, empty, torn and damaged ones are fine. What was passed over is an event of its own."""
+        names = ("metrics.jsonl", "events.jsonl", "routing.jsonl", EVALUATION, TIMELINE, EPISODES)
+        (rows, events, routing, evaluations, spans, _), skipped = read_files(run_dir, *names)
+        config = read_run_config(run_dir)
+        return cls(run_dir, rows, [*events, *skipped], config, sorted_spans(spans), routing, evaluations)
 
     @property
     def age_bound(self) -> int | None:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from r3async.record.catalogue import METRICS, Stats, end_windows, figure_label
+from r3async.record.catalogue import METRICS, Stats, end_windows, figure_label, finite
 from r3async.record.events import event_details
-from r3async.record.reading import read_objects, read_run_config, read_schedule
+from r3async.record.reading import EVALUATION, read_files, read_run_config, read_schedule
 from r3async.schedule.admission import age_bound
 from r3async.schedule.health import ALL_FAILED, NO_CONTRAST, why_no_update
-from r3async.views.charts import EVALUATED, read_evaluations
+from r3async.views.charts import EVALUATED, evaluations_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -294,12 +294,12 @@ def status_after(event: dict[str, Any]) -> tuple[str, str] | None:
 def summarize(run_dir: Path) -> RunSummary:
     """Read the run's files. Whatever is missing or torn is left out; this never raises for an unfinished run."""
     run_dir = Path(run_dir)
-    rows, events = read_objects(run_dir / "metrics.jsonl"), read_objects(run_dir / "events.jsonl")
-    return summarize_records(run_dir, rows, events, read_run_config(run_dir), read_evaluations(run_dir))
+    (rows, events, evaluations), skipped = read_files(run_dir, "metrics.jsonl", "events.jsonl", EVALUATION)
+    return summarize_records(run_dir, rows, [*events, *skipped], read_run_config(run_dir), evaluations_of(evaluations))
 
 
 def _values(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
-    return [float(row[name]) for row in rows if isinstance(row.get(name), (int, float))]
+    return [value for row in rows if (value := finite(row.get(name))) is not None]
 
 
 def summarize_records(
@@ -326,7 +326,7 @@ def summarize_records(
         steps_without_contrast=kept_from.count(NO_CONTRAST),
         steps_failed=kept_from.count(ALL_FAILED),
         steps_skipped=sum(why not in ("", NO_CONTRAST, ALL_FAILED) for why in kept_from),
-        planned_steps=config.get("steps"),
+        planned_steps=steps if isinstance(steps := config.get("steps"), int) else None,
         started_at=min(times) if times else None,
         duration_seconds=max(times) - min(times) if times else None,
         stats={metric.name: Stats.of(rows, metric.name) for metric in METRICS.values() if metric.figures},

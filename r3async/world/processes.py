@@ -24,12 +24,10 @@ from typing import Any, TypeVar
 
 import psutil
 
+from r3async.config.places import USER_PATH
 from r3async.world import Figures, stages
 
 T = TypeVar("T")
-
-USER_PATH = "R3ASYNC_USER_PATH"
-"""Environment variable: where the user's own modules are (where the run was started)."""
 
 HOST_NAME = "R3ASYNC_HOST"
 """Environment variable: this host's name, where hosts have equal ones. Processes of one name share memory and files."""
@@ -204,6 +202,18 @@ def _signal(pid: int, number: signal.Signals) -> bool:
     except psutil.Error:
         return False
     return process is not None
+
+
+def processes_with(value: str) -> list[psutil.Process]:
+    """Those that have `value` in their environment, which all inherit that a process starts, whatever session or parent they
+    have now. One that has ended and is not waited for has none. Linux only."""
+    found = []
+    for pid in psutil.pids():
+        # Of thousands of processes, psutil would look at six times as long.
+        with contextlib.suppress(psutil.Error, OSError):
+            if value.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(psutil.Process(pid))
+    return found
 
 
 class _LogFile(io.RawIOBase):

@@ -122,10 +122,13 @@ async def test_an_evaluation_waits_for_the_weights_of_its_step_and_prefers_who_h
     fleet["b"].health.installed(1, 1)
     await settle(it)
     assert asked == ["b"]
-    it.config = config_from_dict({"weights": {"install_timeout": 0.3}})
-    it.after(4, version=2)  # which nobody ever gets
+    it.after(4, version=2)
+    await asyncio.sleep(0.5)
+    for member in fleet:  # it did not install them in time
+        member.health.lost()
     await settle(it)
-    assert asked == ["b", "b"]
+    assert asked == ["b"]
+    assert [event for event, _ in events.reported] == ["evaluation_finished", "evaluation_failed"]
 
 
 async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_another(tmp_path):

@@ -14,6 +14,7 @@ import typer
 
 from r3async.config import ConfigError
 from r3async.config.read import name_problem
+from r3async.tools.runs import RUNS, NewRuns
 
 if TYPE_CHECKING:
     from r3async.tools.sweep.capacity import Capacity, Machine, Need
@@ -65,7 +66,7 @@ def sweep(
         bool, typer.Option("--dry-run", help="validate every run, and list them; start nothing")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="the results as one JSON object on the last line")] = False,
-    runs: Annotated[Path, typer.Option(help="where run directories are made", envvar="R3ASYNC_RUNS")] = Path("runs"),
+    runs: NewRuns = RUNS,
 ) -> None:
     """Make many runs from a plan: settings, seeds, initial models; then a report with intervals. Exit 1 if a run failed.
 

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from r3async.record.catalogue import finite
 from r3async.schedule.health import why_no_update
 
 PLAIN_EVERY_SECONDS = 5.0
@@ -17,8 +18,8 @@ def describe_step(row: dict[str, Any]) -> str:
     """One readable line of a metrics row. `tok/s` is generated > trained; of a supervised run, answers trained."""
 
     def number(name: str) -> float:
-        value = row.get(name)
-        return float("nan") if value is None else float(value)
+        value = finite(row.get(name))
+        return float("nan") if value is None else value
 
     def thousands(name: str) -> str:
         return f"{number(name) / 1000:.1f}k"

@@ -103,6 +103,7 @@ def make_plan(config: Config, imports: bool = True) -> Plan:
     Code that `config` names is imported and checked with `imports`, and else left alone, which a note says: see `user_code`.
     """
     from r3async.rollout.evaluation import check_environment
+    from r3async.tools.preflight import check_loss
     from r3async.tools.rows import describe_rows
     from r3async.tools.user_code import describe_code, named_code
 
@@ -110,6 +111,7 @@ def make_plan(config: Config, imports: bool = True) -> Plan:
         notes = [f"{describe_code(code)}. It was not imported, so neither it nor rows were checked"]
     else:
         check_policy_loss(config.algorithm)
+        check_loss(config)
         check_environment(config)
         notes = describe_rows(config)
     shape, source = shape_of(config)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import pkgutil
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 
-from r3async.config.section import Positive, PositiveInt, Section, Share, Signed, did_you_mean
+from r3async.config.places import resolve_name
+from r3async.config.section import ConfigError, Positive, PositiveInt, Section, Share, Signed, did_you_mean
 
 
 class RolloutKLConfig(Section):
@@ -32,8 +32,8 @@ class RolloutKLConfig(Section):
     probe_share: Share = 0.04
     """Share of a step's tokens on which served drift is measured, by a forward pass more. 0: it is not measured."""
     probe_tokens: int = 640
-    """Where a bound needs served drift, at least so many tokens of a step are probed, prompts included, but no more than a
-    quarter of them: of fewer, a single one with a large drift is most of the mean."""
+    """At least so many tokens of a step are probed, prompts included, but no more than a quarter of them: of fewer, a single one
+    with a large drift is most of the mean."""
     probe_every: PositiveInt = 4
     """Steps from one such pass to the next. In between, `target` is held against the replayed drift and what the served one was
     above it in the last of them; with `max` and no `limit` there is one in every step. `limit` has its own after every step."""
@@ -270,23 +270,29 @@ class AlgorithmConfig(Section):
                 '`correction.weight` counts recomputed / rollout twice: it needs `anchor` = "recomputed", and a `policy_loss` '
                 "other than 'tis' and 'decoupled_ppo', which have it"
             )
-        if self.policy_loss not in POLICY_LOSSES:
-            import_policy_loss(self.policy_loss)
+        if self.policy_loss not in POLICY_LOSSES and ":" not in self.policy_loss:
+            hint = did_you_mean(self.policy_loss, POLICY_LOSSES, f"built in: {', '.join(POLICY_LOSSES)}.")
+            raise ValueError(
+                f"`policy_loss` = {self.policy_loss!r}: no such loss; {hint} Your own is `module:function`."
+            )
+
+
+def check_policy_loss(config: AlgorithmConfig) -> None:
+    """Import a loss of the user's own. Raises `ConfigError`. To read a configuration does not: it may be a stranger's."""
+    if config.policy_loss not in POLICY_LOSSES:
+        import_policy_loss(config.policy_loss)
 
 
 def import_policy_loss(path: str) -> Callable[..., Any]:
-    """The function at `module:function`. Raises `ValueError` if there is none that takes one argument."""
-    if ":" not in path:
-        hint = did_you_mean(path, POLICY_LOSSES, f"built in: {', '.join(POLICY_LOSSES)}.")
-        raise ValueError(f"`policy_loss` = {path!r}: no such loss; {hint} Your own is `module:function`.")
+    """The function at `module:function`. Raises `ConfigError` if there is none that takes one argument."""
     try:
-        function = pkgutil.resolve_name(path)
-    except Exception as error:  # importing somebody's module may raise anything
-        raise ValueError(f"`policy_loss` = {path!r} cannot be loaded: {error}") from error
+        function = resolve_name(path)
+    except (Exception, SystemExit) as error:  # importing somebody's module may raise anything
+        raise ConfigError(f"[algorithm] `policy_loss` = {path!r} cannot be loaded: {error}") from error
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
-        raise ValueError(
-            f"`policy_loss` = {path!r} must be a function of one argument, the loss inputs: {error}"
+        raise ConfigError(
+            f"[algorithm] `policy_loss` = {path!r} must be a function of one argument, the loss inputs: {error}"
         ) from error
     return function

@@ -176,6 +176,7 @@ class _Seen(msgspec.Struct):
     done: int
     waiting: int
     since: float
+    limit: float | None = None
     reported: bool = False
 
 
@@ -184,8 +185,7 @@ class Watchdog:
     it has done so far and how much waits for it. A stage with work that has done nothing for its limit has stalled. One without
     work is never blamed: it waits for another.
 
-    `limits`: seconds that each stage may go without progress, or each of a kind: `installing` is that of `installing/G`. A stage
-    that is not named has `default`."""
+    `limits`: seconds that each stage may go without progress. One that is neither named nor seen with a limit has `default`."""
 
     def __init__(self, clock: Callable[[], float], default: float, limits: Mapping[str, float] | None = None):
         self._clock, self._default, self._limits = clock, default, dict(limits or {})
@@ -195,15 +195,16 @@ class Watchdog:
         self._done = self._with_work = 0
         """Of all stages: what they have done, and how many have something waiting."""
 
-    def see(self, stage: str, done: int, waiting: int) -> None:
-        """`done` only grows while a stage's process lives; one that is smaller is a new process, which is progress too."""
+    def see(self, stage: str, done: int, waiting: int, limit: float | None = None) -> None:
+        """`done` only grows while a stage's process lives; one that is smaller is a new process, which is progress too. `limit`:
+        seconds that it may go without from now on."""
         now, seen = self._clock(), self._seen.get(stage)
         if seen is None:
             seen = self._seen[stage] = _Seen(0, 0, now)
         elif done != seen.done or not waiting or not seen.waiting:
             seen.since, seen.reported = now, False
         self._count(seen, -1)
-        seen.done, seen.waiting = done, waiting
+        seen.done, seen.waiting, seen.limit = done, waiting, limit
         self._count(seen, 1)
 
     def forget(self, stage: str) -> None:
@@ -228,8 +229,7 @@ class Watchdog:
         now = self._clock()
         out = []
         for stage, seen in self._seen.items():
-            of_its_kind = self._limits.get(stage.partition("/")[0], self._default)
-            limit = self._limits.get(stage, of_its_kind)
+            limit = self._limits.get(stage, self._default) if seen.limit is None else seen.limit
             if seen.waiting and now - seen.since >= limit:
                 out.append(Stall(stage, now - seen.since, limit, seen.done, seen.waiting))
         return out
@@ -250,6 +250,7 @@ class Watchdog:
 
 
 NO_CONTRAST = "no contrast"
+ALL_FAILED = "every episode failed"
 BROKEN = "drift beyond algorithm.rollout_kl.max"
 NOT_FINITE = "gradient not finite"
 
@@ -259,15 +260,23 @@ def why_no_update(metrics: Mapping[str, Any]) -> str:
     if metrics.get("optimizer/updates", 1):
         return ""
     if metrics.get("optimizer/no_contrast"):
-        return NO_CONTRAST
+        episodes, failed = _ended(metrics)
+        return ALL_FAILED if episodes and failed == episodes else NO_CONTRAST
     return BROKEN if metrics.get("optimizer/broken") else NOT_FINITE
+
+
+def _ended(metrics: Mapping[str, Any]) -> tuple[int, int]:
+    """How many episodes a step took, and how many of them had failed for good."""
+    ended = {name: value for name, value in metrics.items() if name.startswith("episode/ended_")}
+    return int(sum(ended.values())), int(ended.get("episode/ended_error", 0))
 
 
 class Updates:
     """Counts the steps of a run, as far as this process sees them, by what kept them from an update.
 
     Steps without contrast are the task's or the policy's, not a fault: one event, `no_contrast`, when they begin, and one,
-    `contrast_returned`, when they end. They neither count as skipped nor end a row of skipped steps.
+    `contrast_returned`, when they end. They neither count as skipped nor end a row of skipped steps. So it is with steps of which
+    every episode failed, which begin with `every_episode_failed`: how many may fail is judged elsewhere (`TaskFailures`).
 
     `limit`: skipped steps in a row that are let pass (`supervise.max_skipped_steps`). `warn`, `inform`: called with an event's
     name and its fields.
@@ -280,20 +289,28 @@ class Updates:
         self._skipped: list[tuple[int, str]] = []
         """Steps in a row that had contrast and made no update, and why."""
         self._all: Counter[str] = Counter()
+        self._episodes = self._failed = 0
 
     def stepped(self, step: int, metrics: Mapping[str, Any]) -> str:
         """Once after each step. Returns why the run must end; empty if it need not."""
         why = why_no_update(metrics)
         self._all[why] += 1
-        if why == NO_CONTRAST:
+        episodes, failed = _ended(metrics)
+        self._episodes, self._failed = self._episodes + episodes, self._failed + failed
+        if why in (NO_CONTRAST, ALL_FAILED):
             self._flat += 1
-            if self._flat == 1:
+            if self._flat == 1 and why == ALL_FAILED:
+                self._warn(
+                    "every_episode_failed", step=step, episodes=episodes, hint="see the events episode_abandoned"
+                )
+            elif self._flat == 1:
                 self._warn(
                     "no_contrast",
                     step=step,
                     groups=int(metrics["batch/groups"]),
                     groups_without=int(metrics["advantage/zero_variance_groups"]),
                     trained_tokens=int(metrics["batch/trained_tokens"]),
+                    episodes_failed=failed,
                     hint="no update is made until scores differ within a group: look at the reward and at how hard the "
                     "tasks are, or raise schedule.samples_per_group",
                 )
@@ -314,6 +331,12 @@ class Updates:
             f"{_counted(Counter(why for _, why in self._skipped))} (steps {first} to {last}). Lower learner.lr, or begin from "
             f"a checkpoint before step {first}; the events step_skipped and trust_region_broke have each step's figures"
         )
+
+    def failure(self) -> str:
+        """Why a run without an update has failed, and was not merely idle: most of its episodes did. Empty if it has not."""
+        if 2 * self._failed <= self._episodes:
+            return ""
+        return f"no step made an update, and {self._failed} of {self._episodes} episodes failed"
 
     def without(self) -> str:
         """What the steps without an update lacked, as `12 x no contrast, 1 x gradient not finite`; empty if there was none."""

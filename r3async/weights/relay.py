@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from r3async.untrusted import decode_msgpack
 from r3async.world import MAX_FRAME, File, MessageSocket
 
 CHUNK_BYTES = 2**20
@@ -81,11 +82,8 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Raises `msgspec.MsgspecError`."""
-    try:
-        return msgspec.msgpack.decode(data, type=Message)
-    except UnicodeDecodeError as error:  # msgspec lets that one through
-        raise msgspec.DecodeError(str(error)) from error
+    """Raises `Malformed`."""
+    return decode_msgpack(data, Message)
 
 
 def chunks_of(nbytes: int) -> int:

@@ -20,6 +20,7 @@ from urllib.parse import quote
 import msgspec
 import xxhash
 
+from r3async.untrusted import Malformed, decode_text
 from r3async.weights.delta import Identity, apply, identity
 from r3async.weights.host import HostFolder
 from r3async.weights.manifest import WeightError, WeightManifest
@@ -102,6 +103,7 @@ class TcpServer:
         return Source(self._announced(socket.endpoint), name, nbytes, base, delta_bytes, self._here)
 
     def _add(self, name: str, path: Path) -> int:
+        self._serving.forget(name)  # of a try before this one
         file = self._files.open(path)
         self._serving.offer(name, file)
         self._paths[name] = path
@@ -115,14 +117,14 @@ class TcpServer:
 
     def _arrived(self, frames: list[Any]) -> None:
         socket, peer = self._sockets_open[0], frames[0].bytes
-        with contextlib.suppress(msgspec.MsgspecError, IndexError):  # not one of ours, or damaged
+        with contextlib.suppress(Malformed, IndexError):  # not one of ours, or damaged
             message = decode(frames[1].bytes)
             if isinstance(message, Join):
                 known = message.stream in self._paths
-                answer = self._trees.join(peer.decode(), message) if known else Gone(message.stream)
+                answer = self._trees.join(decode_text(peer), message) if known else Gone(message.stream)
                 socket.send([peer, encode(answer)])
             elif isinstance(message, Done):
-                self._trees.done(peer.decode(), message)
+                self._trees.done(decode_text(peer), message)
             elif isinstance(message, Get):
                 self._serving.answer(socket, peer, message)
 
@@ -217,6 +219,10 @@ class TcpReceiver:
             ) from error
         return msgspec.structs.replace(manifest, path=str(path))
 
+    async def discard(self, manifest: WeightManifest) -> None:
+        """See `WeightReceiver.discard`. The learner's own file stays."""
+        await self._run(self._folder.discard, identity(manifest))
+
     async def close(self) -> None:
         """See `WeightReceiver.close`."""
         await self._sockets.close()
@@ -230,7 +236,8 @@ class TcpReceiver:
     async def _fetch(self, source: Source, wanted: Identity, manifest: WeightManifest) -> None:
         base = source.base if source.base is not None and self._has(source.base) else None
         await self._run(self._folder.tidy, base)
-        check_free(self._folder.path, source.nbytes, manifest.version, self._files)
+        beside = source.nbytes if base is not None else 0
+        check_free(self._folder.path, source.nbytes, manifest.version, self._files, beside)
         self._open(source.endpoint)
         path = self._folder.place(wanted)
         if base is not None:
@@ -272,7 +279,7 @@ class TcpReceiver:
         self._root.append(self._sockets.dealer(endpoint, self._identity, self._arrived, keys=self._keys))
 
     def _asked(self, frames: list[Any]) -> None:
-        with contextlib.suppress(msgspec.MsgspecError, IndexError):  # not one of ours, or damaged
+        with contextlib.suppress(Malformed, IndexError):  # not one of ours, or damaged
             message = decode(frames[1].bytes)
             if isinstance(message, Get):
                 self._serving.answer(self._relay[0], frames[0].bytes, message)
@@ -281,7 +288,7 @@ class TcpReceiver:
         expected = self._expected
         try:
             message = decode(frames[0].bytes)
-        except msgspec.MsgspecError:
+        except Malformed:
             return
         if message.stream != expected.name:
             return

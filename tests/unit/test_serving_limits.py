@@ -11,7 +11,18 @@ import pytest
 
 from r3async.config import EpisodeConfig
 from r3async.rollout.agents.session import Session
-from tests.helpers.serving import SETTINGS, TASK, answer_ids, client_of, ready, renderer, serving, talking, user
+from tests.helpers.serving import (
+    SETTINGS,
+    TASK,
+    answer_ids,
+    client_of,
+    handed_out,
+    ready,
+    renderer,
+    serving,
+    talking,
+    user,
+)
 
 LIMIT = 10.0
 
@@ -228,8 +239,8 @@ async def test_an_answer_counts_once_also_before_its_caller_has_it():
 
     async def ask_after_the_first():
         await answered.wait()
-        return await session.complete([*b"second"])
+        return await handed_out(session.complete([*b"second"]))
 
     async with asyncio.timeout(LIMIT):
-        await asyncio.gather(session.complete([*b"first"]), ask_after_the_first())
+        await asyncio.gather(handed_out(session.complete([*b"first"])), ask_after_the_first())
     assert session.turns == 2

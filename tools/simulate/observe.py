@@ -11,8 +11,6 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
-import msgspec
-
 from r3async.actors.conductor import Conductor
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
@@ -63,6 +61,7 @@ from r3async.transport.wire import (
     decoded_bytes,
     frames_of,
 )
+from r3async.untrusted import Malformed, decode_msgpack
 from r3async.weights import relay
 from r3async.world import Files, Lane, Placement
 from r3async.world.simulated.actors import PLACEMENT, Actor, SimulatedActors, SimulatedRef
@@ -186,7 +185,7 @@ class Watched(Simulation):
         """What the learner and hosts say of weights."""
         try:
             message = relay.decode(head)
-        except msgspec.MsgspecError:
+        except Malformed:
             return  # not of theirs, or damaged
         if isinstance(message, relay.Join) and event == "arrived":
             self._avoided[route.identity] = message.avoid
@@ -336,10 +335,7 @@ def _conductor(kind: type) -> type:
 
         async def lease(self, message: bytes) -> bytes:
             answer = await super().lease(message)
-            call, said = (
-                msgspec.msgpack.decode(message, type=LeaseCall),
-                msgspec.msgpack.decode(answer, type=LeaseAnswer),
-            )
+            call, said = decode_msgpack(message, LeaseCall), decode_msgpack(answer, LeaseAnswer)
             generator_id, leases = call.generator_id, said.leases
             told = tuple((lease.group_index, lease.episode_indices) for lease in leases)
             simulation = _watched(self.world.process)

@@ -85,6 +85,9 @@ class WatchedFiles:
     def free(self, path: Path) -> int:
         return self._of(path).free(path)
 
+    def capacity(self, path: Path) -> int:
+        return self._of(path).capacity(path)
+
     def sync_directory(self, directory: Path) -> None:
         self._of(directory).sync_directory(directory)
         if directory.name == "checkpoints":

@@ -32,6 +32,7 @@ from r3async.tools.simulate.observe import Watched
 from r3async.tools.simulate.planting import replaced
 from r3async.tools.simulate.shrink import Case
 from r3async.tools.simulate.workload import CHUNK_BYTES, draw_workload
+from r3async.untrusted import decode_object
 from r3async.weights import relay
 from r3async.world.appending import Report
 from r3async.world.simulated.loop import Deadlock, LimitReached
@@ -146,7 +147,7 @@ class Simulated:
     def __init__(self, case: Case, pipeline: type[Pipeline] = Pipeline, details: bool = False):
         self.case, self._pipeline = case, pipeline
         self.config: Config = case.workload.config(MODEL)
-        described = msgspec.json.decode((MODEL / "config.json").read_bytes())
+        described = decode_object((MODEL / "config.json").read_bytes())
         routing, _ = moe_geometry(described)
         self.checker = Checker(case.workload.rules())
         self.simulation = Watched(

@@ -9,10 +9,9 @@ import json
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from r3async.config import ConfigError, EpisodeConfig, ServingConfig, bare_host, in_url
@@ -40,6 +39,7 @@ from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeTask
 from r3async.transport.sockets import off_loop
+from r3async.untrusted import Malformed, decode_json, whole_number
 from r3async.world.real import REAL
 
 STOP_SECONDS = 2.0
@@ -195,7 +195,8 @@ class AgentServer:
         except web.HTTPException as error:
             refused = Refused(f"{request.method} {request.path}: {error.reason}", status=error.status)
         except Exception as error:
-            self._report("serving_failed", path=request.path, error=repr(error))
+            if not _has_gone(request):
+                self._report("serving_failed", path=request.path, error=repr(error))
             refused = Refused(f"internal error: {error!r}", status=500, kind="server_error")
         # What the official clients look at before they try again by themselves.
         headers = {"x-should-retry": "true" if refused.again else "false"}
@@ -222,8 +223,8 @@ class AgentServer:
         except TimeoutError:
             raise Refused(f"the body took longer than serving.read_timeout = {seconds:g} s", status=408) from None
         try:
-            return await off_loop(REAL.threads, len(body), msgspec.json.decode, body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return await off_loop(REAL.threads, len(body), decode_json, body)
+        except Malformed as error:
             raise Refused(f"the body is not JSON: {error}") from error
 
     def _refuse_many(self, **lists: Sequence[Any]) -> None:
@@ -237,23 +238,23 @@ class AgentServer:
         session = self._session(request)
         asked = edge.read(await self._body(request), self.settings, session.remembered)
         self._refuse_many(messages=asked.messages, tools=asked.tools)
-        sampled, message = await session.chat(session.read(asked.messages), asked)
-        answer = self._answer(edge.kind, session, sampled, message)
-        if asked.remembered is not None:
-            session.remembered[answer.id] = [*asked.remembered, message]
-        body = edge.write(asked, answer)
-        if asked.stream:
-            return await self._stream(request, list(edge.events(asked, body)), edge.end)
-        return web.json_response(body)
+        async with session.chat(session.read(asked.messages), asked) as (sampled, message):
+            answer = self._answer(edge.kind, sampled, message)
+            body = edge.write(asked, answer)
+            response = _stream(edge.events(asked, body), edge.end) if asked.stream else web.json_response(body)
+            await _hand_out(request, response)
+            if asked.remembered is not None:
+                session.remembered[answer.id] = [*asked.remembered, message]
+        return response
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         asked = read_completion(await self._body(request), self.settings)
-        sampled = await session.complete(asked.one_prompt, asked.max_tokens, stop_strings(asked.stop))
-        body = completion_answer(asked, self._answer("cmpl", session, sampled, {}))
-        if asked.stream:
-            return await self._stream(request, list(completion_events(asked, body)), DONE)
-        return web.json_response(body)
+        async with session.complete(asked.one_prompt, asked.max_tokens, stop_strings(asked.stop)) as sampled:
+            body = completion_answer(asked, self._answer("cmpl", sampled, {}))
+            response = _stream(completion_events(asked, body), DONE) if asked.stream else web.json_response(body)
+            await _hand_out(request, response)
+        return response
 
     async def _count(self, request: web.Request) -> web.Response:
         session = self._session(request)
@@ -261,28 +262,14 @@ class AgentServer:
         self._refuse_many(messages=asked.messages, tools=asked.tools)
         return web.json_response({"input_tokens": await session.count(asked)})
 
-    def _answer(self, kind: str, session: Session, sampled: Sampled, message: dict[str, Any]) -> Answer:
+    def _answer(self, kind: str, sampled: Sampled, message: dict[str, Any]) -> Answer:
         return Answer(
-            f"{kind}-{session.task.trajectory_id}-{sampled.turn}",
+            f"{kind}-{sampled.name}",
             self.serving.model_name,
             sampled,
             message,
             lambda: [self._renderer.decode([token]) for token in sampled.token_ids],
         )
-
-    async def _stream(
-        self, request: web.Request, events: list[tuple[str, dict[str, Any]]], end: bytes
-    ) -> web.StreamResponse:
-        """The engine answers at the end of an answer, so nothing can fail any more once this begins."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        for name, data in events:
-            head = f"event: {name}\n" if name else ""
-            await response.write(f"{head}data: {json.dumps(data)}\n\n".encode())
-        if end:
-            await response.write(end)
-        await response.write_eof()
-        return response
 
     async def _models(self, request: web.Request) -> web.Response:
         if not self._has_token(request):
@@ -350,8 +337,10 @@ class AgentServer:
                 )
             session = self._offered.popleft()
         else:
-            if isinstance(seed, bool) or not isinstance(seed, int):
-                raise Refused(f"task_seed must be an integer, not {seed!r}", param="task_seed")
+            try:
+                seed = whole_number(seed, 0, 2**63 - 1)
+            except ValueError as error:
+                raise Refused(f"task_seed {error}", param="task_seed") from error
             if len(self._outside) >= self.serving.max_sessions:
                 raise Refused(
                     f"serving.max_sessions = {self.serving.max_sessions} are open", status=429, code="too_many_sessions"
@@ -359,7 +348,35 @@ class AgentServer:
             session = self.open(OutsideTask(next(self._serial), 0, seed))
             self._outside.add(session.key)
             asyncio.get_running_loop().call_later(self.settings.timeout, self.close, session)
-        return web.json_response({"key": session.key, "base_url": self.base_url, **self._summary(session)})
+        response = web.json_response({"key": session.key, "base_url": self.base_url, **self._summary(session)})
+        try:
+            await _hand_out(request, response)
+        except BaseException:
+            # Nobody has its key: it waits for the next one, or ends.
+            if session.key in self._outside:
+                self.close(session)
+            elif not session.closed.is_set():
+                self._offered.appendleft(session)
+            raise
+        return response
+
+
+def _stream(events: Iterable[tuple[str, dict[str, Any]]], end: bytes) -> web.Response:
+    """In one piece: the engine answers at the end of an answer, and half of one is none."""
+    named = [(f"event: {name}\n" if name else "", json.dumps(data)) for name, data in events]
+    text = "".join(f"{head}data: {data}\n\n" for head, data in named)
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    return web.Response(body=text.encode() + end, headers=headers)
+
+
+async def _hand_out(request: web.Request, response: web.Response) -> None:
+    """Send it. Raises `ConnectionError` if who asked has gone."""
+    await response.prepare(request)
+    await response.write_eof()
+
+
+def _has_gone(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
 
 
 def _is_anthropic(request: web.Request) -> bool:
@@ -369,8 +386,8 @@ def _is_anthropic(request: web.Request) -> bool:
 
 def _turn_of(answer_id: Any, session: Session) -> int:
     """Raises `Refused` for what is no answer's id, or that of an answer in another episode."""
-    kind, _, rest = str(answer_id).partition("-")
-    episode, _, turn = rest.rpartition("-")
-    if kind not in _KINDS or episode != session.task.trajectory_id or not turn.isdecimal():
+    kind, _, name = str(answer_id).partition("-")
+    turn = session.turn_of(name) if kind in _KINDS else -1
+    if turn < 0:
         raise Refused(f"{str(answer_id)[:100]!r} is not the id of an answer in this episode", param="id")
-    return int(turn)
+    return turn

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,6 +26,7 @@ from r3async.data.routes import route_dtype
 from r3async.data.supports import Supports
 from r3async.data.versions import SpanRecorder, expand
 from r3async.rollout.engines import EngineError, Generation, GenerationRequest, InstallReport
+from r3async.untrusted import decode_python_json
 from r3async.weights.manifest import Difference, WeightError, WeightManifest
 from r3async.world import Files, World
 from r3async.world.real import REAL
@@ -332,7 +332,7 @@ def scripted_engine(
             f"`generator.engine_args` has {', '.join(map(repr, unknown))}: the scripted engine knows `token_seconds` and "
             "`install_seconds` only"
         )
-    routing, _ = moe_geometry(json.loads((Path(model_path) / "config.json").read_text()))
+    routing, _ = moe_geometry(decode_python_json((Path(model_path) / "config.json").read_bytes()))
 
     installed = itertools.count()
 

@@ -9,6 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""What rows and chat templates call the thought of a message; the first is its name here."""
+
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One chat message, as chat templates take it. What is empty is left out of what the template sees. `reasoning_content`: a

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from r3async.data.records import GrowingTokens
-from r3async.envs import Message
+from r3async.envs import THOUGHTS, Message
 from r3async.rollout.growing import GrowingText, TemplateHabits
 
 REMEMBERED = 32
@@ -31,8 +31,6 @@ BEGINNING = 3
 """Messages of the beginning of a conversation, at most."""
 CHANGING = ("strftime_now", "now(", "random", "uuid")
 """What a template may call whose text changes with time or by luck."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""What templates call the thought of a message; the first is its name here."""
 _ANSWER, _NEXT = "quokka", "wombat"
 """Contents whose places in a template's text are found again."""
 MARKS = range(0xF0000, 0xFFFFE)

@@ -110,7 +110,7 @@ class Tasks:
             if failed is not None and failed.task_seed not in self._quarantined:
                 self._quarantine(failed, next_group)
             if end.failed_by is not None and self._failures.too_many(end.failed_by):
-                self._stop(end.failed_by)
+                self._stop(end.failed_by, end)
 
     def _quarantine(self, failed: FailedTask, next_group: int) -> None:
         error = failed.error.partition("\n")[0][:ERROR_CHARACTERS]
@@ -125,9 +125,9 @@ class Tasks:
         self._quarantined[task.task_seed] = task.from_group
         self._file.append(msgspec.json.encode(task))
 
-    def _stop(self, by: By, end: EpisodeEnd) -> None:
+    def _stop(self, by: By) -> None:
         self._reason = (
-            self._reason or f"too many tasks fail: {self._failures.describe(by)}. The last one: {end.described}"
+            self._reason or f"too many tasks fail: {self._failures.describe(by)}. The last one: {self.last_failure}"
         )
         self._too_many.set()
 

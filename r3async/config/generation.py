@@ -168,8 +168,8 @@ class EpisodeConfig(Section):
     timeout: Positive = 600.0
     """Seconds one episode may take. One that has answers by then is trained on them; another is tried again."""
     retries: int = 2
-    """Times an episode in which the environment failed is tried again. What becomes of one that fails for good:
-    `supervise.max_failed_fraction`."""
+    """Times an episode in which the environment failed is tried again; not once more where its code raised twice at one place,
+    unless a connection or a time-out is behind it. What becomes of one that fails for good: `supervise.max_failed_fraction`."""
     engine_retries: int = 2
     """Times in an episode that a call at which the engine failed (an error, an aborted request) is made again. The turns before
     it stay; an episode that needs more has failed."""
@@ -277,7 +277,8 @@ class ServingConfig(Section):
     max_messages: PositiveInt = 1024
     """In one request, and as many tools; more are refused before the chat template sees them."""
     max_connections: PositiveInt = 512
-    """To one generator's endpoint at once; further ones are closed."""
+    """To one generator's endpoint at once. A further one takes the place of the oldest that has shown no key, and is closed
+    where all have."""
     read_timeout: Positive = 30.0
     """Seconds that a connection may take for the head of a request, and for its body."""
     max_sessions: PositiveInt = 64

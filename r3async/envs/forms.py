@@ -6,7 +6,6 @@ What a row has for the chat template is shown to it, or the row is refused: noth
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,8 +14,9 @@ import msgspec
 
 from r3async.config import ConfigError, DataConfig, did_you_mean
 from r3async.config.data import Template
-from r3async.envs import Message
+from r3async.envs import THOUGHTS, Message
 from r3async.envs.rows import Found, Row
+from r3async.untrusted import Malformed, decode_json
 
 ANSWERS = ("reward_model.ground_truth", "answer", "solution", "ground_truth")
 """Where an answer is looked for, unless `data.answer` says."""
@@ -27,8 +27,6 @@ NOT_SHOWN = {
     "audios": "only text is shown",
 }
 """Columns that a chat template, or a model, would be given elsewhere; and what to do."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Of a message: what its thought is called."""
 LEARNT = ("weight", "train", "loss")
 """Of a message: what says that an answer is not to be learnt."""
 _FIELD = re.compile(r"\{([^{}\s]+)\}")
@@ -107,8 +105,8 @@ def tools_of(task: Task) -> list[dict[str, Any]]:
             raise ConfigError(f"{task.where}: its column {name!r} has no effect: {remedy}; leave the column out")
     tools = task.row.get("tools") or []
     if isinstance(tools, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            tools = json.loads(tools) or []
+        with contextlib.suppress(Malformed):
+            tools = decode_json(tools) or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError(f"{task.where}: `tools` must be a list of JSON schemas, or its text, not {_short(tools)}")
     return tools
@@ -182,8 +180,8 @@ def _structured(call: Any) -> Any:
     """A call with arguments as an object, which is what templates write best; where they are none, as it is."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(arguments := json.loads(text), dict):
+        with contextlib.suppress(Malformed):
+            if isinstance(arguments := decode_json(text), dict):
                 return {**call, "function": {**function, "arguments": arguments}}
     return call
 

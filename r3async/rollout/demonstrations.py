@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -52,47 +52,34 @@ def demonstrate(
 ) -> Demonstration:
     """A conversation that is known whole, each answer of the assistant that is to be learnt after the prompt that an episode
     would have. Raises `TemplateError`, also for an answer that the template does not write as it is, or does not end."""
-    demonstration, template, text = Demonstration(), _Template(renderer, tools), ""
+    demonstration, template = Demonstration(), _Template(renderer, tools)
     learnt = [i for i, m in enumerate(messages) if m.role == "assistant" and not isinstance(m, ShownAnswer)]
     for at, following in zip(learnt, [*learnt[1:], len(messages)], strict=True):
-        turn = messages[:at], messages[at], messages[at + 1 : following]
-        seen = demonstration.rows[-1][0]
-        written = template.write(text, *turn)
-        if written is None:
-            seen, written = [], template.write("", *turn)
-        assert written is not None
-        demonstration.turn([*seen, *written.prompt], written.answer)
-        demonstration.unasked = demonstration.unasked or written.unasked
-        text = written.text
+        prompt, answer = template.write(messages[:at], messages[at], messages[at + 1 : following])
+        demonstration.turn(prompt, answer)
+    demonstration.unasked = template.unasked
     return demonstration
 
 
-class _Written(NamedTuple):
-    """A turn behind the text of a row: tokens of the rest of its prompt and of the answer, and the row's text with both. See
-    `Demonstration.unasked`."""
-
-    prompt: list[int]
-    answer: list[int]
-    text: str
-    unasked: str = ""
-
-
 class _Template:
-    """What the template writes of a conversation."""
+    """What the template writes of a conversation, turn by turn. `unasked`: see `Demonstration`."""
 
     def __init__(self, renderer: ChatRenderer, tools: Sequence[Mapping[str, Any]]):
         self._renderer, self._tools = renderer, tools
+        self._pieces: list[tuple[str, list[int]]] = []
+        """Text and tokens of the turns so far, prompts and answers apart."""
+        self.unasked = ""
 
     def write(
-        self, text: str, before: Sequence[Message], answer: Message, behind: Sequence[Message]
-    ) -> _Written | None:
-        """The answer to the messages `before`, behind a row's `text`. None where the template now writes otherwise what the row
-        has. Raises `TemplateError`."""
+        self, before: Sequence[Message], answer: Message, behind: Sequence[Message]
+    ) -> tuple[list[int], list[int]]:
+        """The tokens of the prompt of the messages `before`, and of the answer. Turns that the template still writes as it did
+        keep their tokens. Raises `TemplateError`."""
         renderer = self._renderer
         prompt = renderer.render(before, self._tools)
         whole = renderer.render_answered([*before, answer], self._tools)
-        if not (prompt.startswith(text) and whole.startswith(text)):
-            return None
+        while not (prompt.startswith(kept := "".join(text for text, _ in self._pieces)) and whole.startswith(kept)):
+            self._pieces.pop()
         shared = opened = len(prompt)
         if not whole.startswith(prompt):  # the template opens an answer otherwise than it writes this one
             opened = _common(prompt, renderer.render_answered(before, self._tools))
@@ -104,15 +91,20 @@ class _Template:
         if ended := renderer.ends.search(whole, shared):
             whole = whole[: ended.end()]
         _check(renderer, answer, whole[opened:])
-        asked, told = renderer.encode(prompt[len(text) :]), renderer.encode(whole[shared:])
-        unasked = ""
+        given, said = renderer.encode(prompt[len(kept) :]), renderer.encode(whole[shared:])
         if shared < len(prompt):  # what both begin with, in whole tokens
-            told = renderer.encode(whole[len(text) :])
-            common = _common(asked, told)
-            asked, told, unasked = told[:common], told[common:], renderer.decode(asked[common:])
-        if [i for i, token in enumerate(told) if token in renderer.stop_token_ids] != [len(told) - 1]:
+            told = renderer.encode(whole[len(kept) :])
+            common = _common(given, told)
+            self.unasked = self.unasked or renderer.decode(given[common:])
+            given, said = told[:common], told[common:]
+        if [i for i, token in enumerate(said) if token in renderer.stop_token_ids] != [len(said) - 1]:
             raise TemplateError(f"the tokenizer does not find the end of the answer in {whole[shared:]!r:.200}")
-        return _Written(asked, told, whole, unasked)
+        seen = [token for _, ids in self._pieces for token in ids]
+        if shared < len(prompt):
+            self._pieces.append((whole[len(kept) :], [*given, *said]))
+        else:
+            self._pieces += [(prompt[len(kept) :], given), (whole[shared:], said)]
+        return [*seen, *given], said
 
     def _end_behind(self, whole: str, before: Sequence[Message], answer: Message, behind: Sequence[Message]) -> str:
         """What ends the answer where the template leaves that to the message behind it, which begins with a token of its own."""

@@ -168,10 +168,14 @@ class Session:
 
         def counted() -> int:
             renderer = rendering(self.renderer, asked.template_args)
-            return len(renderer.encode(renderer.render(messages, asked.tools)))
+            text = renderer.render(messages, asked.tools)
+            renderer.check_length(len(text), self.settings.max_prompt_tokens)
+            return len(renderer.encode(text))
 
         try:
             return await in_tokenizer(counted)
+        except TextTooLong as error:
+            raise self._exceeds(f"{error.characters} characters") from error
         except TemplateError as error:
             raise Refused(str(error), param="messages") from error
 
@@ -346,6 +350,9 @@ class Session:
 
     def _too_long(self, what: str) -> Refused:
         self.limit = "length"
+        return self._exceeds(what)
+
+    def _exceeds(self, what: str) -> Refused:
         most = min(self.settings.max_prompt_tokens, self.settings.max_total_tokens - 1)
         return Refused(
             f"This model's maximum context length is {most} tokens of prompt (episode.max_prompt_tokens, "

@@ -181,7 +181,7 @@ def open_client(address: str, headers: dict[str, str] | None = None) -> Any:
 
 def _take_own_token(address: str) -> bool:
     """Have this process use the token that Ray keeps for its user. False if there is none, or it is not for that address."""
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     host = _split(address).hostname or ""
     if AUTH_MODE in os.environ or not (is_loopback(host) or host in _own_addresses()):

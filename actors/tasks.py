@@ -110,7 +110,7 @@ class Tasks:
             if failed is not None and failed.task_seed not in self._quarantined:
                 self._quarantine(failed, next_group)
             if end.failed_by is not None and self._failures.too_many(end.failed_by):
-                self._stop(end.failed_by, end)
+                self._stop(end.failed_by)
 
     def _quarantine(self, failed: FailedTask, next_group: int) -> None:
         error = failed.error.partition("\n")[0][:ERROR_CHARACTERS]

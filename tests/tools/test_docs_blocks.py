@@ -1,8 +1,9 @@
 """Every shell block of README.md and docs/*.md is executed, or says why it cannot be.
 
 A comment before a block says how. None: it is run. `<!-- test: dry-run -->`: each line is a `r3async train`, and its
-plan is made. `<!-- test: skip: REASON -->`: it is not run. A Python block is compiled; `<!-- test: file NAME -->` puts it
-where the page's later blocks find it (a TOML block, too), and `<!-- test: run -->` runs it.
+plan is made. `<!-- test: skip: REASON -->`: it is not run. A Python block is executed to its end: as it
+is (`<!-- test: run -->`), as the module that `<!-- test: file NAME -->` puts where the page's later blocks find it (a TOML block,
+too), or as a program that trains, `<!-- test: train -->`, by tests/ray/test_docs_programs.py.
 """
 
 import os
@@ -57,7 +58,7 @@ def test_every_block_says_a_way_that_there_is(page):
         if block.language == "sh":
             assert block.how in ("", "dry-run") or re.match(r"skip: \w.{9,}", block.how), (page.name, block)
         elif block.language == "python":
-            assert block.how in ("", "run") or re.match(r"file \w+\.py$", block.how), (page.name, block)
+            assert block.how in ("run", "train") or re.match(r"file \w+\.py$", block.how), (page.name, block)
         else:
             file = block.language == "toml" and re.match(r"file \w+\.toml$", block.how)
             assert not block.how or file, (page.name, block)
@@ -97,13 +98,13 @@ def copy_sources(target):
 
 
 def play(block, folder):
-    code = compile(block.text, "<page>", "exec")
-    if block.how == "run":
-        exec(code, {"__name__": "page"})
-    elif block.how.startswith("file "):
+    if block.how == "train":
+        return
+    if block.how.startswith("file "):
         name = block.how.removeprefix("file ")
         (folder / name).write_text(block.text)
         sys.modules.pop(name.removesuffix(".py"), None)
+    exec(compile(block.text, "<page>", "exec"), {"__name__": "page"})
 
 
 def dry_run(line):

@@ -1,0 +1,41 @@
+"""Programs of the pages that train: executed to their end as they are written, but for the size of their runs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.tools.test_docs_blocks import PAGES, blocks
+
+SMALLER = {
+    'schedule={"max_staleness": 0}': 'schedule={"max_staleness": 0, "groups_per_step": 4, "samples_per_group": 4}, '
+    'model={"init": {"max_warm_steps": 10}}, steps=2',
+    "steps=20": 'schedule={"groups_per_step": 4, "samples_per_group": 4}, model={"init": {"max_warm_steps": 10}}, steps=2',
+    "episodes=256": "episodes=8",
+}
+PROGRAMS = [(page.stem, block.text) for page in PAGES for block in blocks(page) if block.how == "train"]
+
+
+def test_there_are_programs_that_train():
+    assert {"README", "operations"} <= {page for page, _ in PROGRAMS}
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(560)
+@pytest.mark.parametrize(("page", "program"), PROGRAMS, ids=[page for page, _ in PROGRAMS])
+def test_a_program_of_the_pages_ends_without_an_error(page, program, tmp_path, ray_head):
+    for written, smaller in SMALLER.items():
+        program = program.replace(written, smaller)
+    assert "steps=2" in program, "its run has to be made smaller"
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "RAY_ADDRESS": ray_head},
+        timeout=540,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs" / "latest" / "metrics.jsonl").read_text().count("\n") == 2

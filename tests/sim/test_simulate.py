@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextvars import Context
 from pathlib import Path
 
 import msgspec
@@ -12,14 +13,15 @@ import pytest
 
 from r3async.tools.simulate.command import read_case, write_case
 from r3async.tools.simulate.mutants import MUTANTS
-from r3async.tools.simulate.run import draw_case, model_here
+from r3async.tools.simulate.run import Simulated, draw_case, model_here
 from r3async.tools.simulate.search import quiet_logs, run_case, search
 from r3async.tools.simulate.shrink import Case
+from r3async.tools.simulate.workload import Workload
 
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
 SEEDS = 150
 """Of ten virtual minutes each, at least. `r3async simulate --seeds 1000` runs more."""
-QUICK = ("unlink_before_commit", "version_counted_twice", "recovery_forgets")
+QUICK = ("unlink_before_commit", "version_counted_twice", "recovery_forgets", "failed_parent_given_again")
 WITHIN = 25
 """Seeds in which each of these is found."""
 
@@ -87,3 +89,21 @@ def test_a_case_is_written_and_read(tmp_path: Path):
     write_case(tmp_path / "case.json", case)
     assert read_case(tmp_path / "case.json") == case
     assert isinstance(case, Case)
+
+
+def test_a_run_without_contrast_in_any_step_ends_without_a_model_and_is_no_failure():
+    result, _ = run_case(Case(Workload(3, steps=2, flat=1)))
+    assert not result.violated, f"{result.violated}: {result.reason}"
+    assert result.steps == 2
+
+
+def test_a_run_in_which_something_is_left_unhandled_fails():
+    simulated = Simulated(Case(Workload(3, steps=2)))
+
+    def fail() -> None:
+        raise ValueError("nobody handles this")
+
+    simulated.simulation.loop.call_at(1.0, fail, context=Context())
+    result = simulated.run()
+    assert result.violated == "unhandled"
+    assert "ValueError: nobody handles this" in result.reason

@@ -11,12 +11,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import msgspec
-
 from r3async.actors.crew import Wish, write_wish
 from r3async.tools.simulate.faults import MOST_GENERATORS, Fault, quiet_after
 from r3async.tools.simulate.history import Acknowledged, Began, Event, Injected, Quiet, Taken
 from r3async.tools.simulate.observe import Watched
+from r3async.untrusted import Malformed
 from r3async.weights import relay
 from r3async.world.simulated.disk import WRITING, SimulatedDisk
 from r3async.world.simulated.loop import Killed
@@ -291,7 +290,7 @@ def _is_chunk(frames: Frames) -> bool:
         return False
     try:
         return isinstance(relay.decode(frames[0]), relay.Chunk)
-    except msgspec.MsgspecError:
+    except Malformed:
         return False
 
 

@@ -16,6 +16,7 @@ from r3async.schedule.spool import Spool
 from r3async.tools.simulate.planting import mutant, plant
 from r3async.transport.outbox import Outbox
 from r3async.transport.receiver import Receiver
+from r3async.untrusted import Malformed
 from r3async.weights import delta, relay, tcp
 from r3async.weights.host import HostFolder
 from r3async.weights.tcp import Expected, TcpReceiver
@@ -44,7 +45,7 @@ def chunk_out_of_order(arrived: Any) -> Any:
     def any_chunk(self: TcpReceiver, frames: list[Any]) -> None:
         try:
             message = relay.decode(frames[0].bytes)
-        except msgspec.MsgspecError:
+        except Malformed:
             return
         expected: Expected = self._expected
         if isinstance(message, relay.Chunk) and message.stream == expected.name and expected.next < expected.count:

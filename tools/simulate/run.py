@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.process import NotTrained, ProcessLost, RunFailed
+from r3async.actors.process import NotTrained, ProcessLost, RunFailed, StoppedBeforeStep
 from r3async.actors.run_dir import LOCK_SECONDS, open_run
 from r3async.actors.supervise import Pipeline, supervise
 from r3async.checkpoint import CheckpointError
@@ -325,7 +325,8 @@ class Simulated:
 
 def _was_stopped(outcome: Exception | str | None) -> bool:
     """How a run ends that a person has stopped: in order, or because an actor was lost, or did not end."""
-    return outcome is None or isinstance(outcome, ProcessLost) or "stop_grace_seconds" in str(outcome)
+    ended = outcome is None or isinstance(outcome, ProcessLost | StoppedBeforeStep)
+    return ended or "stop_grace_seconds" in str(outcome)
 
 
 def _may_fail(outcome: Exception | None, last: float, now: float) -> bool:

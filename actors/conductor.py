@@ -274,7 +274,7 @@ class Conductor:
         self._phase = "delivering weights"
         published = await self.learner.call("publish")
         known = self.config, self.events, self.fleet, self.learner, way, tokens, published
-        installer = Installer(*known, self.world, self._wake)
+        installer = Installer(*known, world=self.world, wake=self._wake)
         await installer.begin()
         self.admission.published(published.version)
         self._delivered(published.version, no_delivery())  # of a resumed run's last step

@@ -213,9 +213,7 @@ class Installer:
         generator.health.installed(version, version if generator.live else self.published.version)
         return report
 
-    async def _with_its_disk(
-        self, generator: Generator, call: Callable[..., Coroutine[Any, Any, T]], *args: Any
-    ) -> T:
+    async def _with_its_disk(self, generator: Generator, call: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """What a call to it returns. A disk of its host that does not take weights is tried again: by one that was restarted
         until it does, by one that others wait for as long as an installation may take."""
         waited_for = generator.live or not generator.restarts
@@ -244,7 +242,9 @@ class Installer:
         """End its process; its supervisor does the rest, as for any loss. Raises `RunFailed` if nobody can install the
         version."""
         name = generator.generator_id
-        self._events.warning("install_failed", generator=name, pid=generator.pid, version=version, error=str(error)[:500])
+        self._events.warning(
+            "install_failed", generator=name, pid=generator.pid, version=version, error=str(error)[:500]
+        )
         if error.refused:
             if self._refused[0] != version:
                 self._refused = version, Counter()

@@ -311,8 +311,8 @@ def describe(plan: Plan, config: Config) -> str:
         + (": trajectories may wait at their generators" if plan.buffer_bytes > config.transport.credit_bytes else ""),
         f"weights     {size(plan.version_bytes)} a version to each host; shared memory for {PUBLISHED_VERSIONS}: "
         f"{size(PUBLISHED_VERSIONS * plan.version_bytes)}",
-        f"            {plan.first_install_seconds:.0f} s for an engine's first installation, {plan.install_seconds:.0f} s for each "
-        "that follows (weights.install_timeout)",
+        f"            {plan.first_install_seconds:.0f} s for an engine's first installation, {plan.install_seconds:.0f} s for "
+        "each that follows (weights.install_timeout)",
         f"memory, a rank of the learner ({number(rank.parameters)} parameters), estimated",
         f"  weights {size(rank.weights)} + optimizer {size(rank.optimizer)} + activations {size(rank.activations)} "
         f"(recompute {config.learner.recompute}) + logits {size(rank.logits)}"

@@ -16,6 +16,7 @@ import msgspec
 
 from r3async.actors.layout import Demand, lay_out_engine
 from r3async.config import Config
+from r3async.untrusted import Malformed, decode_json
 from r3async.world import ActorLost, ActorRef, Files, NotFree, Placement, Reservation, World
 from r3async.world.files import read_file, replace_file
 from r3async.world.real import REAL
@@ -42,8 +43,8 @@ class Wish(msgspec.Struct, frozen=True):
 def read_wish(run_dir: Path, *, files: Files = REAL.files) -> Wish | None:
     """None if there is none, or none that can be read."""
     try:
-        return msgspec.json.decode(read_file(run_dir / WISH, files=files), type=Wish)
-    except (OSError, msgspec.MsgspecError, ValueError):
+        return decode_json(read_file(run_dir / WISH, files=files), Wish)
+    except (OSError, Malformed):
         return None
 
 

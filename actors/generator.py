@@ -53,10 +53,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GeneratorParts:
-    """What a generator plays with, and how it is made from the configuration: `engine(config, model_path, seed, clock)`, not
+    """What a generator plays with, and how it is made from the configuration: `engine(config, model_path, seed, world)`, not
     started; `renderer(model_path, template_args)`, in a thread; `environment(env)`; `sender`: see `Sender`, not started."""
 
-    engine: Callable[[Config, str, int, Callable[[], float]], Engine] = build_engine
+    engine: Callable[[Config, str, int, World], Engine] = build_engine
     renderer: Callable[[str, Mapping[str, Any]], ChatRenderer] = ChatRenderer.from_model
     environment: Callable[[EnvConfig], EnvironmentFactory] = environment_factory
     sender: Callable[..., Sender] = Sender
@@ -148,11 +148,11 @@ class GeneratorActor:
     @once
     async def start(self) -> dict[str, Any]:
         """Load engine and tokenizer at once. Returns what the conductor has to know; `tasks`: of the environment, if known."""
-        config, threads, clock = self.config, self.world.threads, self.world.clock.monotonic
+        config, threads = self.config, self.world.threads
         self._lag.start()
         seed = random.Random(f"{config.seed}/{self.generator_id}").getrandbits(31)  # of this generator and run alone
         path = await threads.run(bring_model, self.world, self.model_path, self.run_dir)
-        engine = self._parts.engine(config, path, seed, clock)
+        engine = self._parts.engine(config, path, seed, self.world)
         self.world.processes.show_figures(lambda: {f"engine/{name}": value for name, value in engine.stats().items()})
         rendering = threads.run(self._parts.renderer, path, config.episode.template_args)
         self._loaded = Loaded(engine, (await together(engine.start(), rendering))[1])

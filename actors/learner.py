@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from r3async.record.timeline import LagMeter, StageSeconds, Timeline
 from r3async.schedule.difficulty import group_scores
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.validation import age_metrics, check_ages
+from r3async.untrusted import decode_python_json
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.probe import KEPT
 from r3async.world import Placement, World
@@ -150,7 +150,7 @@ class LearnerActor:
 
     def _load(self) -> Model:
         path, schedule = self.model_path, self.config.schedule
-        cost = cost_model(json.loads(read_file(path / "config.json", files=self.world.files)))
+        cost = cost_model(decode_python_json(read_file(path / "config.json", files=self.world.files)))
         backend = load_learner(self.config, path, self.run_dir, self._ranks, self.world, self.events.warning)
         if self._checkpoint is None:
             return Model(backend, cost, Counts(), GroupBuffer(schedule.samples_per_group, schedule.window))

@@ -25,6 +25,7 @@ from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import Admission, GroupLease
 from r3async.schedule.pace import Concurrency, IdleCounter, useful_places
 from r3async.schedule.tasks import EpisodeEnd
+from r3async.untrusted import decode_msgpack
 from r3async.world import ActorRef
 from r3async.world.stages import stage
 
@@ -220,7 +221,7 @@ class Leasing:
         told, self._told[:] = self._told[-TOLD:], []
         call = LeaseCall(self._generator_id, self._process, free, stats, ended, self._heartbeat if free else 0.0, told)
         answer = await self._conductor.call("lease", msgspec.msgpack.encode(call))
-        return msgspec.msgpack.decode(answer, type=LeaseAnswer)
+        return decode_msgpack(answer, LeaseAnswer)
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)

@@ -36,6 +36,10 @@ class NotTrained(RunFailed):
     """The run made all its steps, and none of them an update: its weights are those that it started with."""
 
 
+class StoppedBeforeStep(RunFailed):
+    """A stop was requested before the run had made a step: there is nothing of it."""
+
+
 class ProcessLost(RunFailed, ActorLost):
     """A process that the run cannot do without was lost. The run can resume from its newest checkpoint."""
 

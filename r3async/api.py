@@ -15,6 +15,7 @@ from r3async.config import Config, load_config
 from r3async.config.read import with_overrides
 from r3async.envs.objects import environment_with, hold, named
 from r3async.rollout.outcomes import Evaluation
+from r3async.world.processes import run_on_shared_loop
 
 T = TypeVar("T")
 
@@ -25,21 +26,23 @@ def train(
     environment: Any = None,
     reward: Any = None,
     callbacks: Sequence[Any] = (),
-    runs: str | Path = "runs",
+    runs: str | Path | None = None,
     **settings: Any,
 ) -> Path:
     """Train to the end, and return the run's directory, `runs/NAME`.
 
     `config`: a preset's name, a TOML file, or a `Config`. `settings` go over it: `train("quickstart", steps=3,
     learner={"lr": 1e-4})`; a dotted key goes in as `**{"learner.lr": 1e-4}`. With the `name` of a run that is there, that run
-    resumes from its newest checkpoint. Progress goes to standard error.
+    resumes from its newest checkpoint. Progress goes to standard error. `runs`: where run directories are, by default
+    R3ASYNC_RUNS, or `runs` here.
 
     `environment`: a class, or a function that makes environments, or a name as `env.name`. `reward`: of `data`, a function, a
     list of them, or what the setting takes. Wherever a setting is a name, the object may stand. `callbacks`: see `Callback`.
 
     Raises `ConfigError` for a wrong setting or an object that cannot be sent to the generators, `CheckpointError` for a
-    checkpoint that cannot be resumed, `RunFailed` for a run that ended early, `CallbackFailed` and `NotTrained` (no step made an
-    update), which are such. Ctrl-C ends the run in order, and it can resume. Blocking; also in a notebook.
+    checkpoint that cannot be resumed, `RunFailed` for a run that ended early, and `CallbackFailed`, `NotTrained` (no step made
+    an update) and `StoppedBeforeStep`, which are such. Ctrl-C ends the run in order, and it can resume. Blocking; also in a
+    notebook.
     """
     from r3async.actors.supervise import Pipeline
     from r3async.tools.train import StopRequest
@@ -51,7 +54,7 @@ def train(
     name = "config" if isinstance(config, Config) else str(config)
     request = StopRequest()
     made = partial(
-        run, _config(config, given), name, root=Path(runs), pipeline=kind, callbacks=callbacks, request=request
+        run, _config(config, given), name, root=_runs(runs), pipeline=kind, callbacks=callbacks, request=request
     )
     return _blocking(made, partial(setattr, request, "requested", True))
 
@@ -66,7 +69,7 @@ def evaluate(
     seed: int | None = None,
     policy: Literal["model", "oracle", "random"] = "model",
     preset: str | None = None,
-    runs: str | Path = "runs",
+    runs: str | Path | None = None,
     **settings: Any,
 ) -> Evaluation:
     """Play fixed tasks, which training never poses, and return what came of them.
@@ -86,8 +89,16 @@ def evaluate(
         names, more = named({"environment": played})
         played, objects = names["environment"], objects | more
     hold(objects)
-    chosen = choose_target(None if target is None else str(target), preset, played, given, policy, Path(runs))
-    return _blocking(lambda: asyncio.run(run_evaluation(chosen.posing(episodes, seed), policy=policy)), lambda: None)
+    chosen = choose_target(None if target is None else str(target), preset, played, given, policy, _runs(runs))
+    return _blocking(
+        lambda: run_on_shared_loop(run_evaluation(chosen.posing(episodes, seed), policy=policy)), lambda: None
+    )
+
+
+def _runs(runs: str | Path | None) -> Path:
+    from r3async.tools.runs import runs_directory
+
+    return runs_directory() if runs is None else Path(runs)
 
 
 def _spelled(environment: Any, reward: Any, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -102,7 +113,7 @@ def _spelled(environment: Any, reward: Any, settings: Mapping[str, Any]) -> tupl
 def _config(preset: str | Path | Config, settings: Mapping[str, Any]) -> Config:
     if not isinstance(preset, Config):
         return load_config(str(preset), settings)
-    return with_overrides(preset, settings)
+    return with_overrides(preset, settings, "train")
 
 
 def _blocking(call: Callable[[], T], stop: Callable[[], object]) -> T:

@@ -14,6 +14,7 @@ from r3async.config import ConfigError, load_command
 from r3async.tools.inspect.command import app as inspect
 from r3async.tools.model_commands import diagnose, doctor, export, replay, scale, sft
 from r3async.tools.report import command as report
+from r3async.tools.runs import RUNS, NewRuns, Runs
 from r3async.tools.submit.commands import app as submit
 from r3async.tools.submit.commands import cluster
 from r3async.tools.sweep.command import sweep
@@ -23,6 +24,8 @@ from r3async.world.processes import find_user_modules, printable
 
 UNTRAINED = 4
 """Exit code of a run that made all its steps, and none of them an update."""
+INTERRUPTED = 130
+"""Of a command that was stopped before it had made anything, or at once."""
 
 app = typer.Typer(
     add_completion=False,
@@ -86,19 +89,19 @@ def train(
         bool, typer.Option("--dry-run", help="validate everything, print the plan, start nothing")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="the plan as JSON (--dry-run)")] = False,
-    runs: Annotated[Path, typer.Option(help="where run directories are made", envvar="R3ASYNC_RUNS")] = Path("runs"),
+    runs: NewRuns = RUNS,
 ) -> None:
     """Train. Everything the run writes is in runs/NAME; runs/latest is the newest."""
     config = load_command(preset, overrides or [])
     if dry_run:
         from r3async.tools.plan import print_plan
 
-        print_plan(config, json)
+        print_plan(config, overrides or [], json)
         return
     from r3async.tools.train import train as run
-    from r3async.world.processes import files_survive_full_disk
+    from r3async.world.processes import output_outlives_disk_and_terminal
 
-    files_survive_full_disk()
+    output_outlives_disk_and_terminal()
     run(config, preset, root=runs)
 
 
@@ -134,6 +137,7 @@ def evaluate(
         str | None, typer.Option(help="whose settings to use", show_default="the run's own, or the defaults")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
+    runs: Runs = RUNS,
 ) -> None:
     """Play fixed tasks with a trained model; print the mean reward and its standard error."""
     if policy not in ("model", "oracle", "random"):
@@ -149,6 +153,7 @@ def evaluate(
         seed=seed,
         policy=policy,  # type: ignore[arg-type]
         json=json,
+        root=runs,
     )
 
 
@@ -168,7 +173,7 @@ def chaos(
     replay: Annotated[
         bool, typer.Option("--replay", help="record the run, and make its steps again: every digest has to be the same")
     ] = False,
-    runs: Annotated[Path, typer.Option(help="where run directories are made", envvar="R3ASYNC_RUNS")] = Path("runs"),
+    runs: NewRuns = RUNS,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
 ) -> None:
     """Rehearse failure: a scenario happens to a real run; what it trained is checked. Exit 1 if something is wrong."""
@@ -275,6 +280,7 @@ def tail(
     patience: Annotated[float, typer.Option(help="seconds without news after which lines end (exit 3)")] = 1800.0,
     address: Annotated[str | None, typer.Option(help="of a Ray cluster's dashboard: the run is there")] = None,
     job: Annotated[str | None, typer.Option(help="the job that trains (--address)", show_default="the newest")] = None,
+    runs: Runs = RUNS,
 ) -> None:
     """Watch a run: a live view on a terminal, a line per step in a pipe. Exit 1 if the run failed."""
     from r3async.tools.inspect.run import InspectError, find_run
@@ -284,7 +290,7 @@ def tail(
         if address:
             code = tail_remote(address, run, job=job, follow=follow, plain=plain, patience=patience)
         else:
-            code = tail_here(find_run(run), follow=follow, plain=plain, patience=patience)
+            code = tail_here(find_run(run, runs), follow=follow, plain=plain, patience=patience)
     except (InspectError, RemoteError) as error:
         _fail(str(error), 2)
     raise typer.Exit(code)
@@ -300,7 +306,7 @@ def init_model(
     preset: Annotated[str, typer.Option(help="whose model.init and env settings to use")] = "quickstart",
 ) -> None:
     """Make a tiny random Qwen3-MoE with a byte-level tokenizer, warmed up on the environment's oracle."""
-    config = load_command(preset, overrides or [])
+    config = load_command(preset, overrides or [], "init-model")
     from r3async.tools.init_model import init_model as make
     from r3async.tools.run_dir import check_capacity
 
@@ -327,8 +333,8 @@ def keys(
 
 
 def main() -> None:
-    """Entry point: errors that a person can mend are one line on stderr and exit code 2; a failed run is 1, and one that made
-    all its steps without an update is 4."""
+    """Entry point: errors that a person can mend are one line on stderr and exit code 2; a failed run is 1, one that made
+    all its steps without an update is 4, and one that was stopped before its first step 130."""
     find_user_modules()
     try:
         sys.exit(app(prog_name="r3async", standalone_mode=False))
@@ -341,18 +347,20 @@ def main() -> None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
     except KeyboardInterrupt:
-        _fail("interrupted", 130)
+        _fail("interrupted", INTERRUPTED)
     except Exception as error:
         # By name: to import what defines them takes seconds.
         match type(error).__name__:
             case "NotTrained":
                 _fail(f"nothing was trained: {error}", UNTRAINED)
+            case "StoppedBeforeStep":
+                _fail(str(error), INTERRUPTED)
             case "RunFailed" | "ProcessLost":
                 _fail(f"the run failed: {error}", 1)
             case "CheckpointError" | "Unreadable":
                 _fail(f"checkpoint error: {error}", 2)
             case "Abort":
-                _fail("interrupted", 130)
+                _fail("interrupted", INTERRUPTED)
         sys.stderr.write(printable(traceback.format_exc()))
         sys.exit(1)
 

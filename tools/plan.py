@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from r3async.actors.layout import Demand, hosts_needed
-from r3async.config import Config, ConfigError
+from r3async.config import Config, ConfigError, check_policy_loss
 from r3async.data.model_shape import ModelShape, RoutingShape
 from r3async.data.records import SCHEMA
 from r3async.schedule.admission import age_bound, slots_of
@@ -30,8 +31,8 @@ from r3async.tools.memory import (
 )
 from r3async.tools.traffic import host_memory, size, step_traffic
 
-CPU_HEAD_DIM = 32
-"""Values of a head, at least, that vLLM's attention on CPU takes."""
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Values of a head that vLLM's attention on CPU takes (0.30)."""
 PUBLISHED_VERSIONS = 2
 ADDED_BY_LEARNER = ("episode", "place", "advantages", "loss_weights", "probed", "old_logprobs", "reference_logprobs")
 ENGINE_SHARE = 0.9
@@ -100,12 +101,23 @@ def wire_bytes(routing: RoutingShape | None) -> int:
     return total
 
 
-def make_plan(config: Config) -> Plan:
-    """Work a run out. Raises `ConfigError`, naming the setting and the fix, for what cannot run."""
-    from r3async.rollout.evaluation import check_environment
-    from r3async.tools.rows import describe_rows
+def make_plan(config: Config, imports: bool = True) -> Plan:
+    """Work a run out. Raises `ConfigError`, naming the setting and the fix, for what cannot run.
 
-    check_environment(config)
+    Code that `config` names is imported and checked with `imports`, and else left alone, which a note says: see `user_code`.
+    """
+    from r3async.rollout.evaluation import check_environment
+    from r3async.tools.preflight import check_loss
+    from r3async.tools.rows import describe_rows
+    from r3async.tools.user_code import describe_code, named_code
+
+    if code := {} if imports else named_code(config):
+        notes = [f"{describe_code(code)}. It was not imported, so neither it nor rows were checked"]
+    else:
+        check_policy_loss(config.algorithm)
+        check_loss(config)
+        check_environment(config)
+        notes = describe_rows(config)
     shape, source = shape_of(config)
     check_trained(shape, config.learner)
     on_gpus = shape.parameters > GPU_PARAMETERS
@@ -143,7 +155,7 @@ def make_plan(config: Config) -> Plan:
         host=host_memory(shape, config),
         traffic=step_traffic(shape, config, episodes * tokens),
         hosts=hosts,
-        notes=[*describe_rows(config), *_notes(config, shape, engine, on_gpus), *across],
+        notes=[*notes, *_notes(config, shape, engine, on_gpus), *across],
     )
     _check(config, shape, plan, on_gpus)
     return plan
@@ -197,10 +209,13 @@ def _check(config: Config, shape: ModelShape, plan: Plan, on_gpus: bool) -> None
             f"least {largest}"
         )
     if not on_gpus:
-        if not shape.kv_rank and shape.head_dim < CPU_HEAD_DIM and config.generator.engine == "vllm":
+        from r3async.tools.preflight import has_gpu
+
+        on_cpu = shape.head_dim < CPU_HEAD_DIMS[0] or not has_gpu()
+        if not shape.kv_rank and shape.head_dim not in CPU_HEAD_DIMS and config.generator.engine == "vllm" and on_cpu:
             raise ConfigError(
-                f"heads of {shape.head_dim} values, which vLLM on CPU refuses with the first request: it takes {CPU_HEAD_DIM} or "
-                "more (hidden_size / heads; `model.init.heads` for a model that is made)"
+                f"heads of {shape.head_dim} values, which vLLM on CPU refuses with the first request: it takes "
+                f"{', '.join(map(str, CPU_HEAD_DIMS))} (hidden_size / heads; `model.init.heads` for a model that is made)"
             )
         return
     capacity = config.cluster.gpu_gib * GIB
@@ -335,19 +350,21 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return out | {"cpus": plan.cpus, "rank_bytes": plan.rank.total}
 
 
-def checked_plan(config: Config) -> Plan:
+def checked_plan(config: Config, imports: bool = True) -> Plan:
     """The plan of a run that could start. Raises as `make_plan` does, and for a structure that cannot start."""
     from r3async.tools.hub import with_model
     from r3async.tools.structure import check_directory, check_structure
 
     config = with_model(config, fetch=False)
     check_directory(config)
-    plan = make_plan(config)
+    plan = make_plan(config, imports)
     check_structure(config)
     return plan
 
 
-def print_plan(config: Config, as_object: bool = False) -> None:
-    """Validate, and print the plan to stdout. Raises as `checked_plan` does."""
-    plan = checked_plan(config)
+def print_plan(config: Config, overrides: Sequence[str] = (), as_object: bool = False) -> None:
+    """Validate, and print the plan to stdout. `overrides`: what was typed. Raises as `checked_plan` does."""
+    from r3async.tools.user_code import may_import
+
+    plan = checked_plan(config, may_import(config, overrides))
     print(json.dumps(as_json(plan)) if as_object else describe(plan, config))

@@ -17,8 +17,10 @@ from r3async.actors.layout import Demand, hosts_needed
 from r3async.config import Config, ConfigError, EnvConfig, bare_host, did_you_mean, environments
 from r3async.data.architectures import declared
 from r3async.data.model_shape import ModelShape, ShapeError, moe_geometry, read_shape
-from r3async.envs import Action, WrongEnvironment, checked_messages, checked_result
+from r3async.envs import Action, HasOracle, WrongEnvironment, checked_messages, checked_result, refuse_told_again
+from r3async.envs.dataset import is_dataset
 from r3async.envs.factory import environment_factory
+from r3async.envs.raised import describe_raised
 from r3async.rollout.agents.agents import is_agent
 from r3async.rollout.episode import close_environment
 from r3async.tools.memory import (
@@ -30,6 +32,8 @@ from r3async.tools.memory import (
     rank_memory,
     shape_of,
 )
+from r3async.untrusted import decode_python_json
+from r3async.world.processes import run_on_shared_loop
 
 TRY_SECONDS = 10.0
 """So long an environment is tried. One that takes longer is not judged."""
@@ -37,6 +41,7 @@ CONNECT_SECONDS = 10.0
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 WEIGHTS = ("*.safetensors", "*.bin")
+INDEX = "model.safetensors.index.json"
 CPU_EXPERT_WIDTH = 32
 """vLLM pads experts to a multiple of it on CPU (0.30), and reloads unpadded ones only."""
 
@@ -50,12 +55,13 @@ def check_start(config: Config) -> None:
         check_supported(config)
     check_teacher(config)
     check_engine_names(config)
+    check_loss(config)
     if address := config.cluster.address or os.environ.get("RAY_ADDRESS"):
         check_cluster(address)
     else:
         check_devices(config)
         check_addresses(config)
-    asyncio.run(try_environment(config))
+    run_on_shared_loop(try_environment(config))
 
 
 # -- the model -----------------------------------------------------------------------------------------------------
@@ -100,6 +106,12 @@ def check_files(name: str, setting: str) -> str:
         raise ConfigError(f"{said}: its config.json has no `model_type`, so it is no Hugging Face model")
     if not any(file for pattern in WEIGHTS for file in path.glob(pattern)):
         raise ConfigError(f"{said} has no weights: no *.safetensors in it")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"{said} has no *.safetensors, and its .bin files are not read: `AutoModelForCausalLM.from_pretrained(…)"
+            ".save_pretrained(…)` writes them"
+        )
+    _check_shards(path, said)
     if not any((path / file).exists() for file in TOKENIZERS):
         raise ConfigError(
             f"{said} has no tokenizer: copy tokenizer.json and tokenizer_config.json of the model into it"
@@ -107,9 +119,25 @@ def check_files(name: str, setting: str) -> str:
     return said
 
 
+def _check_shards(path: Path, said: str) -> None:
+    """All files of a model in several are there, with the index that says what is in which."""
+    index, shards = path / INDEX, sorted(file.name for file in path.glob("*-of-*.safetensors"))
+    if index.is_file():
+        named = _json(index, said).get("weight_map", {})
+        if lacking := sorted({str(name) for name in named.values() if not (path / str(name)).is_file()}):
+            raise ConfigError(
+                f"{said} lacks {len(lacking)} of its files of weights, such as {lacking[0]}: copy them into it"
+            )
+    elif shards and not (path / "model.safetensors").is_file():
+        raise ConfigError(
+            f"{said} has its weights in {len(shards)} files ({shards[0]}, …) and no {INDEX}, which says what is in which: copy "
+            "it into the directory"
+        )
+
+
 def _json(path: Path, said: str) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = decode_python_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{said}: {path.name} cannot be read: {error}") from error
     return data if isinstance(data, dict) else {}
@@ -150,6 +178,15 @@ def check_engine_keys(config: Config) -> None:
                 f"`model.path` = {config.model.path!r}: its config.json has `{key}` = {json.dumps(found.get(key))}, and vLLM "
                 f"computes {known.title} with {json.dumps(needed)} only: add it to that file"
             )
+
+
+def check_loss(config: Config) -> None:
+    """A policy loss of the user's own returns what a step takes."""
+    if ":" not in config.algorithm.policy_loss:
+        return
+    from r3async.learner.losses.policy_loss import check_own_loss
+
+    check_own_loss(config.algorithm)
 
 
 # -- engines and devices -------------------------------------------------------------------------------------------
@@ -287,8 +324,10 @@ def _is_here(host: str) -> bool:
 
 
 async def try_environment(config: Config) -> None:
-    """Play one turn with an empty answer. Raises `ConfigError` where the environment breaks the protocol: a `step` that returns
-    a tuple, a reward that is a list. What else goes wrong is not judged: an empty answer may be no answer to it."""
+    """Play one turn of each environment with the best answer it knows, which of a row is the row's own; an empty one if it knows
+    none. Raises `ConfigError` where the environment breaks the protocol (a `step` that returns a tuple, a reward that is a text,
+    None or not finite, `sys.exit`), and where it fails with its own best answer. Time-outs, connections, and what goes wrong with
+    an empty answer are not judged: it may be no answer to it."""
     for each in environments(config):
         if not is_agent(each.env):
             await _try_one(each.env)
@@ -296,14 +335,21 @@ async def try_environment(config: Config) -> None:
 
 async def _try_one(env: EnvConfig) -> None:
     environment = environment_factory(env)()
+    answer, said = "", "`reward`" if is_dataset(env) else f"`env.name` = {env.name!r}"
     try:
         async with asyncio.timeout(TRY_SECONDS):
-            checked_messages(await environment.reset(0))
-            checked_result(await environment.step(Action("")))
-    except WrongEnvironment as error:
-        raise ConfigError(f"`env.name` = {env.name!r} cannot be played: {error}") from error
-    except Exception:
-        return
+            told = checked_messages(await environment.reset(0))
+            answer = environment.oracle() if isinstance(environment, HasOracle) else ""
+            result = checked_result(await environment.step(Action(answer)))
+            if not (result.done or result.rewrites):
+                refuse_told_again(told, checked_messages(result.messages))
+    except (Exception, SystemExit) as error:
+        raised = describe_raised(error)
+        if isinstance(error, WrongEnvironment | SystemExit):
+            raise ConfigError(f"{said} cannot be played: {raised.line}") from error
+        if answer and not raised.passing:
+            whose = "the first row's own answer" if is_dataset(env) else "its own best answer"
+            raise ConfigError(f"{said} fails with {whose}, {answer!r:.80}: {raised.line}") from error
     finally:
         with contextlib.suppress(Exception):
             await close_environment(environment)

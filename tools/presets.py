@@ -62,7 +62,7 @@ def show_preset(name: str) -> str:
     if is_dataset(config.env) and not config.env.args.get("path"):
         plan = f"your rows decide: r3async train {name} --dry-run data=FILE"
     else:
-        plan = describe(make_plan(config), config)
+        plan = describe(make_plan(config, imports=False), config)
     return f"{find_config(name).read_text()}\n# --- what it comes to\n{textwrap.indent(plan, '# ')}"
 
 

@@ -20,6 +20,7 @@ from r3async.config.read import with_overrides
 from r3async.data.records import Trajectory
 from r3async.learner import LearnerError
 from r3async.record.recording import RecordedStep, RecordingError, find_steps, read_settings, read_step
+from r3async.untrusted import decode_python_json
 from r3async.world.files import make_directory, write_aside
 from r3async.world.real import REAL
 
@@ -149,7 +150,7 @@ class _Session:
 
     def _settings(self, lineage: int) -> Config:
         config = read_settings(self._run, lineage)
-        return with_overrides(config, self._changed) if self._changed else config
+        return with_overrides(config, self._changed, "train") if self._changed else config
 
     def _load(self) -> tuple[Any, Any]:
         from r3async.actors.loading import load_learner_alone
@@ -158,7 +159,7 @@ class _Session:
 
         config = self.config
         learner = load_learner_alone(config, self._model, Path(self._scratch.name), REAL)
-        cost = cost_model(json.loads((self._model / "config.json").read_text()))
+        cost = cost_model(decode_python_json((self._model / "config.json").read_bytes()))
         return learner, Trainer(config, cost, learner, NoTrace(), Silent(), _no_stand_in)
 
     def enter(self, lineage: int, step: int) -> None:

@@ -65,9 +65,7 @@ def scale_run(run_dir: Path, count: int, wait: float, say: Callable[[str], objec
             return REFUSED
     if not answers:
         raise ConfigError(f"nobody answers for {run_dir}: the command that trains it does not run (any more)")
-    say(
-        f"{run_dir.name} lacks {count} generators after {wait:g} s, and continues to try (`r3async tail {run_dir.name}`)"
-    )
+    say(f"{run_dir.name} lacks {count} generators after {wait:g} s, and continues to try (`r3async tail {run_dir}`)")
     return NOT_YET
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -13,12 +12,13 @@ import msgspec
 
 from r3async.config import Config, ConfigError
 from r3async.data.records import Sample
-from r3async.envs.conversations import conversation_of, tools_of
+from r3async.envs.conversations import conversation_of
 from r3async.envs.dataset import Tasks, is_dataset, settings_of
-from r3async.envs.forms import Task
+from r3async.envs.forms import Task, tools_of
 from r3async.learner.batch.planner import Cost, cost_model
 from r3async.rollout.chat import ChatRenderer, TemplateError
 from r3async.rollout.demonstrations import demonstrate
+from r3async.untrusted import decode_python_json
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SupervisedRows:
         longest = min(config.episode.max_total_tokens, config.learner.max_tokens_per_micro_batch)
         rows = _samples(tasks.train, renderer, longest, "trained", say)
         held_out = _samples(tasks.eval, renderer, longest, "held out", say) if tasks.eval else []
-        cost = cost_model(json.loads((path / "config.json").read_text()))
+        cost = cost_model(decode_python_json((path / "config.json").read_bytes()))
         return SupervisedRows(
             rows, [s for row in held_out for s in row], tasks.digest, cost, config.seed, config.sft.rows_per_step
         )
@@ -92,12 +92,15 @@ def _renamed(sample: Sample, prefix: str) -> Sample:
 def _samples(
     tasks: Sequence[Task], renderer: ChatRenderer, longest: int, what: str, say: Callable[[str], object]
 ) -> list[list[Sample]]:
-    out, shortest = [], 0
+    out, shortest, unasked = [], 0, list[tuple[str, str]]()
     for number, task in enumerate(tasks):
         try:
-            samples = demonstrate(renderer, task.messages, tools_of(task)).samples(str(number))
+            demonstration = demonstrate(renderer, task.messages, tools_of(task))
         except (TemplateError, ValueError) as error:
             raise ConfigError(f"{task.where}: {error}") from error
+        samples = demonstration.samples(str(number))
+        if demonstration.unasked:
+            unasked.append((task.where, demonstration.unasked))
         length = max(len(s.table) for s in samples)
         if length <= longest:
             out.append(samples)
@@ -110,4 +113,10 @@ def _samples(
     dropped = len(tasks) - len(out)
     longer = f" ({dropped} longer than episode.max_total_tokens = {longest})" * bool(dropped)
     say(f"data: {len(out)} rows are {what}, {dropped} dropped{longer}; {tokens} tokens of answers")
+    if unasked:
+        where, text = unasked[0]
+        say(
+            f"data: the prompt of an episode ends with {text!r}, which the chat template does not write before the answers of "
+            f"{len(unasked)} rows, such as {where}: they are learnt without it"
+        )
     return out

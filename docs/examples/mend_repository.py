@@ -85,13 +85,20 @@ class MendRepository:
         self.sandbox = await Sandbox.open(self.limits, self.image)
         self.bug, self.used = random.Random(task_seed).choice(sorted(BUGS)), 0
         lines = {name: wrong if name == self.bug else right for name, (right, wrong) in BUGS.items()}
-        self.sandbox.write({"shop.py": SHOP.format(**lines), "test_shop.py": TESTS})
+        await self.sandbox.write({"shop.py": SHOP.format(**lines), "test_shop.py": TESTS})
         return [Message("user", PROMPT)]
 
     async def step(self, action: Action) -> StepResult:
         left = self.commands - self.used
         tools = self.tools if left > 0 else ()
-        results = await tool_results(action.text, tools, self._run, seconds=self.limits.seconds + 10, at_once=left)
+        results = await tool_results(
+            action.text,
+            tools,
+            self._run,
+            seconds=self.limits.seconds + 10,
+            at_once=left,
+            thinking=action.thinking,
+        )
         self.used += len(results)
         if results:
             return StepResult(0.0, results)
@@ -103,7 +110,7 @@ class MendRepository:
         return (await self.sandbox.run(arguments["command"])).told()
 
     async def _reward(self) -> float:
-        self.sandbox.write({"test_shop.py": TESTS})
+        await self.sandbox.write({"test_shop.py": TESTS})
         return float((await self.sandbox.run("python test_shop.py")).code == 0)
 
     def oracle(self) -> str:

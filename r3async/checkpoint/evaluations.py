@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from r3async.untrusted import Malformed, decode_json
 from r3async.world import Files
 from r3async.world.files import make_directory, read_file, replace_file
 from r3async.world.real import REAL
@@ -53,8 +54,8 @@ def read_evaluation_files(directory: Path, *, files: Files = REAL.files) -> dict
         if not _NAME.fullmatch(name):
             continue
         try:
-            one = msgspec.json.decode(read_file(directory / name, files=files), type=EvaluationFile)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            one = decode_json(read_file(directory / name, files=files), EvaluationFile)
+        except (OSError, Malformed):
             continue
         found[one.step] = one
     return dict(sorted(found.items()))

@@ -20,6 +20,7 @@ from r3async.checkpoint.state import CheckpointError, RunState
 from r3async.config import HIDDEN, Config, flat, to_dict
 from r3async.data.versions import Lineage, Start
 from r3async.schedule.admission import Admission
+from r3async.untrusted import Malformed, decode_json
 from r3async.world import Files
 from r3async.world.appending import whole_bytes
 from r3async.world.files import read_file, replace_file
@@ -59,14 +60,21 @@ def differences(saved: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, A
     """
     # As a checkpoint has them: without tuples.
     old, new, defaults = (
-        flat(msgspec.json.decode(msgspec.json.encode(each))) for each in (saved, to_dict(now), to_dict(Config()))
+        flat(decode_json(msgspec.json.encode(each))) for each in (saved, to_dict(now), to_dict(Config()))
     )
     out = {}
     for key in sorted({*old, *new} - {"name", "resume"}):
         was, value = old.get(key, defaults.get(key)), new.get(key, defaults.get(key))
-        if was != value and HIDDEN not in (was, value):  # what a secret was is not known any more
+        if not _may_be_same(was, value):
             out[key] = (was, value)
     return out
+
+
+def _may_be_same(was: Any, value: Any) -> bool:
+    """What a secret was is not known any more."""
+    if isinstance(was, list) and isinstance(value, list) and len(was) == len(value):
+        return all(map(_may_be_same, was, value))
+    return was == value or HIDDEN in (was, value)
 
 
 def check_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
@@ -167,10 +175,10 @@ def read_starts(run_dir: Path, *, files: Files = REAL.files) -> list[Start] | No
     """All starts of the run, oldest first; None if this is not the directory of a run. Raises `CheckpointError` for a file that
     cannot be read."""
     try:
-        return msgspec.json.decode(read_file(run_dir / LINEAGES, files=files), type=_Starts).starts
+        return decode_json(read_file(run_dir / LINEAGES, files=files), _Starts).starts
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, Malformed) as error:
         raise CheckpointError(
             f"{run_dir / LINEAGES} cannot be read ({error}): it numbers the starts of the run, and without it tokens of weights "
             'that a resume took back could be trained. Move it and spool/ aside, or set resume="none"'

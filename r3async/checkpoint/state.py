@@ -16,6 +16,7 @@ from typing import Any, NotRequired, Self, TypedDict
 import msgspec
 
 from r3async.data.versions import Lineage
+from r3async.untrusted import Malformed, decode_json
 from r3async.world import Files
 from r3async.world.appending import Keeper
 from r3async.world.real import REAL
@@ -89,12 +90,12 @@ class TrainingState(ConductorState, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class TrustRegionState(TypedDict):
-    """`coef`: of the KL term. `error`: of the last step; None before the first. `above`: see `TrustRegion.estimate`; None before
-    it is known. `reach`: see there. Both are missing where an older release wrote the state."""
+    """`coef`: of the KL term. `error`: of the last step; None before the first. `gaps`: see `TrustRegion.estimate`; empty
+    before they are known. `reach`: see there. Both are missing where an older release wrote the state."""
 
     coef: float
     error: float | None
-    above: NotRequired[float | None]
+    gaps: NotRequired[list[float | None]]
     reach: NotRequired[float]
 
 
@@ -122,14 +123,14 @@ def encode_state(state: RunState) -> bytes:
 def decode_state(data: bytes) -> RunState:
     """Raises `CheckpointError` with what is wrong."""
     try:
-        schema = msgspec.json.decode(data, type=_Schema).schema
+        schema = decode_json(data, _Schema).schema
         if schema != STATE_SCHEMA:
             raise OtherVersion(
                 f"run.json: it is of schema {schema}, and this version of r3async reads {STATE_SCHEMA}: resume with the version "
                 "that wrote it, or `r3async export` its model there and start from that"
             )
-        return msgspec.json.decode(data, type=RunState)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return decode_json(data, RunState)
+    except Malformed as error:
         raise CheckpointError(f"run.json: {error}") from error
 
 
@@ -191,8 +192,8 @@ def decode_manifest(data: bytes) -> Manifest:
             f"{MANIFEST}: its checksum does not fit what it says: cut off, or changed after it was written"
         )
     try:
-        manifest = msgspec.json.decode(line, type=Manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        manifest = decode_json(line, Manifest)
+    except Malformed as error:
         raise CheckpointError(f"{MANIFEST}: {error}") from error
     if manifest.schema != SCHEMA:
         raise OtherVersion(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from r3async.checkpoint.state import CheckpointError, FileRecord, TrustRegionState
 from r3async.data.container import CODES, Described, encode_header, tensor_bytes
+from r3async.untrusted import Malformed, decode_json
 from r3async.world import Files
 from r3async.world.real import REAL
 
@@ -137,18 +138,18 @@ class Part:
             with files.open(path) as file:
                 data = file.map()
             end = 8 + int.from_bytes(data[:8], "little")
-            header = msgspec.json.decode(data[8:end], type=dict[str, msgspec.Raw])
-            metadata = msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
-            saved = msgspec.json.decode(metadata[_OURS], type=_Saved)
-            offsets = msgspec.json.decode(metadata["DCP_SHARDING_INFO"], type=dict[str, _Offsets])
-            self.tensors = {name: msgspec.json.decode(text, type=Described) for name, text in header.items()}
+            header = decode_json(data[8:end], dict[str, msgspec.Raw])
+            metadata = decode_json(header.pop("__metadata__", b"{}"), dict[str, str])
+            saved = decode_json(metadata[_OURS], _Saved)
+            offsets = decode_json(metadata["DCP_SHARDING_INFO"], dict[str, _Offsets])
+            self.tensors = {name: decode_json(text, Described) for name, text in header.items()}
             self.places = {
                 name: Place(name, saved.shapes.get(name, tensor.shape), offsets[name].saved_offsets, tensor.shape)
                 for name, tensor in self.tensors.items()
             }
         except KeyError as error:
             raise CheckpointError(f"{self.name}: it says nothing of {error}") from error
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (OSError, Malformed) as error:
             raise CheckpointError(f"{self.name}: {error}") from error
         self.facts, self._data = saved.facts, data[end:]
 

@@ -11,6 +11,7 @@ from r3async.config.algorithm import CorrectionConfig as CorrectionConfig
 from r3async.config.algorithm import DistillationConfig as DistillationConfig
 from r3async.config.algorithm import OverlongPenaltyConfig as OverlongPenaltyConfig
 from r3async.config.algorithm import RolloutKLConfig as RolloutKLConfig
+from r3async.config.algorithm import check_policy_loss as check_policy_loss
 from r3async.config.algorithm import import_policy_loss as import_policy_loss
 from r3async.config.data import DataConfig as DataConfig
 from r3async.config.data import RewardConfig as RewardConfig

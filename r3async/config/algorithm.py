@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import pkgutil
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 
-from r3async.config.section import Positive, PositiveInt, Section, Share, Signed, did_you_mean
+from r3async.config.places import resolve_name
+from r3async.config.section import ConfigError, Positive, PositiveInt, Section, Share, Signed, did_you_mean
 
 
 class RolloutKLConfig(Section):
@@ -32,8 +32,8 @@ class RolloutKLConfig(Section):
     probe_share: Share = 0.04
     """Share of a step's tokens on which served drift is measured, by a forward pass more. 0: it is not measured."""
     probe_tokens: int = 640
-    """Where a bound needs served drift, at least so many tokens of a step are probed, prompts included, but no more than a
-    quarter of them: of fewer, a single one with a large drift is most of the mean."""
+    """At least so many tokens of a step are probed, prompts included, but no more than a quarter of them: of fewer, a single one
+    with a large drift is most of the mean."""
     probe_every: PositiveInt = 4
     """Steps from one such pass to the next. In between, `target` is held against the replayed drift and what the served one was
     above it in the last of them; with `max` and no `limit` there is one in every step. `limit` has its own after every step."""
@@ -102,7 +102,7 @@ class ClipConfig(Section):
 
     clip_low: Positive = 0.2
     clip_high: Positive = 0.2
-    """DAPO (arXiv 2503.14476) takes 0.28."""
+    """Of a token's ratio; DAPO (arXiv 2503.14476) takes 0.28."""
 
 
 class TruncatedPGConfig(Section):
@@ -131,7 +131,9 @@ class TISConfig(PPOConfig):
 
 class GSPOConfig(ClipConfig):
     clip_low: Positive = 3e-4
+    """Of the ratio of a whole episode, by token: 3e-4 and 4e-4 in arXiv 2507.18071."""
     clip_high: Positive = 4e-4
+    """A token's range, such as 0.28, would clip nothing here."""
     noise: float = 0.0
     """Standard deviation of a token's log-ratio between equal weights, as the square root of twice `rollout_kl/k3_age_0` has it.
     The range of an episode of n tokens is no narrower than 3 noise / sqrt(n) to each side, so that rounding alone clips none."""
@@ -141,6 +143,7 @@ class CISPOConfig(ClipConfig):
     clip_low: Positive = 1.0
     """1: no lower bound."""
     clip_high: Positive = 4.0
+    """The weight of a token is at most 1 more than this; its gradient stays (arXiv 2506.13585)."""
 
 
 class SAPOConfig(Section):
@@ -270,23 +273,29 @@ class AlgorithmConfig(Section):
                 '`correction.weight` counts recomputed / rollout twice: it needs `anchor` = "recomputed", and a `policy_loss` '
                 "other than 'tis' and 'decoupled_ppo', which have it"
             )
-        if self.policy_loss not in POLICY_LOSSES:
-            import_policy_loss(self.policy_loss)
+        if self.policy_loss not in POLICY_LOSSES and ":" not in self.policy_loss:
+            hint = did_you_mean(self.policy_loss, POLICY_LOSSES, f"built in: {', '.join(POLICY_LOSSES)}.")
+            raise ValueError(
+                f"`policy_loss` = {self.policy_loss!r}: no such loss; {hint} Your own is `module:function`."
+            )
+
+
+def check_policy_loss(config: AlgorithmConfig) -> None:
+    """Import a loss of the user's own. Raises `ConfigError`. To read a configuration does not: it may be a stranger's."""
+    if config.policy_loss not in POLICY_LOSSES:
+        import_policy_loss(config.policy_loss)
 
 
 def import_policy_loss(path: str) -> Callable[..., Any]:
-    """The function at `module:function`. Raises `ValueError` if there is none that takes one argument."""
-    if ":" not in path:
-        hint = did_you_mean(path, POLICY_LOSSES, f"built in: {', '.join(POLICY_LOSSES)}.")
-        raise ValueError(f"`policy_loss` = {path!r}: no such loss; {hint} Your own is `module:function`.")
+    """The function at `module:function`. Raises `ConfigError` if there is none that takes one argument."""
     try:
-        function = pkgutil.resolve_name(path)
-    except Exception as error:  # importing somebody's module may raise anything
-        raise ValueError(f"`policy_loss` = {path!r} cannot be loaded: {error}") from error
+        function = resolve_name(path)
+    except (Exception, SystemExit) as error:  # importing somebody's module may raise anything
+        raise ConfigError(f"[algorithm] `policy_loss` = {path!r} cannot be loaded: {error}") from error
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
-        raise ValueError(
-            f"`policy_loss` = {path!r} must be a function of one argument, the loss inputs: {error}"
+        raise ConfigError(
+            f"[algorithm] `policy_loss` = {path!r} must be a function of one argument, the loss inputs: {error}"
         ) from error
     return function

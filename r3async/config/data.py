@@ -28,11 +28,12 @@ class DataConfig(Section):
 
     path: str = ""
     """A file `.jsonl`, `.json`, `.csv` or `.parquet`, a directory of such, or the id of a dataset on the Hugging Face hub.
-    Relative paths are from where the run was started."""
+    A relative path is one from where the run was started; in a TOML file, from that file."""
     subset: str = ""
     """Of a dataset on the hub, such as `main`."""
     split: str = "train"
-    """Of a dataset on the hub. Of a directory: the files whose names begin with it, or all if none does."""
+    """Of a dataset on the hub, also in its notation `train[:100]`. Of a directory: the files whose names begin with it; for
+    `train`, all if none does. A file has none."""
     prompt: Template = "prompt"
     """A column with a text or with chat messages; or a template over columns, as `"{question}"`, whose dotted names look into
     nested ones; or messages of such: `[{ role = "user", content = "{question}" }]`."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from r3async.untrusted import Malformed, decode_json
 from r3async.world import Buffer, Files
 from r3async.world.real import REAL
 
@@ -186,10 +187,10 @@ def decode_header(data: Buffer) -> tuple[dict[str, Described], int]:
     if not 8 < end <= view.nbytes:
         raise ValueError(f"a header of {end - 8} bytes in a file of {view.nbytes}")
     try:
-        table = msgspec.json.decode(view[8:end], type=dict[str, msgspec.Raw])
+        table = decode_json(view[8:end], dict[str, msgspec.Raw])
         table.pop("__metadata__", None)
-        return {name: msgspec.json.decode(text, type=Described) for name, text in table.items()}, end
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return {name: decode_json(text, Described) for name, text in table.items()}, end
+    except Malformed as error:
         raise ValueError(f"its header: {error}") from error
 
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from r3async.untrusted import finite_number
+
+MAX_REWARD = 1e15
+"""Of an episode, all rewards added up by size. Squares of advantages, and their sum over a batch, are then finite in float32."""
+
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One chat message, as chat templates take it. What is empty is left out of what the template sees."""
+    """One chat message, as chat templates take it. What is empty is left out of what the template sees. `reasoning_content`: a
+    thought that stands beside the content, for templates that know such."""
 
     role: str
     content: str
     tool_calls: list[dict[str, Any]] = []
     tool_call_id: str = ""
     name: str = ""
+    reasoning_content: str = ""
 
     def for_template(self) -> dict[str, Any]:
         return {"role": self.role, "content": self.content, **msgspec.to_builtins(self)}
@@ -25,11 +32,13 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Action(msgspec.Struct, frozen=True):
     """The policy's answer. `stop_reason`: `stop` if the policy ended it itself, `length` if it was cut. `token_ids`: as sampled,
-    for an environment with a true attribute `takes_tokens`; empty for others."""
+    for an environment with a true attribute `takes_tokens`; empty for others. `thinking`: the text begins within a thought, as
+    the chat template opened one before it."""
 
     text: str
     stop_reason: str = "stop"
     token_ids: list[int] = []
+    thinking: bool = False
 
 
 class EnvironmentFailed(RuntimeError):
@@ -47,8 +56,8 @@ class StepResult(msgspec.Struct, frozen=True):
     on (a compacted or summarised history) and not what is new in it; answers that it repeats word for word keep their tokens.
     `metrics`: numbers to look at, by name; those of a step's episodes are in `metrics.jsonl` as `env/NAME_mean` and
     `env/NAME_std`, where a name with a `/` in it is taken as it is.
-    Raises `EnvironmentFailed` for a reward or a metric that is not a finite number (`WrongEnvironment` for what is no number,
-    such as a list of them); numpy's are taken too.
+    Raises `WrongEnvironment` for a reward or a metric that is not a finite number, or a list of them, and for a reward beyond
+    `MAX_REWARD`; numpy's are taken too.
     """
 
     reward: float
@@ -58,22 +67,17 @@ class StepResult(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "reward", _finite("a reward", self.reward))
+        msgspec.structs.force_setattr(self, "reward", _finite("a reward", self.reward, MAX_REWARD))
         if self.metrics:
             told = {name: _finite(f"metric {name!r}", value) for name, value in self.metrics.items()}
             msgspec.structs.force_setattr(self, "metrics", told)
 
 
-def _finite(what: str, value: Any) -> float:
+def _finite(what: str, value: Any, most: float = sys.float_info.max) -> float:
     try:
-        number = float(value)
+        return finite_number(value, most)
     except (TypeError, ValueError) as error:
-        raise WrongEnvironment(
-            f"{what} must be a finite number, not {value!r}: a {type(value).__name__} where one number is expected"
-        ) from error
-    if not math.isfinite(number):
-        raise EnvironmentFailed(f"{what} must be a finite number, not {value!r}")
-    return number
+        raise WrongEnvironment(f"{what} {error}") from error
 
 
 def sum_by_name(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -102,6 +106,15 @@ def checked_messages(given: object) -> list[Message]:
         if not isinstance(message, Message):
             raise WrongEnvironment(f"an environment speaks in strings or Messages, not {type(message).__name__}")
     return messages
+
+
+def refuse_told_again(told: Sequence[Message], messages: Sequence[Message]) -> None:
+    """Raise `WrongEnvironment` for a step whose `messages` begin with all that were `told` before them: one list that grows."""
+    if told and len(messages) > len(told) and list(messages[: len(told)]) == list(told):
+        raise WrongEnvironment(
+            f"step returned the {len(told)} messages of the call before again, and {len(messages) - len(told)} more: return only "
+            "what is new, or StepResult(reward, messages, rewrites=True) with the whole conversation"
+        )
 
 
 class Environment(Protocol):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any
-
-import msgspec
 
 from r3async.config import ConfigError, DataConfig
 from r3async.envs import Message
-from r3async.envs.forms import ANSWERS, MISSING, Task, look_up, task_of
+from r3async.envs.forms import ANSWERS, MISSING, ShownAnswer, Task, look_up, messages_of, task_of, tools_of
 from r3async.envs.rows import Found
 
 MESSAGES, COMPLETION = "messages", "completion"
@@ -25,8 +22,8 @@ def conversation_of(found: Found, data: DataConfig) -> Task:
     row, where = found.row, found.where
     given = row.get(MESSAGES)
     if given is not None and data.prompt == DataConfig().prompt and not data.answer:
-        messages = _messages(given, where)
-        if data.system and messages[0].role != "system":
+        messages = messages_of(given, where)
+        if data.system and [m.role for m in messages[:1]] != ["system"]:
             messages.insert(0, Message("system", data.system))
         task = Task(messages, True, MISSING, row, where)
     else:
@@ -38,24 +35,11 @@ def conversation_of(found: Found, data: DataConfig) -> Task:
                 f"{where}: there is no answer to learn: none of the columns {MESSAGES}, {COMPLETION}, {', '.join(ANSWERS)} is "
                 "there; name it with `data.answer`"
             )
-        said = _messages(answer, where) if isinstance(answer, list) else [Message("assistant", _text(answer, where))]
+        said = messages_of(answer, where) if isinstance(answer, list) else [Message("assistant", _text(answer, where))]
         task = task._replace(messages=[*task.messages, *said], chat=True)
     _check(task.messages, where)
+    tools_of(task)
     return task
-
-
-def tools_of(task: Task) -> list[dict[str, Any]]:
-    """The row's column `tools`, for the chat template."""
-    tools = task.row.get("tools")
-    return [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
-
-
-def _messages(given: Any, where: str) -> list[Message]:
-    try:
-        kept = [{k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in given]
-        return msgspec.convert(kept, list[Message])
-    except (TypeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{where}: a chat message must have role and content, both texts: {error}") from error
 
 
 def _text(answer: Any, where: str) -> str:
@@ -74,10 +58,7 @@ def _check(messages: list[Message], where: str) -> None:
         if before.role == message.role == "assistant":
             raise ConfigError(f"{where}: two answers of the assistant follow each other: join them")
     for message in messages:
-        if message.role == "assistant" and message.tool_calls:
-            raise ConfigError(
-                f"{where}: an answer has `tool_calls`, whose text is the template's: write the call into its content, as the "
-                "model is to say it"
-            )
-        if message.role == "assistant" and not message.content.strip():
+        if message.role == "assistant" and not (message.content.strip() or message.tool_calls):
             raise ConfigError(f"{where}: an answer of the assistant is empty")
+    if all(isinstance(message, ShownAnswer) for message in messages if message.role == "assistant"):
+        raise ConfigError(f"{where}: no answer of the assistant is to be learnt: leave the row out")

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from r3async.config import DATASET, ConfigError, DataConfig, EnvConfig, RewardConfig, data_config, rewards_of
-from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
-from r3async.envs.forms import MISSING, Task, task_of
+from r3async.config.places import find_file
+from r3async.envs import Action, EnvironmentFactory, Message, StepResult, WrongEnvironment
+from r3async.envs.forms import MISSING, Task, task_of, tools_of
 from r3async.envs.objects import hold, is_object, pickled
 from r3async.envs.pool import pooled
 from r3async.envs.rewards import Asked, Reward, check_row, judge, reward_of
-from r3async.envs.rows import Found, find, read_rows, stamps_of
+from r3async.envs.rows import Found, read_rows, stamps_of
+from r3async.untrusted import decode_json
+from r3async.world.processes import run_on_shared_loop
 
 _encoder = msgspec.json.Encoder(enc_hook=str)  # what columns of a parquet file may hold besides plain data
 
@@ -52,7 +54,7 @@ def held_out(env: EnvConfig) -> EnvConfig:
 def same_rows(one: EnvConfig, other: EnvConfig) -> bool:
     """Whether two datasets are rows of one source, and of the same part of it."""
     (here, mine), (there, theirs) = _source(settings_of(one)), _source(settings_of(other))
-    places = find(here), find(there)
+    places = find_file(here), find_file(there)
     same = places[0].samefile(places[1]) if all(place.exists() for place in places) else here == there
     return same and mine == theirs
 
@@ -61,7 +63,7 @@ def _source(data: DataConfig) -> tuple[str, str]:
     """Its path, and which rows of that."""
     if data.part == "train" or not isinstance(data.eval, str):
         return data.path, f"{data.split}, {data.part}"
-    return (data.eval, "train, train") if find(data.eval).is_file() else (data.path, f"{data.eval}, train")
+    return (data.eval, "train, train") if find_file(data.eval).is_file() else (data.path, f"{data.eval}, train")
 
 
 def shared_prompts(env: EnvConfig, other: EnvConfig) -> list[Task]:
@@ -89,7 +91,7 @@ class Tasks:
         self.train = self._tasks(data, rewards, data.path, data.split)[: data.limit or None]
         self.eval: list[Task] = []
         if isinstance(data.eval, str) and data.eval:
-            path, split = (data.eval, data.split) if find(data.eval).is_file() else (data.path, data.eval)
+            path, split = (data.eval, DataConfig().split) if find_file(data.eval).is_file() else (data.path, data.eval)
             self.eval = self._tasks(data, rewards, path, split)
         elif data.eval:
             self.eval = _chosen(self.train, data.eval)
@@ -137,13 +139,13 @@ def _chosen(tasks: Sequence[Task], wanted: float) -> list[Task]:
 @functools.lru_cache(maxsize=16)
 def _loaded(settings: bytes, stamps: tuple[tuple[str, int, int], ...]) -> Tasks:
     """Rows are read once in a process, also where both parts are posed; again when a file has changed."""
-    data = msgspec.json.decode(settings, type=DataConfig)
+    data = decode_json(settings, DataConfig)
     return Tasks(data, rewards_for(data))
 
 
 def tasks_of(data: DataConfig) -> Tasks:
     """Raises `ConfigError` for what cannot be read, a row that does not fit, and rows that are not those of `data.digest`."""
-    places = [find(place) for place in (data.path, data.eval) if isinstance(place, str)]
+    places = [find_file(place) for place in (data.path, data.eval) if isinstance(place, str)]
     settings = msgspec.json.encode(msgspec.structs.replace(data, part="train", digest=""))
     tasks = _loaded(settings, tuple(stamp for place in places for stamp in stamps_of(place)))
     if data.digest not in ("", tasks.digest):
@@ -186,6 +188,11 @@ class Dataset:
     def size(self) -> int:
         return len(self._tasks)
 
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """For the chat template."""
+        return tools_of(self._task)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Dataset:
         other = type(self)(self._tasks, self._rewards, self._blocking)
         other._task = self._task
@@ -193,14 +200,14 @@ class Dataset:
 
     async def reset(self, task_seed: int) -> list[Message]:
         self._task = self._tasks[task_seed % self.size]
-        return self._task.messages
+        return list(self._task.messages)
 
     def oracle(self) -> str:
         """The row's answer; empty where it has none."""
         return "" if self._task.answer is MISSING else str(self._task.answer)
 
     async def step(self, action: Action) -> StepResult:
-        """The weighted sum of what the rewards say; one that says None is left out. Raises `EnvironmentFailed` if all do."""
+        """The weighted sum of what the rewards say; one that says None is left out. Raises `WrongEnvironment` if all do."""
         asked = _asked(self._task, action)
         quick = [reward for reward in self._rewards if reward.quick]
         told = await judge(quick, asked) if quick else {}
@@ -208,7 +215,7 @@ class Dataset:
             told |= await self._judged_elsewhere(asked)
         worth = [reward.weight * told[reward.metric] for reward in self._rewards if reward.metric in told]
         if not worth:
-            raise EnvironmentFailed(f"{self._task.where}: no reward applies: all returned None")
+            raise WrongEnvironment(f"{self._task.where}: no reward applies: all returned None")
         return StepResult(sum(worth), done=True, metrics=told)
 
     async def _judged_elsewhere(self, asked: Asked) -> dict[str, float]:
@@ -235,14 +242,14 @@ class Judge:
         return []
 
     def step(self, action: Action) -> StepResult:
-        told = asyncio.run(judge(self._rewards, msgspec.json.decode(action.text, type=Asked)))
+        told = run_on_shared_loop(judge(self._rewards, decode_json(action.text, Asked)))
         return StepResult(0.0, done=True, metrics=told)
 
 
 @functools.lru_cache(maxsize=8)
 def _rewards_here(rewards: bytes) -> list[Reward]:
     """Functions are loaded once in a process."""
-    return [reward_of(each) for each in msgspec.json.decode(rewards, type=list[RewardConfig])]
+    return [reward_of(each) for each in decode_json(rewards, list[RewardConfig])]
 
 
 class DatasetFactory:
@@ -265,13 +272,13 @@ class DatasetFactory:
     def size(self) -> int:
         return len(self._tasks)
 
-    def fit(self, length: Callable[[Sequence[Message]], int], most: int) -> int:
-        """Keep the rows whose prompts have at most `most` tokens; returns how many were dropped. Raises `ConfigError` if that
-        is all of them, or `length` raises `ValueError`."""
+    def fit(self, length: Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], int], most: int) -> int:
+        """Keep the rows whose prompts have at most `most` tokens; returns how many were dropped. `length`: of messages with their
+        tools. Raises `ConfigError` if that is all of them, or `length` raises `ValueError`."""
         lengths = []
         for task in self._tasks:
             try:
-                lengths.append(length(task.messages))
+                lengths.append(length(task.messages, tools_of(task)))
             except ValueError as error:  # of the template
                 raise ConfigError(f"{task.where}: {error}") from error
         kept = [task for task, tokens in zip(self._tasks, lengths, strict=True) if tokens <= most]

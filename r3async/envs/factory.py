@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import pkgutil
+import typing
 from collections.abc import Iterable
 from typing import Any
 
 from r3async.config import DATASET, MIX, ConfigError, EnvConfig, did_you_mean
+from r3async.config.places import resolve_name
 from r3async.envs import EnvironmentFactory
 from r3async.envs.objects import is_object, loaded, pickled
 from r3async.envs.pool import pooled
@@ -49,10 +52,12 @@ def environment_factory(config: EnvConfig) -> EnvironmentFactory:
     if ":" not in path:
         hint = did_you_mean(config.name, [*BUILT_IN, *ADAPTERS], f"built in: {', '.join(BUILT_IN)}.")
         raise ConfigError(
-            f"`env.name` = {config.name!r}: no such environment; {hint} Your own is `module:Class`, "
+            f"`env.name` = {config.name!r}: no such environment; {hint} Your own is `module:Class` or `file.py:Class`, "
             f"adapters are {', '.join(f'`{name}:...`' for name in ADAPTERS)}."
         )
-    return class_factory(load(path, "env.name"), path, config)
+    kind = load(path, "env.name")
+    _check_declared(kind, config)
+    return class_factory(kind, path, config)
 
 
 def class_factory(kind: Any, path: str, config: EnvConfig, **extra: Any) -> EnvironmentFactory:
@@ -66,7 +71,7 @@ def class_factory(kind: Any, path: str, config: EnvConfig, **extra: Any) -> Envi
         first = kind(**arguments)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"`env.args` do not fit {config.name!r}: {error}; it takes {takes(kind, extra)}") from error
     _check_plays(first, config)
     if inspect.iscoroutinefunction(first.reset):
@@ -77,6 +82,22 @@ def class_factory(kind: Any, path: str, config: EnvConfig, **extra: Any) -> Envi
     if is_object(path):
         path, arguments = "r3async.envs.objects:remade", {"data": pickled(path, "env.name"), "arguments": arguments}
     return pooled(path, arguments, config, has_oracle=hasattr(first, "oracle"), size=getattr(first, "size", None))
+
+
+def _check_declared(kind: Any, config: EnvConfig) -> None:
+    """Raise `ConfigError` for a function that does not say that it makes environments, by what it is annotated to return. Whoever
+    wrote the configuration named it, and would have it called: it could be any function of any module, such as `os:system`."""
+    if inspect.isclass(kind) or not callable(kind):
+        return  # `class_factory` looks at these before it calls anything
+    made: Any = None
+    with contextlib.suppress(Exception):  # an annotation may name what is not there
+        made = typing.get_type_hints(kind).get("return")
+    if not all(callable(getattr(made, name, None)) for name in ("reset", "step")):
+        raise ConfigError(
+            f"`env.name` = {config.name!r} is no environment, but a function, which is called only if it says what it makes: "
+            f"name a class, or annotate it, as in `def {getattr(kind, '__name__', 'make')}(…) -> Environment`, with "
+            "`from r3async.envs import Environment`"
+        )
 
 
 def _check_plays(environment: Any, config: EnvConfig) -> None:
@@ -110,10 +131,10 @@ def takes(function: Any, extra: Iterable[str] = ()) -> str:
 
 
 def load(path: str, setting: str) -> Any:
-    """What `module:name` names. Raises `ConfigError`, which names `setting`."""
+    """What `module:name` or `file.py:name` names. Raises `ConfigError`, which names `setting`."""
     try:
-        return pkgutil.resolve_name(path)
-    except Exception as error:  # importing somebody's module may raise anything
+        return resolve_name(path)
+    except (Exception, SystemExit) as error:  # importing somebody's module may raise anything
         what = "" if isinstance(error, (ImportError, AttributeError, ValueError)) else f"{type(error).__name__}: "
         raise ConfigError(f"`{setting}` = {path!r} cannot be loaded: {what}{error}") from error
 

@@ -1,7 +1,11 @@
-"""From a row to a task: which column is the prompt, which the answer, in the forms of TRL, of verl, or as templates say."""
+"""From a row to a task: which column is the prompt, which the answer, in the forms of TRL, of verl, or as templates say.
+
+What a row has for the chat template is shown to it, or the row is refused: nothing of that is left out in silence.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,9 +16,21 @@ from r3async.config import ConfigError, DataConfig, did_you_mean
 from r3async.config.data import Template
 from r3async.envs import Message
 from r3async.envs.rows import Found, Row
+from r3async.untrusted import Malformed, decode_json
 
 ANSWERS = ("reward_model.ground_truth", "answer", "solution", "ground_truth")
 """Where an answer is looked for, unless `data.answer` says."""
+NOT_SHOWN = {
+    "chat_template_kwargs": "a row has no variables of its own: set `episode.template_args`, which is for all rows",
+    "images": "only text is shown",
+    "videos": "only text is shown",
+    "audios": "only text is shown",
+}
+"""Columns that a chat template, or a model, would be given elsewhere; and what to do."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Of a message: what its thought is called."""
+LEARNT = ("weight", "train", "loss")
+"""Of a message: what says that an answer is not to be learnt."""
 _FIELD = re.compile(r"\{([^{}\s]+)\}")
 MISSING: Any = msgspec.UNSET
 
@@ -28,6 +44,10 @@ class Task(NamedTuple):
     answer: Any
     row: Row
     where: str
+
+
+class ShownAnswer(Message, frozen=True):
+    """An answer of the assistant that stands in a conversation, and is not to be learnt."""
 
 
 def look_up(row: Mapping[str, Any], name: str) -> Any:
@@ -74,7 +94,24 @@ def task_of(found: Found, data: DataConfig) -> Task:
         if asked[0].role == "system":
             raise ConfigError(f"{where}: the prompt has a system message of its own: leave `data.system` empty")
         asked, chat = [Message("system", data.system), *asked], True
-    return Task(asked, chat, _answer(data.answer, row, where), row, where)
+    task = Task(asked, chat, _answer(data.answer, row, where), row, where)
+    tools_of(task)
+    return task
+
+
+def tools_of(task: Task) -> list[dict[str, Any]]:
+    """What the chat template is given besides the messages: the row's column `tools`, a list or one in JSON. Raises `ConfigError`
+    for what are no tools, and for a row with something else that it would have to be given."""
+    for name, remedy in NOT_SHOWN.items():
+        if task.row.get(name):
+            raise ConfigError(f"{task.where}: its column {name!r} has no effect: {remedy}; leave the column out")
+    tools = task.row.get("tools") or []
+    if isinstance(tools, str):
+        with contextlib.suppress(Malformed):
+            tools = decode_json(tools) or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError(f"{task.where}: `tools` must be a list of JSON schemas, or its text, not {_short(tools)}")
+    return tools
 
 
 def _asked(prompt: Template, row: Row, where: str) -> tuple[list[Message], bool]:
@@ -96,16 +133,68 @@ def _asked(prompt: Template, row: Row, where: str) -> tuple[list[Message], bool]
 
 
 def _messages(given: list[Any], where: str) -> list[Message]:
-    kept = [{k: v for k, v in each.items() if v is not None} if isinstance(each, Mapping) else each for each in given]
-    try:
-        messages = msgspec.convert(kept, list[Message])
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: a chat message must have role and content, both texts: {error}") from error
+    messages = messages_of(given, where)
     if not messages:
         raise ConfigError(f"{where}: the prompt has no messages")
     if messages[-1].role == "assistant":
         raise ConfigError(f"{where}: the prompt ends with an answer of the assistant, so nothing is asked")
     return messages
+
+
+def messages_of(given: Any, where: str) -> list[Message]:
+    """Chat messages of a row. Raises `ConfigError` for what are none, or have what cannot be shown."""
+    if not isinstance(given, list):
+        raise ConfigError(
+            f"{where}: a chat message must have role and content, and stand in a list, not {_short(given)}"
+        )
+    return [_message(each, where) for each in given]
+
+
+def _message(given: Any, where: str) -> Message:
+    kept = {k: v for k, v in given.items() if v is not None} if isinstance(given, Mapping) else given
+    if isinstance(kept, dict):
+        if kept.get("function_call"):
+            raise ConfigError(f"{where}: a message has a `function_call`: write it as one of `tool_calls`")
+        kept["content"] = _joined(kept.get("content", "" if kept.get("tool_calls") else None), where)
+        thoughts = [kept.pop(name) for name in THOUGHTS if kept.get(name)]
+        if any(thought != thoughts[0] for thought in thoughts):
+            raise ConfigError(f"{where}: a message has different thoughts in {', '.join(THOUGHTS)}")
+        kept |= {"reasoning_content": thoughts[0]} if thoughts else {}
+        if isinstance(calls := kept.get("tool_calls"), list):
+            kept["tool_calls"] = [_structured(call) for call in calls]
+    try:
+        return msgspec.convert(kept, Message if _is_learnt(kept, where) else ShownAnswer)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: a chat message must have role and content, both texts: {error}") from error
+
+
+def _joined(content: Any, where: str) -> Any:
+    """The text of content in blocks; else the content as it is."""
+    if not isinstance(content, list):
+        return content
+    texts = [each.get("text") if isinstance(each, Mapping) and each.get("type") == "text" else None for each in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"{where}: the content of a message must be text, or blocks of text, not {_short(content)}")
+    return "".join(text for text in texts if text)
+
+
+def _structured(call: Any) -> Any:
+    """A call with arguments as an object, which is what templates write best; where they are none, as it is."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
+        with contextlib.suppress(Malformed):
+            if isinstance(arguments := decode_json(text), dict):
+                return {**call, "function": {**function, "arguments": arguments}}
+    return call
+
+
+def _is_learnt(message: Any, where: str) -> bool:
+    marks = {name: message[name] for name in LEARNT if name in message} if isinstance(message, Mapping) else {}
+    if wrong := [name for name, mark in marks.items() if mark not in (0, 1)]:
+        raise ConfigError(
+            f"{where}: `{wrong[0]}` = {_short(marks[wrong[0]])} of a message: an answer is learnt (1) or only shown (0)"
+        )
+    return all(marks.values())
 
 
 def _answer(name: str, row: Row, where: str) -> Any:

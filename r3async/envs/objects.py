@@ -50,7 +50,7 @@ def loaded(path: str, setting: str) -> Any:
     data = pickled(path, setting)
     try:
         return _loaded(data)
-    except Exception as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise ConfigError(
             f"`{setting}`: {path.partition(':')[2]} cannot be loaded in this process: {type(error).__name__}: {error}"
         ) from error

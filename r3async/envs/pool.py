@@ -20,14 +20,14 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
 from r3async.config import EnvConfig
 from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult, WrongEnvironment
-from r3async.envs.pool_worker import Call, Reply
+from r3async.envs.pool_worker import Call, Reply, receive_message, send_message
+from r3async.envs.raised import EnvironmentRaised
 
 # The path comes first: what is imported there has to be what is imported here, the person's own modules included.
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import r3async.envs.pool_worker as w; w.main()"
@@ -62,7 +62,7 @@ class Worker:
         self._arguments = arguments
         self._next_instance = 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
+        self._socket: socket.socket | None = None
         # What may be reached from a finalizer takes no lock that its own thread may hold: garbage is collected anywhere, also
         # in the middle of the very same method. A SimpleQueue and a set allow that, a ThreadPoolExecutor would deadlock.
         self._calls: queue.SimpleQueue[tuple[Call, Future[Reply]] | None] = queue.SimpleQueue()
@@ -91,9 +91,10 @@ class Worker:
             self._refuse_what_waits()
         reply = await asyncio.wrap_future(future)
         if reply.wrong:
-            raise WrongEnvironment(f"{self.path}: {reply.wrong}")
-        if reply.error:
-            raise EnvironmentFailed(f"{self.path} raised in `{call.method}`:\n{reply.error}")
+            ours = self.path.startswith("r3async.")  # which says itself what it judges
+            raise WrongEnvironment(reply.wrong if ours else f"{self.path}: {reply.wrong}")
+        if reply.raised:
+            raise EnvironmentRaised(f"{self.path} raised in `{call.method}`:\n{reply.raised.trace}", reply.raised)
         return reply
 
     def drop(self, instance: int) -> None:
@@ -139,8 +140,7 @@ class Worker:
         return self._exchange(call, timeout, f"`{call.method}` took longer than env.step_timeout = {timeout:g} s")
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._pipe = Connection(ours.detach())
+        self._socket, theirs = socket.socketpair()
         with theirs, self._closing:
             if self.lost:
                 raise self._failure()
@@ -159,20 +159,25 @@ class Worker:
         timeout = self.config.start_timeout
         hello = Call("load", path=self.path, arguments=self._arguments)
         reply = self._exchange(hello, timeout, f"it took longer to start than env.start_timeout = {timeout:g} s")
-        if reply.error:
+        if reply.raised:
             self.stop("it could not be loaded")
-            raise EnvironmentFailed(f"{self.path} cannot be loaded in a process of its own:\n{reply.error}")
+            raise EnvironmentRaised(
+                f"{self.path} cannot be loaded in a process of its own:\n{reply.raised.trace}", reply.raised
+            )
 
     def _exchange(self, call: Call, timeout: float, late: str) -> Reply:
-        assert self._pipe is not None
+        """Send `call` and receive its reply. `timeout` is for both together: a process that is stopped takes no large call in."""
+        assert self._socket is not None
         assert self._process is not None
-        deadline = time.monotonic() + timeout
+        message, deadline = msgspec.msgpack.encode(call), time.monotonic() + timeout
         try:
-            self._pipe.send_bytes(msgspec.msgpack.encode(call))
-            if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
-                self.stop(late)
-                raise EnvironmentFailed(f"{self.path}: {late}; its process was ended, and with it its other episodes")
-            return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=Reply)
+            send_message(self._socket, message, deadline)
+            return msgspec.msgpack.decode(receive_message(self._socket, deadline), type=Reply)
+        except TimeoutError as error:
+            self.stop(late)
+            raise EnvironmentFailed(
+                f"{self.path}: {late}; its process was ended, and with it its other episodes"
+            ) from error
         except (EOFError, OSError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=5)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import importlib.util
 import inspect
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from r3async.config import ConfigError, RewardConfig, did_you_mean
-from r3async.envs import EnvironmentFailed
+from r3async.envs import WrongEnvironment
 from r3async.envs.factory import load
 from r3async.envs.forms import MISSING, Task, names_of
 from r3async.envs.objects import is_object, loaded
-from r3async.envs.rows import INSTALL, find
+from r3async.envs.rows import INSTALL
+from r3async.untrusted import finite_number, shown_value
 
 # -- built in ----------------------------------------------------------------------------------------------------------
 
@@ -123,9 +123,13 @@ class Reward(NamedTuple):
 
     async def __call__(self, asked: Asked, logged: dict[str, float]) -> float | None:
         """What it returned for the answer; None: it does not apply. `logged` gets what it logs besides, by name. Raises
-        `EnvironmentFailed` for what is no reward, and whatever the function raises."""
-        made = CALLS[self.form](self, asked, logged)
-        return self._checked(await made if inspect.isawaitable(made) else made, logged)
+        `WrongEnvironment` for what is no reward, and whatever the function raises."""
+        try:
+            made = CALLS[self.form](self, asked, logged)
+            made = await made if inspect.isawaitable(made) else made
+        except SystemExit as error:  # which would end this process
+            raise WrongEnvironment(f"reward {self.name!r} called sys.exit({error.code!r})") from error
+        return self._checked(made, logged)
 
     def _checked(self, made: Any, logged: dict[str, float]) -> float | None:
         if self.form == "trl":
@@ -137,25 +141,22 @@ class Reward(NamedTuple):
             made = made.get("score", "a table without `score`")
         if made is None:
             return None
-        if isinstance(made, str | list | tuple | Mapping) or not math.isfinite(value := _number_of(made)):
-            raise EnvironmentFailed(f"reward {self.name!r} must return a finite number or None, not {made!r:.200}")
-        return value
+        try:
+            return finite_number(made)
+        except (TypeError, ValueError):
+            raise WrongEnvironment(
+                f"reward {self.name!r} must return a finite number or None, not {shown_value(made, 200)}"
+            ) from None
 
     def _only_one(self, made: Any) -> Any:
         try:
             (one,) = made
         except (TypeError, ValueError):
-            raise EnvironmentFailed(
-                f"reward {self.name!r} must return a list with one reward for each completion, here one, not {made!r:.200}"
+            raise WrongEnvironment(
+                f"reward {self.name!r} must return a list with one reward for each completion, here one, not "
+                f"{shown_value(made, 200)}"
             ) from None
         return one
-
-
-def _number_of(made: Any) -> float:
-    try:
-        return float(made)
-    except (TypeError, ValueError):
-        return math.nan
 
 
 def _call_trl(reward: Reward, asked: Asked, logged: dict[str, float]) -> Any:
@@ -251,44 +252,7 @@ def _own(config: RewardConfig) -> Reward:
 
 def load_function(path: str) -> Any:
     """What `module:function` or `file.py:function` names. Raises `ConfigError`."""
-    if is_object(path):
-        return loaded(path, "reward")
-    place, _, name = path.rpartition(":")
-    if not place.endswith(".py"):
-        try:
-            return load(path, "reward")
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever the user's module raises
-            raise ConfigError(f"`reward` = {path!r} cannot be loaded: {type(error).__name__}: {error}") from error
-    module = _module(place)
-    if not hasattr(module, name):
-        own = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
-        hint = did_you_mean(name, own, f"it has {', '.join(own) or 'none'}")
-        raise ConfigError(f"`reward` = {path!r}: {place} has no function {name!r}; {hint}")
-    return getattr(module, name)
-
-
-@functools.cache
-def _module(place: str) -> ModuleType:
-    """That of a file, which may import what lies beside it."""
-    file = find(place)
-    if not file.is_file():
-        raise ConfigError(f"`reward`: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.append(str(file.parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[spec.name]
-        raise ConfigError(f"`reward`: {file} cannot be loaded: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(file.parent))
-    return module
+    return loaded(path, "reward") if is_object(path) else load(path, "reward")
 
 
 # -- against rows ------------------------------------------------------------------------------------------------------
@@ -317,7 +281,8 @@ def check_row(reward: Reward, task: Task) -> None:
 
 async def judge(rewards: Sequence[Reward], asked: Asked) -> dict[str, float]:
     """Metrics of an answer: what it is worth, unweighted, for each reward that applies (`Reward.metric`), and what rewards log.
-    Those that wait are awaited together."""
+    Those that wait are awaited together. Each of the user's own has a copy: what it changes in the row, no other sees."""
     logged: dict[str, float] = {}
-    made = await asyncio.gather(*(reward(asked, logged) for reward in rewards))
+    copies = (asked if reward.built_in else copy.deepcopy(asked) for reward in rewards)
+    made = await asyncio.gather(*(reward(each, logged) for reward, each in zip(rewards, copies, strict=True)))
     return logged | {reward.metric: value for reward, value in zip(rewards, made, strict=True) if value is not None}

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import csv
-import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from r3async.config import ConfigError, DataConfig, did_you_mean
+from r3async.config.places import find_file
+from r3async.untrusted import Malformed, decode_python_json
 
 Row = dict[str, Any]
-USER_PATH = "R3ASYNC_USER_PATH"  # set for every actor: where the run was started
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+VALUE_BYTES = 64
+"""Of memory that a value takes besides what is in it."""
+BATCH_ROWS = 256
+PACKED_TIMES = 100
+"""A column of a parquet file that is packed better than this is no text; its rows are made one by one."""
+FREE_BYTES, MOST_TIMES = 64 * 2**20, 1000
+"""Rows of a parquet file may take the former, or so many times the bytes of their file."""
+_TAKE_SOME = "`data.limit` takes the first rows, and `data.eval` a share or a file to evaluate"
 INSTALL = "pip install 'r3async[data]'"
 
 
@@ -36,19 +43,23 @@ def read_rows(data: DataConfig, path: str, split: str) -> list[Found]:
 
     Raises `ConfigError` that says what is missing, or names the line or row that is none.
     """
-    found = find(path)
+    found = find_file(path)
     if not found.exists():
         return _from_hub(data, path, split, found)
-    files = _files(found, split) if found.is_dir() else [found]
+    if data.subset and path == data.path:
+        raise ConfigError(
+            f"`data.subset` = {data.subset!r}: {found} is not on the hub, and has no subsets: leave it out"
+        )
+    if found.is_dir():
+        files = _files(found, split)
+    elif split == DataConfig().split:
+        files = [found]
+    else:
+        raise ConfigError(f"{found} is one file and has no split {split!r}: leave `data.split` out; {_TAKE_SOME}")
     rows = [each for file in files for each in _from_file(file)]
     if not rows:
         raise ConfigError(f"{found} has no rows")
     return rows
-
-
-def find(path: str) -> Path:
-    """A relative path is one from where the run was started."""
-    return Path(os.environ.get(USER_PATH, os.getcwd())) / Path(path).expanduser()
 
 
 def stamps_of(place: Path) -> list[tuple[str, int, int]]:
@@ -61,7 +72,11 @@ def _files(directory: Path, split: str) -> list[Path]:
     known = sorted(file for file in directory.iterdir() if file.suffix in READERS and not file.name.startswith("."))
     if not known:
         raise ConfigError(f"`data.path`: {directory} has no file that ends in {', '.join(READERS)}")
-    return [file for file in known if file.name.startswith(split)] or known
+    chosen = [file for file in known if file.name.startswith(split)]
+    if not chosen and split != DataConfig().split:
+        names = ", ".join(file.name for file in known)
+        raise ConfigError(f"no file of {directory} begins with the split {split!r}; it has {names}; {_TAKE_SOME}")
+    return chosen or known
 
 
 def _from_file(file: Path) -> Iterator[Found]:
@@ -93,17 +108,15 @@ def _jsonl(file: Path) -> Numbered:
             if not line.strip():
                 continue
             try:
-                yield "line", number, json.loads(line)
-            except ValueError as error:
+                yield "line", number, decode_python_json(line)
+            except Malformed as error:
                 raise ConfigError(f"{file}, line {number}: not JSON: {error}") from error
 
 
 def _json(file: Path) -> Numbered:
     try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError:
-        raise
-    except ValueError as error:
+        rows = decode_python_json(file.read_bytes())
+    except Malformed as error:
         hint = "; a file with an object a line must end in .jsonl" if "Extra data" in str(error) else ""
         raise ConfigError(f"{file}: not JSON: {error}{hint}") from error
     if not isinstance(rows, list):
@@ -132,15 +145,39 @@ def _parquet(file: Path) -> Numbered:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise ConfigError(f"{file} needs pyarrow, which is not installed: {INSTALL}") from error
-    number = 0
+    number, used = 0, 0
     try:
         with ParquetFile(file) as table:
-            for batch in table.iter_batches():
-                for row in batch.to_pylist():
+            groups = [table.metadata.row_group(at) for at in range(table.num_row_groups)]
+            columns = [group.column(at) for group in groups for at in range(group.num_columns)]
+            _check_size(file, table.metadata.num_rows * VALUE_BYTES + sum(group.total_byte_size for group in groups))
+            packed = any(each.total_uncompressed_size > PACKED_TIMES * each.total_compressed_size for each in columns)
+            for batch in table.iter_batches(1 if packed else BATCH_ROWS):
+                rows = batch.to_pylist()
+                _check_size(file, used := used + _memory_of(rows))
+                for row in rows:
                     number += 1
                     yield "row", number, row
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{file} is no parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _check_size(file: Path, used: int) -> None:
+    """Raise `ConfigError` for rows that take far more memory than their file has bytes: a few hundred may stand for gigabytes."""
+    here = file.stat().st_size
+    if used > max(FREE_BYTES, MOST_TIMES * here):
+        raise ConfigError(
+            f"`data.path`: {file} has {here} bytes and its rows take {used} and more, so it holds the same over and over: write "
+            "the rows that you mean as .jsonl"
+        )
+
+
+def _memory_of(value: Any) -> int:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return VALUE_BYTES + sum(map(_memory_of, value))
+    return VALUE_BYTES + (len(value) if isinstance(value, str | bytes) else 0)
 
 
 READERS: dict[str, Callable[[Path], Numbered]] = {

@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from r3async.envs import Action, Message, StepResult
+from r3async.untrusted import Malformed, decode_json
 
 MAX_CHARACTERS = 200
 MAX_DIGITS = 12
@@ -322,8 +323,8 @@ class ToolCalculator:
     def _call(self, text: str) -> str | int:
         """What the calculator says, or the final answer. Raises `ValueError` with what is wrong, for the policy to read."""
         try:
-            call: Any = json.loads(text)
-        except (ValueError, RecursionError):
+            call: Any = decode_json(text)
+        except Malformed:
             call = None
         match call:
             case {"answer": int(number), **rest} if not rest and not isinstance(number, bool):

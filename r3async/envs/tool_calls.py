@@ -5,52 +5,111 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from r3async.envs import Message
+from r3async.untrusted import Malformed, decode_json
 
 # Two forms are read: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` as Hermes and Qwen write it, any number of times; and
 # an answer that is nothing but that JSON object, or a list of them (`parameters` for `arguments` is taken too).
-_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?```", re.DOTALL)
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_THOUGHT = re.compile("</?think>")
+_FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)\n?```", re.DOTALL)
+Call = tuple[str, dict[str, Any]]
+"""Of a tool: its name and its arguments."""
 
 
-def parse_answer(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """`content, tool_calls` of an answer, in OpenAI's shape. Where one call cannot be read, or no `tools` were offered, the
-    whole text is content. A call of a tool that was not offered is a call if it is tagged as one."""
+def parse_answer(
+    text: str, tools: Sequence[Mapping[str, Any]], *, thinking: bool = False
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return `content, tool_calls` of an answer, in OpenAI's shape. Thoughts are content, whatever is in them. Where one call
+    cannot be read or is of a tool that was not offered, or no `tools` were, the whole text is content. `thinking`: the answer
+    begins within a thought, which its prompt opened."""
+    thoughts, spoken = split_thoughts(text, thinking=thinking)
+    content, calls = _read_calls(spoken, tools)
+    if not calls or not {name for name, _ in calls} <= offered_names(tools):
+        return text, []
+    return (thoughts + content).strip(), [_as_openai(*call) for call in calls]
+
+
+def split_thoughts(text: str, *, thinking: bool = False) -> tuple[str, str]:
+    """Return the thoughts of an answer, with `<think>` and `</think>`, and what it says beside them.
+
+    A `</think>` that nothing opened ends a thought which the prompt opened; `thinking` says that it did, for an answer that was
+    cut before. A tag in the arguments of a call is no thought's.
+    """
+    thoughts, spoken, begin, at = "", "", 0, 0
+    while tag := _THOUGHT.search(text, at):
+        at = tag.end()
+        if not thinking and (end := _end_of_call(text, begin, tag.start())):
+            at = end
+        elif tag[0] == "</think>":
+            thoughts += ("" if thinking else spoken) + text[begin:at]
+            spoken, begin, thinking = spoken if thinking else "", at, False
+        elif not thinking:
+            spoken, begin, thinking = spoken + text[begin : tag.start()], tag.start(), True
+    return (thoughts + text[begin:], spoken) if thinking else (thoughts, spoken + text[begin:])
+
+
+def _end_of_call(text: str, begin: int, at: int) -> int:
+    """Return where the call ends that `text[at]` is within the arguments of; 0 if it is in none that begins behind `begin`."""
+    start = text.rfind(_CALL, begin, at)
+    end = text.find(_CALL_END, at) if start >= 0 else -1
+    if end < 0 or _tagged_call(text[start + len(_CALL) : end]) is None:
+        return 0
+    return end + len(_CALL_END)
+
+
+def _read_calls(spoken: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+    """Return what is said beside the calls, and the calls; none where one cannot be read, or no `tools` were offered. A call that
+    is tagged as one may be of a tool that was not offered."""
     if not tools:
-        return text, []
-    if blocks := _TAGGED.findall(text):
-        calls = [_read_call(block) for block in blocks]
-        if all(call is not None for call in calls):
-            return _TAGGED.sub("", text).strip(), [_as_openai(*call) for call in calls if call is not None]
-        return text, []
-    bare = text.strip()
+        return spoken, []
+    if blocks := list(_tagged_blocks(spoken)):
+        calls = [_tagged_call(spoken[start + len(_CALL) : stop - len(_CALL_END)]) for start, stop in blocks]
+        beside = zip([0, *(stop for _, stop in blocks)], [*(start for start, _ in blocks), len(spoken)], strict=True)
+        read = [call for call in calls if call is not None]
+        return "".join(spoken[a:b] for a, b in beside), read if len(read) == len(calls) else []
+    bare = spoken.strip()
     if fenced := _FENCED.fullmatch(bare):
         bare = fenced[1]
-    offered = {tool.get("function", tool).get("name") for tool in tools}
     try:
-        value = msgspec.json.decode(bare)
-    except msgspec.DecodeError:
-        return text, []
-    read = [_call_of(item) for item in (value if isinstance(value, list) else [value])]
-    calls_of_offered = [call for call in read if call is not None and call[0] in offered]
-    if not read or len(calls_of_offered) < len(read):
-        return text, []
-    return "", [_as_openai(*call) for call in calls_of_offered]
+        value = decode_json(bare)
+    except Malformed:
+        return spoken, []
+    found = [_call_of(item) for item in (value if isinstance(value, list) else [value])]
+    offered = offered_names(tools)
+    read = [call for call in found if call is not None and call[0] in offered]
+    return "", read if len(read) == len(found) else []
 
 
-def _read_call(text: str) -> tuple[str, dict[str, Any]] | None:
+def _tagged_blocks(text: str) -> Iterator[tuple[int, int]]:
+    """Yield where each `<tool_call>…</tool_call>` begins and ends. (An expression that looks for both reads the rest of the text
+    for every tag that is not closed: seconds, for an answer that is nothing but open tags.)"""
+    at = 0
+    while (start := text.find(_CALL, at)) >= 0 and (end := text.find(_CALL_END, start)) >= 0:
+        at = end + len(_CALL_END)
+        yield start, at
+
+
+def offered_names(tools: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the names of the tools, in OpenAI's shape or bare, that have one."""
+    functions = [tool.get("function", tool) for tool in tools]
+    names = [function.get("name") if isinstance(function, Mapping) else None for function in functions]
+    return {name for name in names if isinstance(name, str)}
+
+
+def _tagged_call(text: str) -> Call | None:
     try:
-        return _call_of(msgspec.json.decode(text.strip()))
-    except msgspec.DecodeError:
+        return _call_of(decode_json(text.strip()))
+    except Malformed:
         return None
 
 
-def _call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
+def _call_of(value: Any) -> Call | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -65,32 +124,29 @@ def _as_openai(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-Call = Callable[[str, dict[str, Any]], Awaitable[str]]
-"""What a tool of that name says to these arguments."""
-
-
 async def tool_results(
     text: str,
     tools: Sequence[Mapping[str, Any]],
-    call: Call,
+    call: Callable[[str, dict[str, Any]], Awaitable[str]],
     *,
     seconds: float,
     at_once: int = 8,
     characters: int = 8192,
+    thinking: bool = False,
 ) -> list[Message]:
     """One message for each tool call in an answer, in their order; none if it has none. The calls run at the same time.
 
-    What a tool raises, does not answer in `seconds`, or says beyond `characters` is told to the policy, as are calls beyond
-    `at_once`, which are not made.
+    `call(name, arguments)`: what the tool of that name says. What it raises, does not answer in `seconds`, or says beyond
+    `characters` is told to the policy, as are calls beyond `at_once`, which are not made. `thinking`: `Action.thinking`.
     """
-    _, calls = parse_answer(text, tools)
+    _, calls = _read_calls(split_thoughts(text, thinking=thinking)[1], tools)
 
-    async def result(index: int, name: str, arguments: str) -> str:
+    async def result(index: int, name: str, arguments: dict[str, Any]) -> str:
         if index >= at_once:
             return f"error: not called, an answer may have {at_once} calls"
         try:
             async with asyncio.timeout(seconds):
-                said = await call(name, msgspec.json.decode(arguments))
+                said = await call(name, arguments)
         except TimeoutError:
             return f"error: {name} took longer than {seconds:g} s"
         except Exception as error:
@@ -98,6 +154,5 @@ async def tool_results(
         cut = len(said) - characters
         return said if cut <= 0 else f"{said[:characters]}\n[{cut} characters left out]"
 
-    functions = [c["function"] for c in calls]
-    results = await asyncio.gather(*(result(i, f["name"], f["arguments"]) for i, f in enumerate(functions)))
-    return [Message("tool", said, name=f["name"]) for said, f in zip(results, functions, strict=True)]
+    results = await asyncio.gather(*(result(i, *each) for i, each in enumerate(calls)))
+    return [Message("tool", said, name=name) for said, (name, _) in zip(results, calls, strict=True)]

@@ -11,7 +11,6 @@ chooses its experts by itself, at the sample's temperature and over the sample's
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 from r3async.config import Config, DistillationConfig
 from r3async.config.training import LoraConfig, RoutingConfig
 from r3async.learner import LearnerError, build_learner
+from r3async.untrusted import decode_object
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend, Ranks
@@ -62,7 +62,7 @@ def check_vocabularies(model: Path, teacher: Path) -> None:
 
 
 def _vocabulary(directory: Path) -> Any:
-    data = json.loads((directory / VOCABULARY).read_text())
+    data = decode_object((directory / VOCABULARY).read_bytes())
     added = {token["content"]: token["id"] for token in data.get("added_tokens") or []}
     return (data.get("model") or {}).get("vocab"), added
 

@@ -123,7 +123,7 @@ class Minibatch:
     """Of the trained tokens of all ranks, if `complete` was called."""
     _sums: ObjectiveSums | None = field(init=False, default=None)
     _drift: list[Tensor] = field(init=False, default_factory=list)
-    """float64 `[2, DRIFT_ROWS, 2]` of each micro-batch that was trained: `drift_sums` of its tokens, and of the probed ones."""
+    """float64 `[2, drift_rows, 2]` of each micro-batch that was trained: `drift_sums` of its tokens, and of the probed ones."""
     _traces: list[RouteTrace] = field(init=False, default_factory=list)
     _scored: dict[int, Tensor] = field(init=False, default_factory=dict)
     """With `trace`: the log-probs of each micro-batch's trained tokens."""
@@ -137,6 +137,16 @@ class Minibatch:
     def needs_logprobs(self) -> bool:
         """Whether `complete` has to be called before the first `loss`: alike on all ranks."""
         return bool(self.spread.any()) and takes_episodes(self.config.algorithm)
+
+    @property
+    def episode_count(self) -> int:
+        """How many numbered episodes there are on all ranks; 0 without the column `episode`."""
+        return len(self.spread)
+
+    @property
+    def drift_rows(self) -> int:
+        """Rows of `drift_of`."""
+        return DRIFT_ROWS + self.episode_count
 
     @property
     def cause(self) -> Cause:
@@ -218,10 +228,12 @@ class Minibatch:
     def drift_of(self, micro_batch: MicroBatch, rows: np.ndarray, logprobs: Tensor) -> Tensor:
         """`drift_sums` of the tokens at `rows` int64 `[M]` of any micro-batch, with the learner's log-probs float32 `[M]`."""
         table = micro_batch.table
-        told = (self.version - table["policy_version"][rows], table["turn"][rows], micro_batch.positions[rows])
+        numbers = [self.version - table["policy_version"][rows], table["turn"][rows], micro_batch.positions[rows]]
+        numbers += [table["episode"][rows]] if self.episode_count else []
         rollout = torch.from_numpy(table["rollout_logprobs"][rows]).to(logprobs.device)
-        ages, turns, positions = (torch.from_numpy(x.astype(np.int64)).to(logprobs.device) for x in told)
-        return drift_sums(logprobs, rollout, ages, turns, positions, self.config.algorithm.rollout_kl.token_limit)
+        ages, turns, positions, *found = (torch.from_numpy(x.astype(np.int64)).to(logprobs.device) for x in numbers)
+        limit, episodes = self.config.algorithm.rollout_kl.token_limit, found[0] if found else None
+        return drift_sums(logprobs, rollout, ages, turns, positions, limit, episodes, self.episode_count)
 
     def _keep_drift(self, micro_batch: MicroBatch, rows: np.ndarray, logprobs: Tensor) -> None:
         table, found = micro_batch.table, self.drift_of(micro_batch, rows, logprobs)
@@ -229,14 +241,18 @@ class Minibatch:
         some = logprobs[torch.from_numpy(probed).to(logprobs.device)]
         self._drift.append(torch.stack([found, self.drift_of(micro_batch, rows[probed], some)]))
 
-    def drifts(self, served: np.ndarray) -> np.ndarray:
-        """float64 `[3, DRIFT_ROWS, 2]`, over all ranks: `drift_sums` of trained tokens, of the probed ones, and these when they
-        are `served`, of which this rank has `[DRIFT_ROWS, 2]`. Collective; after the last `loss`."""
-        mine = np.zeros((3, DRIFT_ROWS, 2))
+    def drifts(self, served: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sum drift over all ranks: of trained tokens, of the probed ones, and of these when they are `served`.
+
+        Returns `drift_sums` float64 `[3, DRIFT_ROWS, 2]` by age, turn and position, and `[3, episode_count, 2]` by episode.
+        Collective; after the last `loss`. `served`: `drift_sums` of this rank's part.
+        """
+        mine = np.zeros((3, *served.shape))
         if self._drift and self.ranks.holds_loss:
             mine[:2] = torch.stack(self._drift).sum(dim=0).cpu().numpy()
         mine[2] = served
-        return self.ranks.reduce(mine.reshape(-1), "sum").reshape(mine.shape)
+        total = self.ranks.reduce(mine.reshape(-1), "sum").reshape(mine.shape)
+        return total[:, :DRIFT_ROWS], total[:, DRIFT_ROWS:]
 
     # -- traces ----------------------------------------------------------------------------------------------------
 

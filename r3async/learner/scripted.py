@@ -8,7 +8,6 @@ Nothing is fed forward, and nothing is learnt.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from r3async.learner.optimizer import MasterAdamW, Update, total_updates
 from r3async.learner.replay import RoutingReplay
 from r3async.learner.state import Held
 from r3async.rollout.engines.scripted import DIGEST, MASK, scripted_logprobs
+from r3async.untrusted import decode_python_json
 from r3async.world import Files
 from r3async.world.files import make_directory, read_file, replace_directory, replace_file
 from r3async.world.real import REAL
@@ -98,7 +98,7 @@ class ScriptedLearner(LearnerBackend):
     def load(cls, config: Config, model_path: Path, files: Files = REAL.files) -> ScriptedLearner:
         """Read the configuration of the model, whose weights are not looked at."""
         source = Path(model_path)
-        return cls(config, source, json.loads(read_file(source / "config.json", files=files)), files)
+        return cls(config, source, decode_python_json(read_file(source / "config.json", files=files)), files)
 
     def feed(
         self,

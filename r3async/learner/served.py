@@ -6,7 +6,9 @@ of the weights behind frozen routers. An engine that is given these weights rout
 It is measured in one of `probe_every` steps on a sample, the *probed* episodes (column `probed`, by `preparation.prepare`), by a
 forward pass more without replay and without gradient. The estimate for all trained tokens is `replayed + (served - replayed of
 the probed tokens)`: the difference, whose mean is what routes do, scatters less than the drift of a few tokens, and the estimate
-is unbiased. In the steps between, that difference is the last one that was measured (`TrustRegion.estimate`).
+is unbiased, and has an interval: episodes are the sample. In the steps between, nothing is published under the name of a
+measurement; the trust region is given an estimate, from that difference as it was last measured at each age
+(`TrustRegion.estimate`).
 
 With `rollout_kl.limit` the drift of the probed episodes is measured again after every update. It says how far the step went, and
 so what the next step's tokens will have drifted (`met_again`). If that is too far, the step is shortened before anything is
@@ -30,7 +32,7 @@ from torch import Tensor
 from r3async.config import Config
 from r3async.data.records import Sample, TokenTable
 from r3async.learner.batch.packing import MicroBatch, pack, padding_like
-from r3async.learner.figures import AGES, DRIFT_ROWS, MEASURED_DRIFT, ObjectiveSums, estimated
+from r3async.learner.figures import AGES, DRIFT_ROWS, MEASURED_DRIFT, ObjectiveSums, age_gaps, estimated
 from r3async.learner.optimizer import Update
 
 if TYPE_CHECKING:
@@ -59,18 +61,16 @@ def wants_probes(config: Config) -> bool:
 def chosen_probes(names: Sequence[str], tokens: Sequence[int], config: Config) -> list[int]:
     """Indices of the probed ones of some episodes, which have `names` and `tokens` to feed forward; the same for the same names.
 
-    In the order of a checksum of their names, as many as have no more than `rollout_kl.probe_share` of all tokens; where
-    a bound needs them, than `probe_tokens` or a quarter of all, if that is more. If the first has more, it is probed where a
-    bound needs it in every step; elsewhere in so many of all steps that the share is kept on average.
+    In the order of a checksum of their names, as many as have no more than `rollout_kl.probe_share` of all tokens, or than
+    `probe_tokens` or a quarter of all, if that is more. If the first has more, it is probed where a bound needs it in every
+    step; elsewhere in so many of all steps that the share is kept on average.
     """
     region = config.algorithm.rollout_kl
     if not wants_probes(config):
         return []
     keys = [zlib.crc32(name.encode()) for name in names]
     order = sorted(range(len(names)), key=lambda i: (keys[i], names[i]))
-    budget = region.probe_share * sum(tokens)
-    if region.bounds_served:
-        budget = max(budget, min(region.probe_tokens, LARGEST * sum(tokens)))
+    budget = max(region.probe_share * sum(tokens), min(region.probe_tokens, LARGEST * sum(tokens)))
     ends = np.cumsum([tokens[i] for i in order])
     within = int(np.searchsorted(ends, budget, side="right"))
     if not within and order:
@@ -161,9 +161,9 @@ def _probed_samples(micro_batch: MicroBatch) -> list[Sample]:
 
 
 def served_sums(backend: LearnerBackend, minibatch: Minibatch, probes: Probes) -> np.ndarray:
-    """float64 `[DRIFT_ROWS, 2]`: `drift_sums` of this rank's probed tokens with the weights as they are and the routers' own
+    """float64 `[drift_rows, 2]`: `drift_sums` of this rank's probed tokens with the weights as they are and the routers' own
     choice; 0 where another rank has them. Collective. Gradients under way are lost with FSDP: none may be."""
-    found: list[Tensor] = [torch.zeros(DRIFT_ROWS, 2, dtype=torch.float64)]
+    found: list[Tensor] = [torch.zeros(minibatch.drift_rows, 2, dtype=torch.float64)]
 
     def finish(index: int, logprobs: Tensor, _: Tensor) -> None:
         found.append(minibatch.drift_of(probes.micro_batches[index], probes.rows[index], logprobs).cpu())
@@ -188,7 +188,7 @@ def take_update(
     optimizer, trust_region = backend.optimizer, backend.trust_region
     replayed = ObjectiveSums.metrics_of(total)[MEASURED_DRIFT]
     found = estimated(drift) if _is_measured(drift) else None
-    served = trust_region.estimate(replayed) if found is None else None
+    served = trust_region.estimate(replayed, drift[0, :AGES, 1].tolist()) if found is None else None
     measured = trust_region.measured(replayed, served if found is None else found)
     if minibatch.cause:
         return replace(optimizer.skip(minibatch.cause if math.isfinite(measured) else "not_finite"), served=served)
@@ -196,7 +196,7 @@ def take_update(
         update = optimizer.skip("trust_region")
     else:
         update = shortened(backend, minibatch, probes, drift, optimizer.step())
-    trust_region.update(measured, None if found is None else found - replayed)
+    trust_region.update(measured, None if found is None else age_gaps(drift))
     return replace(update, served=served)
 
 
@@ -228,7 +228,7 @@ def shortened(
     def predicted(share: float) -> float:
         make(share)
         after = backend.ranks.reduce(served_sums(backend, minibatch, probes).reshape(-1), "sum")
-        return estimated(np.stack([drift[0], drift[1], after.reshape(-1, 2)]))
+        return estimated(np.stack([drift[0], drift[1], after.reshape(-1, 2)[:DRIFT_ROWS]]))
 
     def before() -> float:
         if _is_measured(drift):

@@ -29,6 +29,7 @@ from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState,
 from r3async.learner.expert_biases import ExpertBias
 from r3async.learner.optimizer import local
 from r3async.learner.shares import Share
+from r3async.untrusted import decode_python_json
 from r3async.world.files import make_directory, replace_directory
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ def _model_directory(directory: Path, source: Path, dtype: str) -> Iterator[Path
         for path in source.iterdir():
             if path.is_file() and not path.name.endswith((".safetensors", ".bin", ".index.json", ".pt", ".gguf")):
                 shutil.copy2(path, aside / path.name)
-        described = json.loads((source / "config.json").read_text())
+        described = decode_python_json((source / "config.json").read_bytes())
         described.pop("torch_dtype", None)
         described["dtype"] = dtype
         (aside / "config.json").write_text(json.dumps(described, indent=2) + "\n")

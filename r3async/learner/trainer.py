@@ -41,7 +41,16 @@ from r3async.learner import MinibatchResult, Unsound
 from r3async.learner.batch.packing import MicroBatch, pack_for_ranks
 from r3async.learner.batch.planner import Cost
 from r3async.learner.distillation import taught
-from r3async.learner.figures import DRIFT_ROWS, MEASURED_DRIFT, SERVED_DRIFT, ObjectiveSums, combined, result_of
+from r3async.learner.figures import (
+    DRIFT_ROWS,
+    MEASURED_DRIFT,
+    SERVED_DRIFT,
+    SERVED_ESTIMATE,
+    ObjectiveSums,
+    combined,
+    gap_moments,
+    result_of,
+)
 from r3async.learner.losses.objective import takes_episodes
 from r3async.learner.losses.policy_loss import needs_old_logprobs, rounding_clips
 from r3async.learner.minibatch import Minibatch, agreed
@@ -170,11 +179,12 @@ class Trainer:
             self.events.warning("gspo_range_within_noise", hint=narrow)
         for result in results:
             if result.metrics["optimizer/broken"]:
-                served = region.measure == "served" and SERVED_DRIFT in result.metrics
+                names = (SERVED_DRIFT, SERVED_ESTIMATE) if region.measure == "served" else ()
+                judged = next((name for name in names if name in result.metrics), MEASURED_DRIFT)
                 self.events.error(
                     "trust_region_broke",
                     step=number,
-                    measured=result.metrics[SERVED_DRIFT if served else MEASURED_DRIFT],
+                    measured=result.metrics[judged],
                     allowed=region.max,
                     hint="algorithm.rollout_kl.max: no update was made; look at staleness, lr and routing/agreement",
                 )
@@ -238,27 +248,28 @@ def train_minibatch(
         micro_batches = looked_at(micro_batches, backend.config, version)
         minibatch = begin(backend, micro_batches, version=version, trace=trace)
     total, update = ObjectiveSums.zero().values(), backend.optimizer.skip(minibatch.cause)
-    drift = np.zeros((3, DRIFT_ROWS, 2))
+    drift, moments = np.zeros((3, DRIFT_ROWS, 2)), np.zeros(4)
     if minibatch.counts.trained:
         try:
             with stage("probe"):
                 probes = probes_of(backend, minibatch, micro_batches)
                 own = bool(probes.rows) and backend.replay.enabled and backend.replay.layers > 0
                 due = own and is_due(backend.config, version)
-                served = served_sums(backend, minibatch, probes) if due else np.zeros((DRIFT_ROWS, 2))
+                served = served_sums(backend, minibatch, probes) if due else np.zeros((minibatch.drift_rows, 2))
             with stage("model"):
                 backward(backend, minibatch)
             with stage("figures"):
-                total, drift = minibatch.total(), minibatch.drifts(served)
-                if not own:
-                    drift[2] = drift[1]  # without replay every pass routes by itself
+                total, (drift, by_episode) = minibatch.total(), minibatch.drifts(served)
+                if not own:  # without replay every pass routes by itself
+                    drift[2], by_episode[2] = drift[1], by_episode[1]
+                moments = gap_moments(by_episode)
             with stage("optimizer"):
                 update = take_update(backend, minibatch, probes, total, drift)
         except BaseException:
             backend.forget()
             raise
     with stage("figures"):
-        result = result_of(minibatch, total, drift, update, backend.replay)
+        result = result_of(minibatch, total, drift, moments, update, backend.replay)
     if not update.cause:
         backend.balance_experts(result.expert_load)
     if backend.digests is None:

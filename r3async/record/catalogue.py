@@ -109,7 +109,7 @@ _TABLE = (
            figures="first last", curve=Curve("Answers", "trained", "blue")),
     Metric("loss/answers_held_out", "held-out loss", "nats", "low",
            "Of `r3async sft`: the same over the rows that `data.eval` keeps from training, after the step's update.",
-           figures="first last", curve=Curve("Answers", "held out", "orange")),
+           figures="final", curve=Curve("Answers", "held out", "orange")),
     Metric("loss/rollout_kl", "drift loss", "", "low", "Rollout-KL term of the loss, a trained token, before its coefficient."),
     Metric("rollout_kl/k1", "drift k1", "nats", "0",
            "Mean of -Δ, Δ = log π_learner - log μ_rollout. Unbiased; may be negative.",
@@ -122,11 +122,16 @@ _TABLE = (
     Metric("rollout_kl/k3_last_epoch", "drift, last epoch", "nats", "low",
            "Drift k3 in the last of `schedule.epochs_per_step` passes; `rollout_kl/k3` is the mean over all of them."),
     Metric("served_kl/k3", "served drift", "nats", "low",
-           "The same with the routers' own choice, as engines serve the weights: on a sample of some steps, or estimated.",
+           "The same with the routers' own choice, as engines serve the weights: measured on a sample, in some steps.",
            figures="last high", curve=Curve("Drift", "served", "green"), parts="mean high"),
+    Metric("served_kl/k3_low", "served drift, at least", "nats", "low",
+           "Lower end of the interval in which served drift of all trained tokens is, from two probed episodes on."),
+    Metric("served_kl/k3_high", "served drift, at most", "nats", "low", "Its upper end."),
+    Metric("served_kl/k3_estimate", "served drift, estimated", "nats", "low",
+           "What the trust region takes for served drift in a step that does not measure it."),
     Metric("served_kl/predicted", "drift ahead", "nats", "low",
            "With `algorithm.rollout_kl.limit`: served drift of the probed episodes under the weights that the step made."),
-    Metric("served_kl/tokens", "probed tokens", "tokens", "", "Tokens that served drift was measured on; else it is estimated."),
+    Metric("served_kl/tokens", "probed tokens", "tokens", "", "Tokens that served drift was measured on."),
     Metric("rollout_kl/k3_age_0", "drift at age 0", "nats", "low",
            "Drift k3 over the trained tokens of that age; so `rollout_kl/k3_age_1`, and on; the last, 7, is of all older ones."),
     Metric("rollout_kl/k3_turn_0", "drift in turn 0", "nats", "low",
@@ -218,7 +223,8 @@ _TABLE = (
     Metric("grad_norm", "gradient norm", "", "", "Global norm before clipping.", curve=Curve("Gradient norm", "norm", "blue")),
     Metric("lr", "learning rate", "", "", "Learning rate of the step."),
     Metric("optimizer/step_share", "share of the step", "fraction", "high",
-           "Of the update that was made: less than 1 where `algorithm.rollout_kl.limit` shortened it, 0 where none was."),
+           "Share of an update that was made, mean over the step's updates: less than 1 where "
+           "`algorithm.rollout_kl.limit` shortened one, 0 where none was made."),
     Metric("optimizer/broken", "broken", "", "0", "1 if the update was refused: drift beyond `algorithm.rollout_kl.max`.",
            parts="high"),
     Metric("optimizer/updates", "updates", "", "high", "Optimizer updates of the step: at most one a minibatch and epoch."),
@@ -361,15 +367,26 @@ def in_order(names: Iterable[str]) -> list[Metric]:
 
 
 FIRST_STEPS, LAST_STEPS = 3, 10
+"""Steps that a run's beginning and its end are the means of, at most."""
+
+
+def end_windows(steps: int) -> tuple[int, int]:
+    """Return how many of so many steps are the beginning of a run and how many its end: of a short run, no step is both."""
+    last = min(LAST_STEPS, (steps + 1) // 2)
+    return min(FIRST_STEPS, max(steps - last, 1)), last
 
 
 class Stats(msgspec.Struct, frozen=True):
     """Of one metric over the steps of a run, or of a part of it; None where no step has it."""
 
+    count: int = 0
+    """Steps that have it."""
     first: float | None = None
-    """Mean of the first three steps."""
+    """Mean of the first of `end_windows` of these steps."""
     last: float | None = None
-    """Mean of the last ten steps."""
+    """Mean of the last of them."""
+    final: float | None = None
+    """Of the last of them alone."""
     mean: float | None = None
     low: float | None = None
     high: float | None = None
@@ -380,8 +397,17 @@ class Stats(msgspec.Struct, frozen=True):
         values = [float(row[name]) for row in rows if finite(row.get(name)) is not None]
         if not values:
             return cls()
-        first, last = values[:FIRST_STEPS], values[-LAST_STEPS:]
-        return cls(sum(first) / len(first), sum(last) / len(last), sum(values) / len(values), min(values), max(values))
+        count = len(values)
+        first, last = end_windows(count)
+        return cls(
+            count=count,
+            first=sum(values[:first]) / first,
+            last=sum(values[-last:]) / last,
+            final=values[-1],
+            mean=sum(values) / count,
+            low=min(values),
+            high=max(values),
+        )
 
 
 def figure_label(known: Metric, figure: str) -> str:
@@ -389,12 +415,15 @@ def figure_label(known: Metric, figure: str) -> str:
     if figure == "mean":
         return known.label
     extreme = "best step" if (figure == "high") == (known.good == "high") else "worst step"
-    of = {"first": f"first {FIRST_STEPS} steps", "last": f"last {LAST_STEPS} steps"}
+    of = {"first": "first steps", "last": "last steps", "final": "last"}
     return f"{known.label}, {of.get(figure, extreme)}"
 
 
 def finite(value: Any) -> float | None:
     """A number, or None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return value
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an integer that no float holds
+        return None

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from r3async.untrusted import Malformed, decode_object, decode_text
 from r3async.world import World
 from r3async.world.appending import AppendFile, Keeper
 from r3async.world.real import REAL
@@ -40,7 +41,9 @@ def _encode(event: dict[str, Any]) -> bytes:
     try:
         line = _encoder.encode(event)
         if not line.isascii():
-            line.decode()  # msgspec writes lone surrogates (a file name, say) as they are: no reader would take the line
+            decode_text(
+                line
+            )  # msgspec writes lone surrogates (a file name, say) as they are: no reader would take the line
         return line
     except Exception:  # text that is no UTF-8, a key that is no string, an object that contains itself
         plain = {str(key): value if key == "time" else ascii(value).strip("'") for key, value in event.items()}
@@ -70,8 +73,8 @@ class _Sink:
         if self._also is not None:
             self._also(line)
         if self._console:
-            with contextlib.suppress(OSError):
-                sys.stderr.write(format_event(msgspec.json.decode(line)) + "\n")
+            with contextlib.suppress(OSError, Malformed):
+                sys.stderr.write(format_event(decode_object(line)) + "\n")
 
     debug = info = warning = warn = error = critical = exception = fatal = msg = log = _write
 
@@ -116,10 +119,9 @@ def _short(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else msgspec.json.encode(value).decode()
 
 
-def format_event(event: dict[str, Any]) -> str:
-    """One line for a terminal."""
+def format_event(event: dict[str, Any], details: str | None = None) -> str:
+    """One line for a terminal, and below it a traceback. `details`: instead of its facts."""
+    details = event_details(event) if details is None else details
     clock = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0.0)))
-    text = (
-        f"{clock} {event.get('level', ''):7} {event.get('role', '')}: {event.get('event', '')} {event_details(event)}"
-    )
+    text = f"{clock} {event.get('level', ''):7} {event.get('role', '')}: {event.get('event', '')} {details}"
     return text.rstrip() + (f"\n{event['exception']}" if event.get("exception") else "")

@@ -1,16 +1,17 @@
-"""The files of a run, read. Several processes may append to one, and be killed meanwhile: what is torn is passed over."""
+"""The files of a run, read. Several processes may append to one, and be killed meanwhile; disks and people damage them. What
+cannot be read is passed over, and told as an event (`skipped_event`)."""
 
 from __future__ import annotations
 
 import contextlib
-import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from r3async.config import ScheduleConfig
+from r3async.config import Config, ScheduleConfig, to_dict
+from r3async.untrusted import Malformed, decode_object, decode_toml
 from r3async.world import File, Files
 from r3async.world.files import read_file
 from r3async.world.real import REAL
@@ -19,21 +20,122 @@ EVALUATION = "evaluation.jsonl"
 """Of a run: an object an evaluation, with the step after which it began."""
 EPISODES = "episodes.jsonl"
 """Of a run: examples of episodes, an object each."""
+TIMELINE = "timeline.jsonl"
+"""Of a run: who did what when; see `record/timeline.py`."""
 QUARANTINE = "quarantine.jsonl"
 """Of a run: tasks that are not posed any more, because every episode of them failed."""
 BLOCK = 2**20
 T = TypeVar("T")
+Time = Annotated[float, msgspec.Meta(ge=0, le=2**36)]
+"""Unix seconds that a calendar has."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
-def read_objects(path: Path, *, files: Files = REAL.files) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, in order. A torn or foreign line is passed over; a missing file has none."""
+class _StepLine(msgspec.Struct):
+    step: Count | None = None
+    version: Count | None = None
+    time: Time | None = None
+
+
+class _EventLine(msgspec.Struct):
+    event: str = ""
+    level: str = ""
+    role: str = ""
+    time: Time = 0.0
+
+
+class _EpisodeLine(msgspec.Struct):
+    step: Count | None = None
+    turns: list[dict[str, Any]] = []
+
+
+class _SpanLine(msgspec.Struct):
+    start: Time
+    end: Time
+    step: Count | None = None
+    version: Count | None = None
+
+
+class QuarantinedTask(msgspec.Struct, frozen=True):
+    """`group`: the one that failed. `from_group`: the first that does not pose the task any more. `failed_by`: `environment`, or
+    `learner`, which refused its trajectories. `time`: in seconds since 1970."""
+
+    task_seed: int
+    group: int
+    from_group: int
+    failed_by: str
+    error: str
+    time: float
+
+
+SHAPES: dict[str, Any] = {
+    "metrics.jsonl": _StepLine,
+    "events.jsonl": _EventLine,
+    EVALUATION: _StepLine,
+    EPISODES: _EpisodeLine,
+    TIMELINE: _SpanLine,
+    QUARANTINE: QuarantinedTask,
+    "routing.jsonl": _StepLine,
+}
+"""By the name of a file: what its readers rely on in each line. Whatever else a line has may be anything."""
+
+
+class Lines(NamedTuple):
+    """`objects`: those of a file of JSON lines, in order. `skipped`: the numbers, from 1, of lines that are none."""
+
+    objects: list[dict[str, Any]]
+    skipped: list[int]
+
+
+def read_lines(path: Path, *, files: Files = REAL.files) -> Lines:
+    """Read a file of JSON lines; a missing one has none. A last line that is torn may still be written: it is not skipped, but
+    not there yet."""
     try:
         file = files.open(path)
     except FileNotFoundError:
-        return []
+        return Lines([], [])
     with file:
-        values = [_decoded(line) for line in _lines(file)]
-    return [value for value in values if isinstance(value, dict)]
+        *whole, last = _lines(file)
+    values = [decode_line(path.name, line) for line in whole]
+    skipped = [
+        at for at, (line, value) in enumerate(zip(whole, values, strict=True), 1) if value is None and line.strip()
+    ]
+    values.append(decode_line(path.name, last))
+    return Lines([value for value in values if value is not None], skipped)
+
+
+def read_objects(path: Path, *, files: Files = REAL.files) -> list[dict[str, Any]]:
+    """Read the objects of a file of JSON lines, in order. What is none is passed over; a missing file has none."""
+    return read_lines(path, files=files).objects
+
+
+def read_files(
+    run_dir: Path, *names: str, files: Files = REAL.files
+) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
+    """Return the objects of each of a run's files, and the events that say what was passed over."""
+    read = [read_lines(run_dir / name, files=files) for name in names]
+    told = [skipped_event(name, len(lines.skipped), lines.skipped) for name, lines in zip(names, read, strict=True)]
+    return [lines.objects for lines in read], [event for events in told for event in events]
+
+
+def decode_line(file: str, line: bytes) -> dict[str, Any] | None:
+    """Return the object in a line of the file of that name; None for what none of its writers has written."""
+    try:
+        value = decode_object(line)
+        if (shape := SHAPES.get(file)) is not None:
+            msgspec.convert(value, shape)
+    except (Malformed, msgspec.ValidationError):
+        return None
+    return value
+
+
+def skipped_event(file: str, count: int, numbers: Sequence[int] = ()) -> list[dict[str, Any]]:
+    """Return what is told of `count` lines of a file that were passed over, as a warning beside the run's own; nothing if there
+    are none. `numbers`: of the lines, where they are known."""
+    if not count:
+        return []
+    told = {"level": "warning", "event": "lines_skipped", "file": file, "lines": count}
+    return [told | ({"first": numbers[0]} if numbers else {})]
 
 
 def converted(objects: Iterable[dict[str, Any]], kind: type[T]) -> Iterator[T]:
@@ -41,13 +143,6 @@ def converted(objects: Iterable[dict[str, Any]], kind: type[T]) -> Iterator[T]:
     for value in objects:
         with contextlib.suppress(msgspec.ValidationError):
             yield msgspec.convert(value, kind)
-
-
-def _decoded(line: bytes) -> Any:
-    try:
-        return msgspec.json.decode(line)
-    except msgspec.MsgspecError:
-        return None
 
 
 def _lines(file: File) -> Iterator[bytes]:
@@ -62,9 +157,11 @@ def _lines(file: File) -> Iterator[bytes]:
 def read_run_config(run_dir: Path, *, files: Files = REAL.files) -> dict[str, Any]:
     """The resolved configuration as it was written, as plain data; {} if there is none."""
     try:
-        return tomllib.loads(read_file(run_dir / "config.toml", files=files).decode())
-    except (OSError, ValueError):
+        found = decode_toml(read_file(run_dir / "config.toml", files=files))
+    except (OSError, Malformed):
         return {}
+    tables = to_dict(Config())
+    return {key: value for key, value in found.items() if isinstance(value, dict) == isinstance(tables.get(key), dict)}
 
 
 def read_schedule(config: dict[str, Any]) -> ScheduleConfig | None:
@@ -73,18 +170,6 @@ def read_schedule(config: dict[str, Any]) -> ScheduleConfig | None:
         return msgspec.convert(config["schedule"], ScheduleConfig)
     except (KeyError, msgspec.ValidationError):
         return None
-
-
-class QuarantinedTask(msgspec.Struct, frozen=True):
-    """`group`: the one that failed. `from_group`: the first that does not pose the task any more. `failed_by`: `environment`, or
-    `learner`, which refused its trajectories. `time`: in seconds since 1970."""
-
-    task_seed: int
-    group: int
-    from_group: int
-    failed_by: str
-    error: str
-    time: float
 
 
 def read_quarantine(run_dir: Path, *, files: Files = REAL.files) -> list[QuarantinedTask]:

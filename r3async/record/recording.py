@@ -21,6 +21,7 @@ from r3async.data.records import Trajectory
 from r3async.data.versions import Lineage
 from r3async.transport.codec import checksum
 from r3async.transport.wire import WireError, decode_trajectory, encode_trajectory
+from r3async.untrusted import Malformed, decode_json, decode_object
 from r3async.world import Buffer, Files, World
 from r3async.world.files import make_directory, read_file, replace_file, write_aside
 from r3async.world.real import REAL
@@ -111,8 +112,8 @@ def read_settings(run_dir: Path, lineage: int, files: Files = REAL.files) -> Con
     """Raises `RecordingError`."""
     path = run_dir / RECORDING / f"settings-{lineage:04d}.json"
     try:
-        return config_from_dict(msgspec.json.decode(read_file(path, files=files)))
-    except (OSError, msgspec.MsgspecError, ConfigError) as error:
+        return config_from_dict(decode_object(read_file(path, files=files)))
+    except (OSError, Malformed, ConfigError) as error:
         raise RecordingError(f"{path}: {error}") from error
 
 
@@ -155,12 +156,12 @@ def read_step(path: Path, files: Files = REAL.files) -> tuple[RecordedStep, list
             frames.append(record.frames)
         if not frames:
             raise RecordingError(f"{path} is empty")
-        step = msgspec.json.decode(bytes(frames[0][0]), type=RecordedStep)
+        step = decode_json(frames[0][0], RecordedStep)
         if _digest(frames[1:]) != step.trajectories:
             raise RecordingError(f"{path}: its trajectories are not those that were written")
         each = iter([decode_trajectory(some) for some in frames[1:]])
         return step, [[next(each) for _ in range(count)] for count in step.groups]
-    except (OSError, msgspec.MsgspecError, WireError, RuntimeError) as error:
+    except (OSError, Malformed, WireError, RuntimeError) as error:
         raise RecordingError(f"{path}: {error}") from error
 
 

@@ -31,6 +31,7 @@ from r3async.data.versions import expand
 from r3async.record.merging import merge_traces
 from r3async.rollout.engines import Engine, Generation, GenerationRequest
 from r3async.transport.codec import checksum, raw_bytes
+from r3async.untrusted import decode_msgpack
 from r3async.world import File, Files, World
 from r3async.world.appending import AppendFile, Keeper
 from r3async.world.files import make_directory
@@ -184,7 +185,7 @@ def scan(path: Path, at: int = 0, *, files: Files = REAL.files) -> tuple[list[En
         header = sealed[:-4]
         if sealed[-4:] != _crc(header):
             return entries, f"{path}: the record at byte {record.offset} is damaged; what follows is not read"
-        entries.append(Entry(path, record.offset, **msgspec.msgpack.decode(header)))
+        entries.append(Entry(path, record.offset, **decode_msgpack(header, dict[str, Any])))
     return entries, ""
 
 
@@ -320,7 +321,9 @@ class StepTracer:
             self._report("routes_not_written", step=step, error=str(error))
 
     def _write_line(self, step: int, result: MinibatchResult) -> None:
-        line: dict[str, Any] = {"step": step, "agreement": [round(float(share), 5) for share in result.layer_agreement]}
+        line: dict[str, Any] = {"step": step}
+        if "routing/agreement" in result.metrics:
+            line["agreement"] = [round(float(share), 5) for share in result.layer_agreement]
         if (step - 1) % LOAD_EVERY == 0:
             line["load"] = result.expert_load.tolist()
         self._lines.append(msgspec.json.encode(line))

@@ -18,6 +18,7 @@ from r3async.data.mixed import parted
 from r3async.data.records import Trajectory
 from r3async.record.reading import EPISODES
 from r3async.rollout.episode import ENDINGS
+from r3async.schedule.health import ALL_FAILED, why_no_update
 from r3async.world import World
 from r3async.world.appending import AppendFile
 from r3async.world.real import REAL
@@ -180,7 +181,7 @@ class StepRows:
         for row in ready:
             row |= {"time": self._time(), **rates, **figures}
             odd = self._writer.write(row)
-            if odd:
+            if odd and why_no_update(row) != ALL_FAILED:  # whose means are of nobody
                 self._report("metric_not_finite", step=row["step"], metrics=odd)
             self._recent.append(row)
 
@@ -235,25 +236,26 @@ OF_ENVIRONMENTS = (
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over those that were played: one without turns stands for an episode that failed, and only its ending counts."""
-    played = [t for t in trajectories if t.turns]
-    rewards = [t.reward for t in played] or [0.0]
+    """Means over those that were played; of nobody, NaN. One without turns stands for an episode that failed, and only its ending
+    counts."""
+    played, nobody = [t for t in trajectories if t.turns], [math.nan]
+    rewards = [t.reward for t in played] or nobody
     groups: dict[int, list[float]] = {}
     for t in played:
         groups.setdefault(t.group_index, []).append(t.reward)
-    lengths = [sum(turn.stop - turn.start for turn in t.turns) for t in played] or [0]
+    lengths = [sum(turn.stop - turn.start for turn in t.turns) for t in played] or nobody
     endings = Counter(t.stop_reason for t in trajectories)
     return {
         "reward/mean": float(np.mean(rewards)),
         "reward/std": float(np.std(rewards)),
-        "reward/std_in_group": float(np.mean([float(np.std(group)) for group in groups.values()] or [0.0])),
+        "reward/std_in_group": float(np.mean([float(np.std(group)) for group in groups.values()] or nobody)),
         "reward/max": float(np.max(rewards)),
         "episode/tokens_mean": float(np.mean(lengths)),
         "episode/tokens_p95": float(np.percentile(lengths, 95)),
         "episode/tokens_max": float(np.max(lengths)),
-        "episode/truncated_share": float(np.mean([is_truncated(t) for t in played] or [False])),
-        "episode/turns_mean": float(np.mean([len(t.turns) for t in played] or [0])),
-        "episode/rows_mean": float(np.mean([len(t.samples) for t in played] or [0])),
+        "episode/truncated_share": float(np.mean([is_truncated(t) for t in played] or nobody)),
+        "episode/turns_mean": float(np.mean([len(t.turns) for t in played] or nobody)),
+        "episode/rows_mean": float(np.mean([len(t.samples) for t in played] or nobody)),
         **{f"episode/ended_{reason}": float(endings[reason]) for reason in ENDINGS},
         **_told(played),
     }
@@ -267,7 +269,7 @@ def environment_metrics(trajectories: Sequence[Trajectory], labels: Sequence[str
         if not own:
             continue
         told, played = episode_metrics(own), [t for t in own if t.turns]
-        kept = {name: told[name] for name in OF_ENVIRONMENTS}
+        kept = {name: told[name] for name in OF_ENVIRONMENTS if not math.isnan(told[name])}
         kept |= {name.removeprefix("env/"): value for name, value in _told(played).items()}
         kept["episodes"] = float(len(own))
         metrics |= {f"env/{label}/{name.replace('/', '_', 1)}": value for name, value in kept.items()}

@@ -7,21 +7,21 @@ A line is one object: `who` (`learner`, `generator-0`, `transport`, `weights`), 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
-from r3async.record.reading import converted, read_objects
+from r3async.record.reading import TIMELINE, converted, read_objects
 from r3async.record.routes import RouteId, parse_id
 from r3async.rollout.engines import Engine, Generation, GenerationRequest
 from r3async.world import Files, Processes, World
 from r3async.world.appending import AppendFile
 from r3async.world.real import REAL
 
-FILE = "timeline.jsonl"
+FILE = TIMELINE
 LAG_SAMPLES = 1200
 """How late an event loop was, of which so many are looked at together: a minute."""
 
@@ -88,10 +88,13 @@ class Timeline:
 
 
 def read_timeline(run_dir: Path, *, files: Files = REAL.files) -> list[Span]:
-    """The spans in order of their beginning; what is none is passed over."""
-    spans = [
-        span for span in converted(read_objects(Path(run_dir) / FILE, files=files), Span) if span.start <= span.end
-    ]
+    """Read the spans of a run, in order of their beginning; what is none is passed over."""
+    return sorted_spans(read_objects(Path(run_dir) / FILE, files=files))
+
+
+def sorted_spans(lines: Iterable[dict[str, Any]]) -> list[Span]:
+    """Return those of the lines that are spans, in order of their beginning."""
+    spans = [span for span in converted(lines, Span) if span.start <= span.end]
     return sorted(spans, key=lambda span: span.start)
 
 

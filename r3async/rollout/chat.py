@@ -3,7 +3,7 @@
 Before each turn the template renders the conversation, and what is new of it only where that is the same (`growing.py`). As long
 as its text begins with what the model has seen (the **extension property**), only the rest is encoded. Where it does not (a
 template that strips earlier thoughts, a history that was compacted), the prompt keeps the tokens up to the first difference, and
-every answer that is repeated word for word keeps its own.
+every answer that is repeated word for word keeps its own. Where it stands, the template is asked: the same words may be others'.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ BEGINNING = 3
 """Messages of the beginning of a conversation, at most."""
 CHANGING = ("strftime_now", "now(", "random", "uuid")
 """What a template may call whose text changes with time or by luck."""
+MARKS = range(0xF0000, 0xFFFFE)
+"""Characters for private use: each behind one answer, they show where a template writes it."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""What templates call the thought of a message; the first is its name here."""
+_ANSWER, _NEXT = "quokka", "wombat"
+"""Contents whose places in a template's text are found again."""
 
 
 class TemplateError(ValueError):
@@ -46,7 +52,8 @@ class TextTooLong(ValueError):
 
 
 class ChatRenderer:
-    """A tokenizer with its chat template, and the tokens that end an answer.
+    """A tokenizer with its chat template, and the tokens that end an answer: the tokenizer's end-of-sequence token,
+    `stop_token_ids`, and the one that the template writes behind answers.
 
     `tokenizer`: of transformers, with a chat template and an end-of-sequence token. `template_args`: further variables of
     the template (`{"enable_thinking": False}`). Raises `TemplateError` for a tokenizer that has no template, no
@@ -63,21 +70,28 @@ class ChatRenderer:
         if tokenizer.eos_token_id is None:
             raise TemplateError("the tokenizer has no end-of-sequence token")
         self.end_id: int = tokenizer.eos_token_id
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([self.end_id, *stop_token_ids]))
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         """Characters that one token may stand for."""
         template = tokenizer.chat_template
         self._template = template if isinstance(template, str) else "\n".join(template.values())
         self.habits = TemplateHabits(self._template)
         """Of the template, as far as its conversations have shown them."""
-        self._end_texts = {i: self.decode([i]) for i in self.stop_token_ids}
         # The episodes of a group begin with the same prompt, at about the same time.
+        self._reads_thoughts = re.search(rf"""['".]({"|".join(THOUGHTS)})\b""", self._template) is not None
         self._changing = any(name in str(template) for name in CHANGING)
         self._render_beginning = functools.lru_cache(REMEMBERED)(self._render_plain)
         self.token_ids = functools.lru_cache(REMEMBERED)(self._token_ids)
         """Of a text: int32 `[T]`, read-only; special tokens are found in it, none is added."""
         self._with_args: dict[bytes, ChatRenderer] = {}
         self.render([Message("user", "hello")])
+        ends = [self.end_id, *stop_token_ids]
+        if own := self._own_end([self.decode([token]) for token in ends]):
+            ends.append(tokenizer.convert_tokens_to_ids(own))
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
+        self._end_texts = {i: self.decode([i]) for i in self.stop_token_ids}
+        texts = sorted(filter(None, self._end_texts.values()), key=len, reverse=True)
+        self.ends = re.compile("|".join(map(re.escape, texts)))
+        """The texts of these tokens."""
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
@@ -122,20 +136,57 @@ class ChatRenderer:
         """The template's text, ready for an answer. Raises `TemplateError` with what the template raised."""
         if self._changing or tools or len(messages) > BEGINNING:
             return self._render(messages, tools)
-        if any(m.tool_calls or m.tool_call_id or m.name for m in messages):
+        if any(m != Message(m.role, m.content) for m in messages):
             return self._render(messages, tools)
         return self._render_beginning(*((m.role, m.content) for m in messages))
 
     def _render_plain(self, *messages: tuple[str, str]) -> str:
         return self._render([Message(role, content) for role, content in messages], ())
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    def render_answered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The template's text of a conversation that nobody is to go on with. Raises `TemplateError`."""
+        return self._render(messages, tools, ready=False)
+
+    def end_of_answer(self, role: str = "") -> str:
+        """What the template writes behind an answer, up to its first special token, where a message of `role` follows, or none.
+        "" if it writes other text there, or refuses such messages."""
+        return self.special_at(self._behind_answer(role))
+
+    def _own_end(self, known: Sequence[str]) -> str:
+        """The token with which the template ends an answer; "" if it writes one of those that are `known` to."""
+        between = self._behind_answer("user")
+        own = (self.special_at(self._behind_answer()) or self.special_at(between)).strip()
+        return "" if own in known or any(end in between for end in known) else own
+
+    def _behind_answer(self, role: str = "") -> str:
+        """What the template writes between an answer and the content of a message of `role`, or the end."""
+        behind = [Message(role, _NEXT)] if role else []
+        try:
+            text = self.render_answered([Message("user", "hello"), Message("assistant", _ANSWER), *behind])
+        except TemplateError:
+            return ""
+        _, found, rest = text.rpartition(_ANSWER)
+        return rest.partition(_NEXT)[0] if found else ""
+
+    def special_at(self, text: str) -> str:
+        """The special token that `text` begins with, and white space before it. "" if it begins otherwise."""
+        rest = text.lstrip()
+        found = max(
+            (token for token in self.tokenizer.get_added_vocab() if rest.startswith(token)), key=len, default=""
+        )
+        return text[: len(text) - len(rest)] + found if found else ""
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], ready: bool = True) -> str:
+        if not self._reads_thoughts and any(m.reasoning_content for m in messages):
+            raise TemplateError(
+                f"the chat template reads no `{THOUGHTS[0]}`: write the thought into `content`, as the model is to say it"
+            )
         try:
             return self.tokenizer.apply_chat_template(
-                [m.for_template() for m in messages],
+                [_for_template(m) for m in messages],
                 tools=list(tools) or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=ready,
                 **self.template_args,
             )
         except Exception as error:  # whatever a template raises: jinja's errors, raise_exception, a missing key
@@ -169,6 +220,12 @@ class ChatRenderer:
         return self._end_texts.get(token_ids[-1], "") if len(token_ids) else ""
 
 
+def _for_template(message: Message) -> dict[str, Any]:
+    """With its thought under each name that templates have for it."""
+    shown = message.for_template()
+    return shown | dict.fromkeys(THOUGHTS, message.reasoning_content) if message.reasoning_content else shown
+
+
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Blocks of transformers' own, which jinja does not know."""
 _GIVEN = ("messages", "raise_exception", "strftime_now")
@@ -190,22 +247,25 @@ _BLANKS = re.compile(r"\s*")
 
 class Prompt(msgspec.Struct, frozen=True):
     """`token_ids` int32 `[P]`, not to be written to. Its first `shared` tokens are known to be those of the sample in which the
-    answer of turn `turn` stands; -1 and 0 where nobody has compared."""
+    answer of turn `turn` stands; -1 and 0 where nobody has compared. `thinking`: its text ends within a thought, which the
+    template has opened."""
 
     token_ids: np.ndarray
     turn: int = -1
     shared: int = 0
+    thinking: bool = False
 
 
 class Piece(msgspec.Struct, frozen=True):
     """A stretch of the prompt, as text and as tokens. `spoken`: messages of the assistant that end in it. Of an answer that was
-    sampled, `stop` is the text of its stop token, if it has one."""
+    sampled, `stop` is the text of its stop token, if it has one, and `asked` the message that it answered."""
 
     text: str
     token_ids: np.ndarray
     spoken: int = 0
     sampled: bool = False
     stop: str = ""
+    asked: Message | None = None
 
     def end_in(self, rendered: str, at: int) -> int:
         """Where it ends in `rendered` if it stands at `at`, else -1. White space that a template puts or takes around an answer
@@ -241,7 +301,7 @@ class Conversation:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         most_tokens: int | None = None,
-        answers: dict[str, Piece] | None = None,
+        answers: dict[str, list[Piece]] | None = None,
     ):
         """`most_tokens`: a text that must have more is not tokenised, but raises `TextTooLong`. `answers`: one dictionary for all
         conversations that may repeat each other's answers."""
@@ -253,7 +313,7 @@ class Conversation:
         self._tokens = GrowingTokens()
         """Those of the pieces."""
         self._answers = {} if answers is None else answers
-        """By text: how the newest answer of that text was sampled."""
+        """By text: how each answer of that text was sampled, the newest last."""
         self._awaited = False
         """The newest piece is an answer that no rendered text has shown."""
         self._turn, self._shared = -1, 0
@@ -283,29 +343,31 @@ class Conversation:
         """The prompt for the next answer. Raises `TemplateError` if the template refuses the messages, and `TextTooLong`; the
         conversation is then as before."""
         if self._new or not self._follows:
-            spoken = [m for m in self._new if m.role == "assistant"]
+            spoken = sum(m.role == "assistant" for m in self._new)
             rendered, extends = self._render_new()
             if extends:
                 at = self._pieces[-1].end_in(rendered, 0) if self._awaited else -1
                 if self._awaited and at < 0:
                     self._take(self, self._pieces[:-1])
-                self._read(rendered, max(0, at), spoken[at >= 0 :])
+                self._read(rendered, max(0, at), spoken - (at >= 0))
             else:
                 kept, at = self._seen(rendered)
                 if len(kept) < len(self._pieces):
                     self._take(self, kept)
                 self._read(rendered, at, self._spoken_later())
             self._awaited = False
-        return Prompt(self._tokens.array, self._turn, self._shared)
+        thinking = bool(self._pieces) and self._pieces[-1].text.rstrip().endswith("<think>")
+        return Prompt(self._tokens.array, self._turn, self._shared, thinking)
 
     def answered(self, token_ids: Sequence[int], message: Message | None = None, turn: int = -1) -> str:
         """Take the answer to the last `prompt`; returns its text. `message`: how it stands in the conversation, if not as
         that text (with tool calls taken out of it, say). `turn`: in the episode's samples (`EpisodeSamples.end`)."""
         ids = list(token_ids)
         text = self.renderer.text(ids)
-        piece = Piece(text, np.asarray(ids, np.int32), 1, sampled=True, stop=self.renderer.end_text(ids))
+        stop = self.renderer.end_text(ids)
+        piece = Piece(text, np.asarray(ids, np.int32), 1, sampled=True, stop=stop, asked=self._text.last_message)
         self._add(piece)
-        self._answers[text] = piece
+        self._answers.setdefault(text, []).append(piece)
         self._new.append(message or Message("assistant", text))
         self._awaited = True
         self._turn, self._shared = turn, len(self._tokens) if turn >= 0 else 0
@@ -346,30 +408,81 @@ class Conversation:
         self._pieces, self._tokens = pieces, GrowingTokens(other._tokens.array[:length])
         self._turn, self._shared = other._turn, min(other._shared, length)
 
-    def _spoken_later(self) -> list[Message]:
+    def _spoken_later(self) -> int:
         """Messages of the assistant behind the pieces."""
-        spoken = [m for m in self._text.messages if m.role == "assistant"]
-        return spoken[sum(piece.spoken for piece in self._pieces) :]
+        spoken = sum(m.role == "assistant" for m in self._text.messages)
+        return spoken - sum(piece.spoken for piece in self._pieces)
 
-    def _read(self, rendered: str, at: int, spoken: Sequence[Message]) -> None:
-        """Append `rendered[at:]` in pieces: answers that were sampled and ended keep their tokens, the rest is encoded.
-
-        `spoken`: messages of the assistant in it."""
+    def _read(self, rendered: str, at: int, spoken: int) -> None:
+        """Append `rendered[at:]`, in which `spoken` messages of the assistant are, in pieces: answers that were sampled and ended
+        keep their tokens, the rest is encoded."""
         passed = 0
-        for message in spoken:
+        for repeated in self._repeated(rendered, at, spoken):
             passed += 1
-            piece = self._answers.get(message.content)
-            if piece is None or not piece.text or not piece.stop:
+            if repeated is None or repeated[0] < at:
                 continue
-            found = rendered.find(piece.text + piece.stop, at)
-            if found < 0:
-                continue
-            if found > at:
-                self._add(self._encoded(rendered[at:found]))
+            start, piece = repeated
+            if start > at:
+                self._add(self._encoded(rendered[at:start]))
             self._add(msgspec.structs.replace(piece, spoken=passed))
-            at, passed = found + len(piece.text) + len(piece.stop), 0
+            at, passed = start + len(piece.text) + len(piece.stop), 0
         if at < len(rendered):
             self._add(self._encoded(rendered[at:], passed))
+
+    def _repeated(self, rendered: str, at: int, spoken: int) -> list[tuple[int, Piece] | None]:
+        """Of each of the last `spoken` messages of the assistant, where it stands in `rendered` and how it was sampled; None for
+        one that was not, or is not written word for word behind `at`. No answer stands twice: of equal ones those count that
+        answered the same message, then the newest."""
+        messages = self._text.messages
+        last = [i for i, message in enumerate(messages) if message.role == "assistant"][-spoken:] if spoken else []
+        known = {
+            text: self._answers[text] for text in {messages[i].content for i in last} & self._answers.keys() - {""}
+        }
+        stops = {(text, piece.stop) for text, pieces in known.items() for piece in pieces if piece.stop}
+        written = {(text, stop) for text, stop in stops if rendered.find(text + stop, at) >= 0}
+        texts = {text for text, _ in written}
+        ends = self._ends_of([i for i in last if messages[i].content in texts], rendered) if written else {}
+        used = {id(piece.token_ids) for piece in self._pieces}
+        found: dict[int, tuple[int, Piece]] = {}
+        for same in (True, False):
+            for i in sorted(ends.keys() - found.keys(), reverse=True):
+                text, asked = messages[i].content, messages[i - 1] if i else None
+                starts = [end - len(text.rstrip()) for end in ends[i]]
+                fitting = (
+                    (start, piece)
+                    for piece in reversed(known[text])
+                    if id(piece.token_ids) not in used and (text, piece.stop) in written
+                    if not same or piece.asked == asked
+                    for start in starts
+                    if start >= at and rendered.startswith(text + piece.stop, start)
+                )
+                if (first := next(fitting, None)) is not None:
+                    found[i] = first
+                    used.add(id(first[1].token_ids))
+        return [found.get(i) for i in last]
+
+    def _ends_of(self, indices: Sequence[int], rendered: str) -> dict[int, list[int]]:
+        """Where in `rendered`, the end of the whole text, the contents of messages end, without blanks behind them. Nowhere, if
+        the template writes something else when each has a mark behind it."""
+        messages, whole = self._text.messages, self._text.text
+        used = set(whole)
+        marks = dict(zip((mark for mark in map(chr, MARKS) if mark not in used), indices, strict=False))
+        for mark, i in marks.items():
+            content = messages[i].content.rstrip()
+            marked = content + mark + messages[i].content[len(content) :]
+            messages[i] = msgspec.structs.replace(messages[i], content=marked)
+        try:
+            parts = re.split(f"([{''.join(marks)}])", self.renderer.render(messages, self.tools))
+        except TemplateError:
+            return {}
+        if "".join(parts[::2]) != whole:
+            return {}
+        ends: dict[int, list[int]] = {}
+        end = len(rendered) - len(whole)
+        for part, mark in zip(parts[::2], parts[1::2], strict=False):
+            end += len(part)
+            ends.setdefault(marks[mark], []).append(end)
+        return ends
 
     def _encoded(self, text: str, spoken: int = 0) -> Piece:
         return Piece(text, self.renderer.token_ids(text), spoken)

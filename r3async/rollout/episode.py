@@ -13,11 +13,12 @@ import msgspec
 from r3async.config import EpisodeConfig
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Sample, Trajectory, trajectory_name
-from r3async.envs import Action, Environment, checked_messages, checked_result, sum_by_name
-from r3async.rollout.chat import ChatRenderer, Conversation, Prompt
+from r3async.envs import Action, Environment, checked_messages, checked_result, refuse_told_again, sum_by_name
+from r3async.envs.raised import describe_raised
+from r3async.rollout.chat import ChatRenderer, Conversation
 from r3async.rollout.engines import Engine, EngineError, Generation, GenerationRequest
 from r3async.rollout.held_up import HeldUp
-from r3async.rollout.samples import EpisodeSamples, SampleBuilder
+from r3async.rollout.samples import EngineCall, EpisodeSamples, SampleBuilder
 from r3async.world.real import REAL
 from r3async.world.stages import stage
 
@@ -70,69 +71,64 @@ def answer_capacity(prompt_tokens: int, settings: EpisodeConfig) -> int:
 
 
 class EngineCalls:
-    """Answers for one episode, each recorded in `samples`. `report(event, **fields)` gets each call that failed.
+    """Asks the engine for the answers of one episode. `report(event, **fields)` gets each call that failed.
 
-    A call that the engine fails at, or aborts, leaves no trace in the samples and is made again while the environment, or the
-    agent, waits: `episode.engine_retries` times in the episode. Calls may overlap; all belong to one event loop.
+    A call that the engine fails at, or aborts, is made again while the environment, or the agent, waits:
+    `episode.engine_retries` times in the episode. Calls may overlap; all belong to one event loop.
     """
 
     def __init__(
         self,
         episode: str,
         engine: Engine,
-        samples: EpisodeSamples,
         settings: EpisodeConfig,
         stop_token_ids: Sequence[int],
         report: Callable[..., object],
     ):
-        self._episode, self._engine, self._samples, self._settings = episode, engine, samples, settings
+        self._episode, self._engine, self._settings = episode, engine, settings
         self._stop_token_ids, self._report = () if settings.ignore_eos else tuple(stop_token_ids), report
         self._asked = self._failed = 0
 
-    async def answer(self, prompt: Prompt, max_tokens: int, stop: Sequence[str] = ()) -> tuple[int, Generation]:
-        """The turn and what was sampled: at least one token, at most `max_tokens`. `stop`: strings that end it, beside those of
-        `episode.stop`.
+    async def answer(self, call: EngineCall, max_tokens: int, stop: Sequence[str] = ()) -> Generation:
+        """What is sampled behind the prompt of `call`: at least one token, at most `max_tokens`. `stop`: strings that end it,
+        beside those of `episode.stop`.
 
-        Raises `PrefixBroken`, and `EngineError` or `EngineAborted` where the engine has failed too often. Cancelling it aborts
-        the running request; its prompt may be asked again.
+        Raises `EngineError` or `EngineAborted` where the engine has failed too often. Cancelling it aborts the running request.
         """
         while True:
             try:
-                return await self._ask(prompt, max_tokens, stop)
+                return await self._ask(call, max_tokens, stop)
             except (EngineError, EngineAborted) as error:
                 self._failed += 1
-                self._report("call_failed", episode=self._episode, attempt=self._failed, error=repr(error))
+                self._report(
+                    "call_failed", episode=self._episode, attempt=self._failed, error=describe_raised(error).line
+                )
                 if self._failed > self._settings.engine_retries:
                     raise
 
-    async def _ask(self, prompt: Prompt, max_tokens: int, stop: Sequence[str]) -> tuple[int, Generation]:
-        call = self._samples.begin(prompt.token_ids, prompt.turn, prompt.shared)
+    async def _ask(self, call: EngineCall, max_tokens: int, stop: Sequence[str]) -> Generation:
         # Every attempt has a number of its own: a record of calls distinguishes them.
         name = f"{self._episode}t{self._asked}"
         self._asked += 1
-        try:
-            request = GenerationRequest(
-                request_id=name,
-                prompt_ids=prompt.token_ids,
-                max_tokens=max_tokens,
-                temperature=self._settings.temperature,
-                top_p=self._settings.top_p,
-                top_k=self._settings.top_k,
-                min_p=self._settings.min_p,
-                mask=self._settings.keeps_mask,
-                stop=tuple(dict.fromkeys([*self._settings.stop, *stop])),
-                stop_token_ids=self._stop_token_ids,
-                routes_from=call.routes_from,
-                routes_version=call.routes_version,
-            )
-            with stage("engine"):
-                generation = await self._engine.generate(request)
-            if generation.stop_reason == "abort" or not len(generation.token_ids):
-                raise EngineAborted(f"the engine aborted call {name} after {len(generation.token_ids)} tokens")
-        except BaseException:
-            self._samples.cancel(call)
-            raise
-        return self._samples.end(call, generation), generation
+        request = GenerationRequest(
+            request_id=name,
+            prompt_ids=call.prompt_ids,
+            max_tokens=max_tokens,
+            temperature=self._settings.temperature,
+            top_p=self._settings.top_p,
+            top_k=self._settings.top_k,
+            min_p=self._settings.min_p,
+            mask=self._settings.keeps_mask,
+            stop=tuple(dict.fromkeys([*self._settings.stop, *stop])),
+            stop_token_ids=self._stop_token_ids,
+            routes_from=call.routes_from,
+            routes_version=call.routes_version,
+        )
+        with stage("engine"):
+            generation = await self._engine.generate(request)
+        if generation.stop_reason == "abort" or not len(generation.token_ids):
+            raise EngineAborted(f"the engine aborted call {name} after {len(generation.token_ids)} tokens")
+        return generation
 
 
 class EpisodePlayer:
@@ -157,7 +153,7 @@ class EpisodePlayer:
         self._generator_id, self._clock = generator_id, clock
         self._samples = EpisodeSamples(engine.routing, settings.rows, settings.keeps_mask)
         name = task.trajectory_id
-        self._calls = EngineCalls(name, engine, self._samples, settings, renderer.stop_token_ids, report)
+        self._calls = EngineCalls(name, engine, settings, renderer.stop_token_ids, report)
         self._preview: list[dict[str, str]] = []
         self._told: list[dict[str, float]] = []
         self._judged = 0
@@ -203,12 +199,14 @@ class EpisodePlayer:
                         "episode.max_total_tokens) or shorten the task"
                     )
                 return "length"
-            turn, generation = await self._calls.answer(prompt, capacity)
+            call = self._samples.begin(prompt.token_ids, prompt.turn, prompt.shared)
+            generation = await self._calls.answer(call, capacity)
+            turn = self._samples.end(call, generation)
             token_ids = generation.token_ids.tolist()
             with stage("tokens"):
                 text = talk.answered(token_ids, turn=turn)
             told = token_ids if getattr(self._env, "takes_tokens", False) else []
-            action = Action(text, generation.stop_reason, told)
+            action = Action(text, generation.stop_reason, told, prompt.thinking)
             result = checked_result(await watched(env, "step", env.step(action)))
             self._samples.reward(turn, result.reward)
             self._told.append(result.metrics)
@@ -218,7 +216,9 @@ class EpisodePlayer:
                 self._preview.append({"role": "assistant", "content": text})
             if result.done:
                 return "env_done"
-            messages = checked_messages(result.messages)
+            told, messages = messages, checked_messages(result.messages)
+            if not result.rewrites:
+                refuse_told_again(told, messages)
             with stage("tokens"):
                 (talk.rewrite if result.rewrites else talk.observe)(messages)
         return "turns"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
 from r3async.config import (
+    DATASET,
     Config,
     ConfigError,
     EnvConfig,
@@ -114,8 +115,8 @@ def drop_long_prompts(factory: EnvironmentFactory, renderer: ChatRenderer, setti
         return 0
     most = settings.max_prompt_tokens
 
-    def length(messages: Sequence[Message]) -> int:
-        text = renderer.render(messages)
+    def length(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
+        text = renderer.render(messages, tools)
         at_most = len(text.encode())  # a token stands for a byte at least
         return at_most if at_most <= most else len(renderer.encode(text))
 
@@ -126,8 +127,11 @@ def refuse_trained_tasks(env: EnvConfig, size: int | None, trained: EnvConfig | 
     """Raise `ConfigError` if the tasks of `env`, which are `size`, are those that `trained` poses: it poses all that it has."""
     if size is None or trained is None or not _same_tasks(env, trained):
         return
+    keep = "keep some from training with `data.eval`, as 0.05, a number or a file, set `evaluation.every` = 0, or " * (
+        env.name == DATASET
+    )
     raise ConfigError(
-        f"`env.name` = {env.name!r} has {size} tasks, and the run trains on all of them, so none is left to evaluate: name "
+        f"`env.name` = {env.name!r} has {size} tasks, and the run trains on all of them, so none is left to evaluate: {keep}name "
         "others with `evaluation.env` (for `r3async eval` also --env). The directory of a run's model has no training tasks: "
         "`r3async eval RUN/model --env NAME` plays these all the same"
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from r3async.config import EpisodeConfig
 from r3async.data.records import Trajectory
 from r3async.envs import EnvironmentFactory
+from r3async.envs.raised import Raised, describe_raised, repeats
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine, EngineError
 from r3async.rollout.episode import (
@@ -25,8 +25,8 @@ from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import By, EpisodeEnd
 from r3async.world.real import REAL
 
-TRACEBACK_CHARACTERS = 3000
-"""Of the last failure's traceback, from its end, in the message that ends a run."""
+MOST_TRACED = 1000
+"""Different errors of one player whose tracebacks are told."""
 
 
 class GroupPlayer:
@@ -63,16 +63,19 @@ class GroupPlayer:
         """Tries at an episode that are over, whether or not they failed."""
         self.active: set[tuple[int, int]] = set()
         """Group and index of each episode that has begun and was not handed over."""
+        self._traced: set[tuple[str, str]] = set()
+        """Errors whose tracebacks were reported."""
         self._play_episode = play or self._play_environment
 
     def play(self, lease: GroupLease) -> Coroutine[Any, Any, None]:
         """Returns when every episode of the lease was delivered. All of its turns go to this player's engine. They count as
         `playing` from the call on, also before it is awaited.
 
-        An episode in which the environment fails is played again from its beginning, `episode.retries` times. What the engine
-        fails at is asked again within the episode (`EngineCalls`), `episode.engine_retries` times. A first prompt that is too
-        long fails at once. Then a trajectory without turns stands for it (`failed_trajectory`); or, without `over`,
-        `EpisodeError` is raised with the last error's traceback, and the other episodes of the lease are cancelled.
+        An episode in which the environment fails is played again from its beginning, `episode.retries` times, but not once more
+        where the user's code raised twice at one place. What the engine fails at is asked again within the episode
+        (`EngineCalls`), `episode.engine_retries` times. A first prompt that is too long fails at once. Then a trajectory without
+        turns stands for it (`failed_trajectory`); or, without `over`, `EpisodeError` is raised with the last error's traceback,
+        and the other episodes of the lease are cancelled.
         """
         tasks = [EpisodeTask(lease.group_index, index, lease.task_seed) for index in lease.episode_indices]
         for task in tasks:
@@ -104,7 +107,7 @@ class GroupPlayer:
             self.active.discard((task.group_index, task.episode_index))
 
     async def _tried(self, task: EpisodeTask) -> Trajectory:
-        tries = dict.fromkeys(self._retries, 0)
+        tries, before = dict.fromkeys(self._retries, 0), None
         while True:
             try:
                 trajectory = await self._play_episode(task)
@@ -112,19 +115,23 @@ class GroupPlayer:
                 return trajectory
             except Exception as error:
                 who: By = "engine" if engine_failed(error) else "environment"
+                raised, allowed = describe_raised(error), self._retries[who]
                 # The engine was asked again already: what it cannot answer now, it cannot from the beginning.
-                tries[who] += self._retries[who] + 1 if who == "engine" else 1
-                self._report(
-                    "episode_failed", episode=task.trajectory_id, attempt=sum(tries.values()), by=who, error=repr(error)
-                )
-                if tries[who] <= self._retries[who] and not isinstance(error, PromptTooLong):
+                tries[who] += allowed + 1 if who == "engine" else 1
+                again = tries[who] <= allowed and not isinstance(error, PromptTooLong)
+                if again and not repeats(error, raised, before):
+                    self._failed("episode_failed", task, who, tries[who], raised)
+                    before = raised
                     continue
+                failure = f"{raised.line}; {_budget(who, tries[who], allowed)}\n{raised.trace}"
                 if self._over is None:
+                    self._failed("episode_failed", task, who, tries[who], raised)
                     if isinstance(error, PromptTooLong):
                         raise
-                    raise EpisodeError(_final_failure(task, who, self._retries[who], tries[who], error)) from error
-                self._report("episode_abandoned", episode=task.trajectory_id, by=who, error=repr(error))
-                self._ended(task, who, _final_failure(task, who, self._retries[who], tries[who], error))
+                    told = f"task seed {task.task_seed}, {task.trajectory_id}, {who}: {failure}"
+                    raise EpisodeError(told) from error
+                self._failed("episode_abandoned", task, who, tries[who], raised)
+                self._ended(task, who, failure)
                 return failed_trajectory(
                     task,
                     self._engine.routing,
@@ -134,6 +141,23 @@ class GroupPlayer:
                 )
             finally:
                 self.ended += 1
+
+    def _failed(self, event: str, task: EpisodeTask, who: By, tries: int, raised: Raised) -> None:
+        """A try at an episode failed. The traceback of each error is told once."""
+        known = (raised.error, raised.place) in self._traced
+        if not known and len(self._traced) < MOST_TRACED:
+            self._traced.add((raised.error, raised.place))
+        self._report(
+            event,
+            task_seed=task.task_seed,
+            group=task.group_index,
+            by=who,
+            error=raised.error,
+            **({"place": raised.place} if raised.place else {}),
+            episode=task.trajectory_id,
+            attempt=tries,
+            **({} if known else {"exception": raised.trace}),
+        )
 
     def _ended(self, task: EpisodeTask, failed_by: By | None = None, error: str = "") -> None:
         if self._over is not None:
@@ -163,10 +187,6 @@ def engine_failed(error: BaseException | None) -> bool:
     return False
 
 
-def _final_failure(task: EpisodeTask, who: By, retries: int, tries: int, error: Exception) -> str:
-    where = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
+def _budget(who: By, tries: int, retries: int) -> str:
     setting = "episode.engine_retries" if who == "engine" else "episode.retries"
-    return (
-        f"episode {task.trajectory_id} (task seed {task.task_seed}) failed {tries} times by the {who} ({setting} = "
-        f"{retries}); the last time: {error!r}\n{where}"
-    )
+    return f"{tries} {'try' if tries == 1 else 'tries'} ({setting} = {retries})"

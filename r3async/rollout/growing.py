@@ -79,6 +79,7 @@ class TemplateHabits:
             calls,
             bool(message.tool_call_id),
             bool(message.name),
+            bool(message.reasoning_content),
             bool(message.content),
             *(mark in message.content for mark in self.marks),
         )
@@ -143,6 +144,10 @@ class GrowingText:
     @property
     def messages(self) -> list[Message]:
         return [m for turn in (self._head, *self._turns) for m in turn.messages]
+
+    @property
+    def last_message(self) -> Message | None:
+        return self._window_all.messages[-1] if self._window_all.messages else None
 
     def begin(self, messages: Sequence[Message]) -> str:
         """Render a conversation, which takes the place of the one before. Returns its text. Raises what `render` raises."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, TypeVar
 
+from r3async.envs import WrongEnvironment
 from r3async.world.real import REAL
 
 LIMIT_SECONDS = 0.5
@@ -59,6 +60,8 @@ class _Watched(Awaitable[T]):
                 waits_for = go(given)
             except StopIteration as ended:
                 return ended.value
+            except SystemExit as error:  # which would end this process, and every episode in it
+                raise WrongEnvironment(f"the environment called sys.exit({error.code!r})") from error
             finally:
                 self._took(self._clock() - began)
             try:

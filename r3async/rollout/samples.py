@@ -142,6 +142,25 @@ class SampleBuilder:
         return TokenTable(columns).slice(0, length)
 
 
+class EngineCall(msgspec.Struct, frozen=True, eq=False):
+    """A prompt `[P]` that waits for its answer, and the sample in which both will be: until then, nothing of them is there.
+    `alike`: how many tokens of the prompt each sample of the episode begins with."""
+
+    prompt_ids: np.ndarray
+    sample: SampleBuilder
+    alike: list[int]
+
+    @property
+    def routes_from(self) -> int:
+        """First position that the engine is to be asked for; see `GenerationRequest`."""
+        return self.sample.routes_from
+
+    @property
+    def routes_version(self) -> int | None:
+        """Under which version alone that holds; None if under any."""
+        return self.sample.routes_version
+
+
 class _Answer(msgspec.Struct):
     sample: SampleBuilder
     start: int
@@ -160,7 +179,7 @@ class EpisodeSamples:
     turn. With `merged` a prompt that does not extend the one sample raises `PrefixBroken`.
 
     Calls may overlap (an agent that asks twice at once): a sample that waits for its answer is branched from, not continued.
-    Pure; owns nothing but memory.
+    One that gets no answer leaves nothing. Pure; owns nothing but memory.
     """
 
     def __init__(self, routing: RoutingShape | None, mode: RowsMode = "auto", masks: bool = False):
@@ -171,7 +190,7 @@ class EpisodeSamples:
         """In that list."""
         self._compared: list[list[int]] = []
         """Of sample i and each sample j < i: how many of their first tokens were compared, and are equal."""
-        self._waiting: list[SampleBuilder] = []
+        self._waiting: list[EngineCall] = []
         self._answers: dict[int, _Answer] = {}
 
     @property
@@ -179,22 +198,19 @@ class EpisodeSamples:
         """Answers so far."""
         return len(self._answers)
 
-    def begin(self, prompt_ids: Sequence[int] | np.ndarray, turn: int = -1, shared: int = 0) -> SampleBuilder:
-        """The sample that a call with the prompt `prompt_ids` `[P]` lands in, grown to the prompt; `routes_from` and
-        `routes_version` of it are what to ask the engine for. To be given to `end` or `cancel`. Raises `PrefixBroken`.
+    def begin(self, prompt_ids: Sequence[int] | np.ndarray, turn: int = -1, shared: int = 0) -> EngineCall:
+        """A call with the prompt `prompt_ids` `[P]`, to be given to `end` or `cancel`. Raises `PrefixBroken`.
 
         The first `shared` tokens are known to be those of the sample that `turn` is in, and are not compared again.
         """
         prompt = np.asarray(prompt_ids, np.int32)
         alike = self._alike(prompt, turn, shared)
-        sample = self._continued(prompt, alike)
+        sample = self._continued(alike)
         if sample is None:
-            sample = self._branched(prompt, alike)
-            self._places[sample] = len(self._samples)
-            self._samples.append(sample)
-            self._compared.append(alike)
-        self._waiting.append(sample)
-        return sample
+            sample = self._branched(alike)
+        call = EngineCall(prompt, sample, alike)
+        self._waiting.append(call)
+        return call
 
     def _alike(self, prompt: np.ndarray, turn: int, shared: int) -> list[int]:
         """How many tokens of the prompt each sample begins with. No token is compared that is known: a sample that differs within
@@ -216,54 +232,52 @@ class EpisodeSamples:
             self._compared[i][j] = known = common_prefix(a.token_ids, b.token_ids, known)
         return known
 
-    def _continued(self, prompt: np.ndarray, alike: Sequence[int]) -> SampleBuilder | None:
-        """The longest sample that the prompt extends, grown to the prompt; None if there is none, or samples are not merged."""
-        fits = [s for s, n in zip(self._samples, alike, strict=True) if n == len(s) and self._free(s)]
+    def _continued(self, alike: Sequence[int]) -> SampleBuilder | None:
+        """The longest sample that the prompt extends; None if there is none, or samples are not merged."""
         if self._mode == "stepwise":
-            # Only a call that failed, asked again.
-            fits = [s for s in fits if not s.trained and len(s) == len(prompt)]
-        if not fits:
             return None
-        sample = max(reversed(fits), key=len)  # of equal ones the newest: that is the conversation that continues
-        sample.observe(prompt[len(sample) :])
-        return sample
+        fits = [s for s, n in zip(self._samples, alike, strict=True) if n == len(s) and self._free(s)]
+        # Of equal ones the newest: that is the conversation that continues.
+        return max(reversed(fits), key=len, default=None)
 
     def _free(self, sample: SampleBuilder) -> bool:
-        return all(sample is not other for other in self._waiting)
+        return all(sample is not call.sample for call in self._waiting)
 
-    def _branched(self, prompt: np.ndarray, alike: Sequence[int]) -> SampleBuilder:
-        if not alike:
-            sample = SampleBuilder(self._routing, self._masks)
-        elif self._mode == "merged":
+    def _branched(self, alike: Sequence[int]) -> SampleBuilder:
+        if self._mode == "merged" and (self._samples or self._waiting):
             raise PrefixBroken(
-                f"the prompt of turn {self.turns} differs from what the model has seen at position {max(alike)}: the chat "
-                'template, or the environment, rewrites history. episode.rows = "merged" allows one sample an episode; with '
-                '"auto" such an episode becomes several'
+                f"the prompt of turn {self.turns} differs from what the model has seen at position {max(alike, default=0)}: "
+                'the chat template, or the environment, rewrites history. episode.rows = "merged" allows one sample an episode; '
+                'with "auto" such an episode becomes several'
             )
-        else:
-            # The newest version of all samples is the only one that the engine can still have.
-            lenders = [
-                (s.version, min(length, s.uniform), i)
-                for i, (s, length) in enumerate(zip(self._samples, alike, strict=True))
-            ]
-            lender = max(lenders)[-1]
-            sample = self._samples[lender].branch(alike[lender])
-        sample.observe(prompt[len(sample) :])
-        return sample
+        if not alike:
+            return SampleBuilder(self._routing, self._masks)
+        # The newest version of all samples is the only one that the engine can still have.
+        lenders = [
+            (s.version, min(length, s.uniform), i)
+            for i, (s, length) in enumerate(zip(self._samples, alike, strict=True))
+        ]
+        lender = max(lenders)[-1]
+        return self._samples[lender].branch(alike[lender])
 
-    def end(self, sample: SampleBuilder, generation: Generation) -> int:
-        """Take the answer of the call that lands in `sample`; its turn is returned. An empty one (an abort) is no turn: -1."""
-        self.cancel(sample)
-        turn = len(self._answers)
-        start, stop = sample.answer(turn, generation)
-        if stop == start:
+    def end(self, call: EngineCall, generation: Generation) -> int:
+        """Take the answer of `call`; its turn is returned. An empty one (an abort) is no turn: -1."""
+        self.cancel(call)
+        if not len(generation.token_ids):
             return -1
+        turn, sample = len(self._answers), call.sample
+        if sample not in self._places:
+            self._places[sample] = len(self._samples)
+            self._compared.append([*call.alike, *[0] * (len(self._samples) - len(call.alike))])
+            self._samples.append(sample)
+        sample.observe(call.prompt_ids[len(sample) :])
+        start, stop = sample.answer(turn, generation)
         self._answers[turn] = _Answer(sample, start, stop, generation.stop_reason)
         return turn
 
-    def cancel(self, sample: SampleBuilder) -> None:
-        """The call failed. Its prompt may be asked again."""
-        self._waiting = [other for other in self._waiting if other is not sample]
+    def cancel(self, call: EngineCall) -> None:
+        """It failed, or nobody could be given its answer. Its prompt may be asked again."""
+        self._waiting = [other for other in self._waiting if other is not call]
 
     def reward(self, turn: int, reward: float) -> None:
         """Credit `reward`, in addition, at the last token of that turn. Raises `KeyError` for a turn that there is not."""

@@ -250,6 +250,7 @@ class Watchdog:
 
 
 NO_CONTRAST = "no contrast"
+ALL_FAILED = "every episode failed"
 BROKEN = "drift beyond algorithm.rollout_kl.max"
 NOT_FINITE = "gradient not finite"
 
@@ -259,15 +260,23 @@ def why_no_update(metrics: Mapping[str, Any]) -> str:
     if metrics.get("optimizer/updates", 1):
         return ""
     if metrics.get("optimizer/no_contrast"):
-        return NO_CONTRAST
+        episodes, failed = _ended(metrics)
+        return ALL_FAILED if episodes and failed == episodes else NO_CONTRAST
     return BROKEN if metrics.get("optimizer/broken") else NOT_FINITE
+
+
+def _ended(metrics: Mapping[str, Any]) -> tuple[int, int]:
+    """How many episodes a step took, and how many of them had failed for good."""
+    ended = {name: value for name, value in metrics.items() if "/ended_" in name and name.startswith("episode/")}
+    return int(sum(ended.values())), int(ended.get("episode/ended_error", 0))
 
 
 class Updates:
     """Counts the steps of a run, as far as this process sees them, by what kept them from an update.
 
     Steps without contrast are the task's or the policy's, not a fault: one event, `no_contrast`, when they begin, and one,
-    `contrast_returned`, when they end. They neither count as skipped nor end a row of skipped steps.
+    `contrast_returned`, when they end. They neither count as skipped nor end a row of skipped steps. So it is with steps of which
+    every episode failed, which begin with `every_episode_failed`: how many may fail is judged elsewhere (`TaskFailures`).
 
     `limit`: skipped steps in a row that are let pass (`supervise.max_skipped_steps`). `warn`, `inform`: called with an event's
     name and its fields.
@@ -280,20 +289,28 @@ class Updates:
         self._skipped: list[tuple[int, str]] = []
         """Steps in a row that had contrast and made no update, and why."""
         self._all: Counter[str] = Counter()
+        self._episodes = self._failed = 0
 
     def stepped(self, step: int, metrics: Mapping[str, Any]) -> str:
         """Once after each step. Returns why the run must end; empty if it need not."""
         why = why_no_update(metrics)
         self._all[why] += 1
-        if why == NO_CONTRAST:
+        episodes, failed = _ended(metrics)
+        self._episodes, self._failed = self._episodes + episodes, self._failed + failed
+        if why in (NO_CONTRAST, ALL_FAILED):
             self._flat += 1
-            if self._flat == 1:
+            if self._flat == 1 and why == ALL_FAILED:
+                self._warn(
+                    "every_episode_failed", step=step, episodes=episodes, hint="see the events episode_abandoned"
+                )
+            elif self._flat == 1:
                 self._warn(
                     "no_contrast",
                     step=step,
                     groups=int(metrics["batch/groups"]),
                     groups_without=int(metrics["advantage/zero_variance_groups"]),
                     trained_tokens=int(metrics["batch/trained_tokens"]),
+                    episodes_failed=failed,
                     hint="no update is made until scores differ within a group: look at the reward and at how hard the "
                     "tasks are, or raise schedule.samples_per_group",
                 )
@@ -314,6 +331,12 @@ class Updates:
             f"{_counted(Counter(why for _, why in self._skipped))} (steps {first} to {last}). Lower learner.lr, or begin from "
             f"a checkpoint before step {first}; the events step_skipped and trust_region_broke have each step's figures"
         )
+
+    def failure(self) -> str:
+        """Why a run without an update has failed, and was not merely idle: most of its episodes did. Empty if it has not."""
+        if 2 * self._failed <= self._episodes:
+            return ""
+        return f"no step made an update, and {self._failed} of {self._episodes} episodes failed"
 
     def without(self) -> str:
         """What the steps without an update lacked, as `12 x no contrast, 1 x gradient not finite`; empty if there was none."""

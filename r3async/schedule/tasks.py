@@ -105,13 +105,17 @@ By = Literal["environment", "engine", "learner"]
 
 class EpisodeEnd(msgspec.Struct, frozen=True):
     """An episode is over. `failed_by`: who failed, after all retries, or refused it (`learner`); None if nobody did. `error`:
-    for the user, with a traceback where there is one."""
+    a line for the user, and below it the traceback where there is one."""
 
     group_index: int
     episode_index: int
     task_seed: int
     failed_by: By | None = None
     error: str = ""
+
+    @property
+    def described(self) -> str:
+        return f"task seed {self.task_seed}, group {self.group_index}, {self.failed_by}: {self.error}"
 
 
 class FailedTask(msgspec.Struct, frozen=True):

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import lz4.block
-import msgspec
 import numpy as np
 import xxhash
 
+from r3async.untrusted import Malformed, decode_msgpack
 from r3async.world import MAX_FRAME
 
 PIECE = MAX_FRAME
@@ -44,9 +44,8 @@ def little_endian(dtype: str | np.dtype) -> np.dtype:
 def decode(data: Any, kind: type[T], what: str, hook: Callable[[type, Any], Any] | None = None) -> T:
     """msgpack of a type. Raises `WireError`, and nothing else, for whatever else the bytes are; `what`: for its message."""
     try:
-        return msgspec.msgpack.decode(data, type=kind, dec_hook=hook)
-    except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-        # msgspec raises its own errors for most malformed data, and Python's for bad UTF-8 and deep nesting.
+        return decode_msgpack(data, kind, hook)
+    except Malformed as error:
         raise WireError(f"malformed {what}: {error}") from error
 
 

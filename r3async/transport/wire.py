@@ -42,6 +42,7 @@ from r3async.transport.codec import (
     view_of,
 )
 from r3async.transport.tables import decode_table, encode_table
+from r3async.untrusted import Malformed, decode_msgpack
 
 WIRE_VERSION = 8
 """Changes when an older peer would misread a message. Both ends must have the same."""
@@ -296,7 +297,6 @@ class Reject(Control):
 
 
 Message = Hello | Welcome | Refusal | Deliver | Ack | Reject
-_decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode_control(message: Message) -> bytes:
@@ -317,6 +317,6 @@ def decode_control(frame: Frame) -> Message:
     if zlib.crc32(body) != int.from_bytes(crc, "little") or not body:
         raise WireError("malformed control message: its checksum is wrong, or it is of another version of the protocol")
     try:
-        return _decoder.decode(body)
-    except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+        return decode_msgpack(body, Message)
+    except Malformed as error:
         raise WireError(f"malformed control message: {error}") from error

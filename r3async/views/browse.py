@@ -113,6 +113,8 @@ class Episodes:
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
         self._talks = FollowedFile(run_dir / "episodes.jsonl")
+        self.skipped: list[dict[str, Any]] = []
+        """Events that say which lines were passed over; whoever tells of them takes them out."""
         self._index = RouteIndex(run_dir)
         self._tokenizer: RunTokenizer | None = None
         self._found: dict[str, Episode] = {}
@@ -120,7 +122,9 @@ class Episodes:
 
     def look(self, environment: Callable[[int | None], str]) -> bool:
         """Take in what was written since the last look; whether that was anything. `environment`: of the task of a group."""
-        talks = [line for line in self._talks.objects() if isinstance(line.get("turns"), list)]
+        lines, skipped = self._talks.read_new()
+        self.skipped += skipped
+        talks = [line for line in lines if "turns" in line]
         for line in talks:
             self._take_talk(line)
         new = self._index.read_on()
@@ -137,8 +141,8 @@ class Episodes:
     def _take_talk(self, line: dict[str, Any]) -> None:
         step, reward = line.get("step"), finite(line.get("reward"))
         name = str(line.get("trajectory") or f"line-{len(self._found)}")
-        episode = self._named(step if isinstance(step, int) else None, name)
-        turns = [turn for turn in line["turns"] if isinstance(turn, dict)]
+        episode = self._named(step, name)
+        turns = line["turns"]
         said = "\n".join(str(turn.get(who) or "") for turn in turns for who in ("user", "assistant"))
         episode.talk, episode.turns = line, len(turns)
         episode.text = said[:MAX_SEARCHED].casefold()

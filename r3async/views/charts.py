@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from r3async.record.catalogue import COLORS, METRICS, finite, in_order
-from r3async.record.reading import EVALUATION, read_objects
 
 AXES = ("step", "time", "tokens")
 """What a curve can be drawn over: the step, seconds since the run began, or tokens that were trained so far."""
@@ -222,11 +220,6 @@ def chart_frame(chart: Chart, values: Sequence[float], bound: int | None) -> dic
 
 
 # -- evaluations -------------------------------------------------------------------------------------------------------
-
-
-def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Those of a run; see `evaluations_of`."""
-    return evaluations_of(read_objects(run_dir / EVALUATION))
 
 
 def evaluations_of(lines: Rows, of: str = "") -> list[dict[str, Any]]:

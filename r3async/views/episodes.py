@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -17,6 +16,7 @@ from r3async.record.catalogue import finite
 from r3async.record.reading import read_objects, read_run_config
 from r3async.record.routes import Entry, RouteFileError, RouteIndex, TrainedRoutes, load
 from r3async.record.verify import engine_rows, same_experts
+from r3async.untrusted import decode_python_json
 from r3async.views.summary import format_number
 
 MAX_EPISODES, MAX_TURNS, MAX_TEXT = 6, 8, 1200
@@ -50,13 +50,13 @@ def spread(count: int, most: int) -> list[int]:
 
 def read_conversations(path: Path, most: int = MAX_EPISODES) -> tuple[list[dict[str, Any]], int]:
     """A few episodes in words, from the first to the last step; and how many there are."""
-    found = [e for e in read_objects(path) if isinstance(e.get("turns"), list)]
+    found = [e for e in read_objects(path) if "turns" in e]
     return [conversation(found[index]) for index in spread(len(found), most)], len(found)
 
 
 def conversation(episode: dict[str, Any]) -> dict[str, Any]:
     """A line of `episodes.jsonl` as a page shows it."""
-    turns = [t for t in episode["turns"] if isinstance(t, dict)]
+    turns = episode["turns"]
     reward = finite(episode.get("reward"))
     return {
         "step": episode.get("step", "?"),
@@ -102,7 +102,7 @@ class RunTokenizer:
         self._decode = lambda tokens: reader.decode(tokens, skip_special_tokens=False)
         self.known = True
         described = directory / "tokenizer_config.json"
-        end = json.loads(described.read_text()).get("eos_token") if described.is_file() else None
+        end = decode_python_json(described.read_bytes()).get("eos_token") if described.is_file() else None
         end = end.get("content") if isinstance(end, dict) else end
         self.end_id = reader.token_to_id(end) if end else None
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from r3async.record.reading import read_run_config, read_schedule
+from r3async.record.catalogue import finite
+from r3async.record.reading import decode_line, read_run_config, read_schedule, skipped_event
 from r3async.schedule.admission import age_bound, slots_of
 from r3async.views.summary import UNFINISHED, History, status_after
 
@@ -37,6 +37,8 @@ class FollowedFile:
 
     def __init__(self, path: Path):
         self.path = path
+        self.skipped = 0
+        """Lines so far that are no objects of this file."""
         self._fd = -1
         self._rest = b""
 
@@ -59,16 +61,14 @@ class FollowedFile:
         return lines
 
     def objects(self, limit: int = CHUNK) -> Iterator[dict[str, Any]]:
-        """The JSON objects of those lines; what is none is passed over. Reads on until nothing is new."""
+        """The JSON objects of those lines; what is none is passed over, and counted. Reads on until nothing is new."""
         while True:
             before = os.lseek(self._fd, 0, os.SEEK_CUR) if self._fd >= 0 else 0
             for line in self.poll(limit):
-                try:
-                    value = msgspec.json.decode(line)
-                except msgspec.MsgspecError:
-                    continue
-                if isinstance(value, dict):
+                if (value := decode_line(self.path.name, line)) is not None:
                     yield value
+                elif line.strip():
+                    self.skipped += 1
             if self._fd < 0:
                 return
             if os.lseek(self._fd, 0, os.SEEK_CUR) == before:
@@ -76,6 +76,12 @@ class FollowedFile:
                 os.lseek(self._fd, before - len(self._rest), os.SEEK_SET)
                 self._rest = b""
                 return
+
+    def read_new(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the new objects, and an event that says how many lines were passed over, if any were."""
+        before = self.skipped
+        found = list(self.objects())
+        return found, skipped_event(self.path.name, self.skipped - before)
 
     def _open(self) -> bool:
         try:
@@ -107,10 +113,10 @@ class Columns:
     def append(self, row: dict[str, Any]) -> None:
         """Numbers of the row; anything else in it is left out."""
         for name, value in row.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if (number := finite(value)) is not None:
                 if name not in self._columns:
                     self._columns[name] = array("d", [math.nan]) * self.rows
-                self._columns[name].append(value)
+                self._columns[name].append(number)
         self.rows += 1
         for column in self._columns.values():
             if len(column) < self.rows:
@@ -165,15 +171,17 @@ class FollowedRun:
         if not self.config:
             self.config = read_run_config(self.run_dir)
         # Events first: what ends a run is written after its last row, so that row is then there to be read.
-        events = list(self._files["events"].objects())
-        rows = list(self._files["metrics"].objects())
+        events, skipped = self._files["events"].read_new()
+        rows, more = self._files["metrics"].read_new()
+        evaluations, most = self._files["evaluation"].read_new()
+        events += skipped + more + most
         for row in rows:
             self.metrics.append(row)
             self.rows.append(row)
             self._seen(row)
         for event in events:
             self._take(event)
-        for evaluation in self._files["evaluation"].objects():
+        for evaluation in evaluations:
             self.evaluations.append(evaluation)
         if rows or events:
             # What was there at first may be old; what comes later is news, whatever the clock of its machine says.
@@ -187,9 +195,10 @@ class FollowedRun:
             self.last_time = at if self.last_time is None else max(self.last_time, at)
 
     def _take(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
-        self.history.take(event)
         self._seen(event)
+        if not self.history.take(event):
+            return
+        self.events.append(event)
         self.warnings += event.get("level") == "warning"
         self.errors += event.get("level") in ("error", "critical")
         what, who = event.get("event"), str(event.get("generator", ""))

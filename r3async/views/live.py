@@ -42,14 +42,18 @@ class LiveRun:
         if not self._config:
             self._config = read_run_config(self.run_dir)
             self._environment = environment_of(self._config)
-        new = {name: list(file.objects()) for name, file in self._files.items()}
+        read = {name: file.read_new() for name, file in self._files.items()}
+        new = {name: found for name, (found, _) in read.items()}
         _go_on(self._rows, new["metrics.jsonl"])
         _go_on(self._routing, new["routing.jsonl"])
         self._evaluations += new[EVALUATION]
         self._events.extend(new["events.jsonl"])
         self._spans.extend(span for span in converted(new[FILE], Span) if span.start <= span.end)
         told = self._episodes.look(self._environment)
-        if any(new.values()) or told or gone != self.gone or not self.revision:
+        skipped = [event for _, events in read.values() for event in events] + self._episodes.skipped
+        self._episodes.skipped = []
+        self._events.extend(skipped)
+        if any(new.values()) or skipped or told or gone != self.gone or not self.revision:
             self.revision += 1
         self.gone = gone
         return self.revision

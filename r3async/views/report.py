@@ -20,8 +20,8 @@ import msgspec
 from r3async.config import Config, flat, to_dict
 from r3async.record.catalogue import METRICS, figure_label
 from r3async.record.events import event_details
-from r3async.record.reading import EVALUATION, read_objects, read_run_config, read_schedule
-from r3async.record.timeline import Span, busy_shares, read_timeline
+from r3async.record.reading import EPISODES, EVALUATION, TIMELINE, read_files, read_run_config, read_schedule
+from r3async.record.timeline import Span, busy_shares, sorted_spans
 from r3async.schedule.admission import age_bound
 from r3async.views.charts import (
     AXES,
@@ -41,6 +41,7 @@ from r3async.views.charts import (
 from r3async.views.episodes import MODES, Ages, modes_of, read_conversations, read_samples
 from r3async.views.maps import describe_ages, describe_maps, describe_timeline, waits
 from r3async.views.summary import (
+    History,
     RunSummary,
     drift_table,
     format_metric,
@@ -83,11 +84,11 @@ class RunRecord(msgspec.Struct):
 
     @classmethod
     def read(cls, run_dir: Path) -> RunRecord:
-        """Missing, empty and torn files are fine."""
-        rows, events, routing, evaluations = (
-            read_objects(run_dir / name) for name in ("metrics.jsonl", "events.jsonl", "routing.jsonl", EVALUATION)
-        )
-        return cls(run_dir, rows, events, read_run_config(run_dir), read_timeline(run_dir), routing, evaluations)
+        """Read its files; missing, empty, torn and damaged ones are fine. What was passed over is an event of its own."""
+        names = ("metrics.jsonl", "events.jsonl", "routing.jsonl", EVALUATION, TIMELINE, EPISODES)
+        (rows, events, routing, evaluations, spans, _), skipped = read_files(run_dir, *names)
+        config = read_run_config(run_dir)
+        return cls(run_dir, rows, [*events, *skipped], config, sorted_spans(spans), routing, evaluations)
 
     @property
     def age_bound(self) -> int | None:
@@ -287,17 +288,19 @@ def _settings(configs: Sequence[dict[str, Any]]) -> Lines:
 
 
 def _events(events: Sequence[dict[str, Any]], summary: RunSummary) -> list[dict[str, str]]:
-    """The warnings and errors in words, all of them."""
+    """The warnings and errors in words, all of them; each kind of failure once, with its count."""
+    history = History()
+    news = [event for event in events if history.take(event)]
     return [
         {
             "after": format_seconds(max(0.0, event.get("time", 0.0) - (summary.started_at or 0.0))),
             "level": event["level"],
             "role": str(event.get("role", "")),
             "event": str(event.get("event", "")),
-            "details": event_details(event)[:MAX_TEXT],
+            "details": history.details(event)[:MAX_TEXT],
             "trace": str(event.get("exception") or ""),
         }
-        for event in events
+        for event in news
         if event.get("level") in ("warning", "error", "critical")
     ]
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from r3async.record.catalogue import FIRST_STEPS, LAST_STEPS, METRICS, Stats, figure_label
-from r3async.record.reading import read_objects, read_run_config, read_schedule
+from r3async.record.catalogue import METRICS, Stats, end_windows, figure_label, finite
+from r3async.record.events import event_details
+from r3async.record.reading import EVALUATION, read_files, read_run_config, read_schedule
 from r3async.schedule.admission import age_bound
-from r3async.schedule.health import NO_CONTRAST, why_no_update
-from r3async.views.charts import EVALUATED, read_evaluations
+from r3async.schedule.health import ALL_FAILED, NO_CONTRAST, why_no_update
+from r3async.views.charts import EVALUATED, evaluations_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,6 +30,39 @@ NOT_TRAINED = "not trained"
 KINDS = {"finished": "good", "stopped": "warn", "failed": "bad", NOT_TRAINED: "bad"}
 COLORS = {"good": "green", "warn": "yellow", "bad": "red"}
 """Of a kind, on a terminal."""
+
+
+MOST_SHOWN = 5
+"""Kinds of errors, on a terminal."""
+MOST_FAILURES = 50
+"""Kinds of errors that are told from each other."""
+
+
+@dataclass
+class Failure:
+    """A kind of error that tries at episodes failed with: at one place of somebody's code, or in the same words but for numbers.
+    `text`: task, group and error of the first."""
+
+    text: str
+    times: int = 0
+    episodes: int = 0
+    """Lost to it after their last try."""
+    tasks: set[Any] = field(default_factory=set)
+
+    def describe(self) -> str:
+        times = "once" if self.times == 1 else f"{self.times} times"
+        lost = f"{self.episodes} episode{'' if self.episodes == 1 else 's'}" if self.episodes else "no episode"
+        of = f" of {len(self.tasks)} tasks" if len(self.tasks) > 1 else ""
+        return f"{self.text}; {times}, {lost}{of} lost"
+
+
+def failure_kind(event: dict[str, Any]) -> str:
+    """Equal for events of one `Failure`; "" for any other event."""
+    if event.get("event") not in ("episode_failed", "episode_abandoned"):
+        return ""
+    error, place = str(event.get("error", "")), str(event.get("place", ""))
+    words = f"{place} {error.partition(':')[0]}" if place else re.sub(r"\d+", "0", error)
+    return f"{event.get('by', '')}: {words}"
 
 
 @dataclass
@@ -45,9 +80,12 @@ class History:
     """After their last try. Their groups were trained without them."""
     refused: int = 0
     """Trajectories that the learner will never train."""
+    failures: dict[str, Failure] = field(default_factory=dict)
+    """By kind, in the order in which they were first met."""
     _ended: bool = False
 
-    def take(self, event: dict[str, Any]) -> None:
+    def take(self, event: dict[str, Any]) -> bool:
+        """Whether it is news, and not one more failure of a kind that is known."""
         match event.get("event"):
             case "conductor_started":
                 self.run_restarts += bool(self.lives) and not self._ended
@@ -63,13 +101,31 @@ class History:
                 self.failed_episodes += 1
             case "trajectory_refused":
                 self.refused += 1
+        return not (kind := failure_kind(event)) or self._count(kind, event)
+
+    def _count(self, kind: str, event: dict[str, Any]) -> bool:
+        new = kind not in self.failures
+        if new and len(self.failures) >= MOST_FAILURES:
+            kind, new = "others", "others" not in self.failures
+        if new:
+            self.failures[kind] = Failure("other errors" if kind == "others" else _failure_text(event))
+        failure = self.failures[kind]
+        failure.times += 1
+        failure.episodes += event.get("event") == "episode_abandoned"
+        failure.tasks.add(str(event.get("task_seed", "")))
+        return new
+
+    def details(self, event: dict[str, Any]) -> str:
+        """What there is to say of an event; of a failure, also how often it was met."""
+        failure = self.failures.get(failure_kind(event))
+        return event_details(event) if failure is None else failure.describe()
 
 
-def history_of(events: Iterable[dict[str, Any]]) -> History:
-    history = History()
-    for event in events:
-        history.take(event)
-    return history
+def _failure_text(event: dict[str, Any]) -> str:
+    known = (("task seed", "task_seed"), ("group", "group"), ("", "by"))
+    who = ", ".join(f"{label} {event[key]}".strip() for label, key in known if key in event)
+    place = f" ({event['place']})" if "place" in event else ""
+    return f"{who or event.get('episode', 'an episode')}: {event.get('error', '')}{place}"
 
 
 def counted(values: Sequence[float]) -> int:
@@ -90,6 +146,8 @@ class RunSummary(msgspec.Struct, kw_only=True):
     updates: int | None = None
     """Optimizer updates of these steps."""
     steps_without_contrast: int = 0
+    steps_failed: int = 0
+    """Of which every episode failed."""
     steps_skipped: int = 0
     """Without an update for another reason."""
     planned_steps: int | None = None
@@ -153,6 +211,9 @@ def headlines(summary: RunSummary) -> list[Headline]:
         f"{summary.warnings} warnings, {summary.errors} errors",
         "bad" if summary.errors else "warn" if noise else "",
     )
+    recorded, agreement = summary["routing/recorded_fraction"].mean, []
+    if (agreed := summary["routing/agreement"].mean) is not None:  # a model or a run may have no routes
+        agreement = [Headline("routing agreement", percent(agreed), f"routes recorded: {percent(recorded)}")]
     answers, held_out = summary["loss/answers"], summary["loss/answers_held_out"]
     if answers.first is not None and reward.first is None:  # nothing was generated
         fell = answers.last is not None and answers.last < answers.first
@@ -160,7 +221,7 @@ def headlines(summary: RunSummary) -> list[Headline]:
             Headline(
                 "answers",
                 f"{number(answers.first)} → {number(answers.last)} nats",
-                f"first {FIRST_STEPS} → last {LAST_STEPS} steps; held out {number(held_out.last)}",
+                f"{' → '.join(_ends(answers))}; held out {number(held_out.final)}",
                 "good" if fell else "",
             ),
             Headline("trained", f"{number(trained)} tokens/s", "of answers"),
@@ -170,13 +231,13 @@ def headlines(summary: RunSummary) -> list[Headline]:
         Headline(
             "reward",
             f"{number(reward.first)} → {number(reward.last)}",
-            f"first {FIRST_STEPS} → last {LAST_STEPS} steps; best step {number(reward.high)}",
+            f"{' → '.join(_ends(reward))}; best step {number(reward.high)}",
             "good" if rose else "",
         ),
         Headline(
             "drift",
             f"{number(drift.last, 2)} nats",
-            f"k3, last {LAST_STEPS} steps; worst step {number(drift.high, 2)}",
+            f"k3, {_ends(drift)[1]}; worst step {number(drift.high, 2)}",
         ),
         Headline(
             "oldest token",
@@ -184,11 +245,7 @@ def headlines(summary: RunSummary) -> list[Headline]:
             "no bound recorded" if bound is None else f"{bound} allowed; mean {number(age, 2)}",
             "bad" if summary.stale else "",
         ),
-        Headline(
-            "routing agreement",
-            percent(summary["routing/agreement"].mean),
-            f"routes recorded: {percent(summary['routing/recorded_fraction'].mean)}",
-        ),
+        *agreement,
         Headline("generated", f"{number(generated)} tokens/s", f"{number(trained)} tokens/s trained"),
         Headline(
             "weight update",
@@ -214,6 +271,12 @@ def headlines(summary: RunSummary) -> list[Headline]:
     ]
 
 
+def _ends(stats: Stats) -> tuple[str, str]:
+    """Say which steps `first` and `last` are the means of."""
+    first, last = end_windows(stats.count)
+    return f"first {first}", f"last {last} step{'s' if last > 1 else ''}"
+
+
 def status_after(event: dict[str, Any]) -> tuple[str, str] | None:
     """Status and reason that an event gives its run; None if it changes neither. A run that starts again after an end is
     unfinished."""
@@ -231,12 +294,12 @@ def status_after(event: dict[str, Any]) -> tuple[str, str] | None:
 def summarize(run_dir: Path) -> RunSummary:
     """Read the run's files. Whatever is missing or torn is left out; this never raises for an unfinished run."""
     run_dir = Path(run_dir)
-    rows, events = read_objects(run_dir / "metrics.jsonl"), read_objects(run_dir / "events.jsonl")
-    return summarize_records(run_dir, rows, events, read_run_config(run_dir), read_evaluations(run_dir))
+    (rows, events, evaluations), skipped = read_files(run_dir, "metrics.jsonl", "events.jsonl", EVALUATION)
+    return summarize_records(run_dir, rows, [*events, *skipped], read_run_config(run_dir), evaluations_of(evaluations))
 
 
 def _values(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
-    return [float(row[name]) for row in rows if isinstance(row.get(name), (int, float))]
+    return [value for row in rows if (value := finite(row.get(name))) is not None]
 
 
 def summarize_records(
@@ -249,7 +312,8 @@ def summarize_records(
     """The same of what was read of them. `evaluations`: see `evaluations_of`."""
     status, reason = next((end for event in reversed(events) if (end := status_after(event))), (UNFINISHED, ""))
     times = _values(events, "time") + _values(rows, "time")
-    levels = [event.get("level") for event in events]
+    history = History()
+    levels = [event.get("level") for event in events if history.take(event)]
     schedule = read_schedule(config)
     updates = _values(rows, "optimizer/updates")
     kept_from = [why_no_update(row) for row in rows]
@@ -260,14 +324,15 @@ def summarize_records(
         steps=len(rows),
         updates=int(sum(updates)) if updates else None,
         steps_without_contrast=kept_from.count(NO_CONTRAST),
-        steps_skipped=sum(why not in ("", NO_CONTRAST) for why in kept_from),
-        planned_steps=config.get("steps"),
+        steps_failed=kept_from.count(ALL_FAILED),
+        steps_skipped=sum(why not in ("", NO_CONTRAST, ALL_FAILED) for why in kept_from),
+        planned_steps=steps if isinstance(steps := config.get("steps"), int) else None,
         started_at=min(times) if times else None,
         duration_seconds=max(times) - min(times) if times else None,
         stats={metric.name: Stats.of(rows, metric.name) for metric in METRICS.values() if metric.figures},
         evaluation_last=evaluations[-1][EVALUATED] if evaluations else None,
         staleness_bound=age_bound(schedule) if schedule else None,
-        history=history_of(events),
+        history=history,
         rejected=counted(_values(rows, "transport/rejected")),
         duplicates=counted(_values(rows, "transport/duplicates")),
         warnings=levels.count("warning"),
@@ -350,13 +415,18 @@ def format_summary(summary: RunSummary) -> Table:
         Headline("status", summary.status, summary.reason, summary.kind),
         Headline("progress", summary.progress, ""),
     ]
-    idle = summary.steps_without_contrast + summary.steps_skipped
+    idle = summary.steps_without_contrast + summary.steps_failed + summary.steps_skipped
     if summary.updates is not None and (idle or not summary.updates):
         why = (
             f"steps without one: {summary.steps_without_contrast} had no contrast, {summary.steps_skipped} were skipped"
+            + (f", of {summary.steps_failed} every episode failed" if summary.steps_failed else "")
         )
         lines.append(Headline("updates", str(summary.updates), why, "warn" if summary.updates else "bad"))
-    for line in lines + (headlines(summary) if summary.steps else []):
+    lines += headlines(summary) if summary.steps else []
+    failures = sorted(summary.history.failures.values(), key=lambda failure: -failure.times)
+    lines += [Headline("error", failure.describe(), "", "warn") for failure in failures[:MOST_SHOWN]]
+    lines += [Headline("", f"and {more} other errors", "")] if (more := len(failures) - MOST_SHOWN) > 0 else []
+    for line in lines:
         text = f"{line.value}; {line.note}" if line.note else line.value
         table.add_row(line.label, Text(text, style=COLORS.get(line.kind, "")))
     return table

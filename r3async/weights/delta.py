@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from r3async.untrusted import Malformed, decode_msgpack
 from r3async.weights.manifest import WeightError, WeightManifest
 from r3async.world import Buffer, File
 
@@ -77,8 +78,8 @@ def decode_head(delta: Buffer) -> tuple[Head, int]:
     if view[: len(MAGIC)] != MAGIC or begin > view.nbytes:
         raise WeightError("these bytes are no delta")
     try:
-        head = msgspec.msgpack.decode(view[len(MAGIC) + 4 : begin], type=Head)
-    except msgspec.MsgspecError as error:
+        head = decode_msgpack(view[len(MAGIC) + 4 : begin], Head)
+    except Malformed as error:
         raise WeightError(f"the head of a delta cannot be read: {error}") from error
     if not 0 < head.block_bytes <= MOST_BLOCK_BYTES or head.block_bytes % _WORD.itemsize or head.nbytes < 0:
         raise WeightError(f"the head of a delta names blocks of {head.block_bytes} in a file of {head.nbytes} bytes")

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
+from r3async.untrusted import Malformed, decode_msgpack
 from r3async.weights.manifest import NcclSource, WeightError, WeightManifest
 from r3async.weights.publish import Publication, Publisher
 
@@ -94,8 +95,8 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Raises `msgspec.DecodeError`."""
-    return msgspec.msgpack.decode(data, type=Message)
+    """Raises `Malformed`."""
+    return decode_msgpack(data, Message)
 
 
 class Process(Protocol):
@@ -297,7 +298,7 @@ class NcclSender:
             while not self._closing.is_set():
                 if router.poll(POLL_MILLISECONDS):
                     sender, *data = router.recv_multipart()
-                    with contextlib.suppress(msgspec.DecodeError):  # not one of ours
+                    with contextlib.suppress(Malformed):  # not one of ours
                         links.handle(sender, decode(b"".join(data)), time.monotonic())
                 links.tick(time.monotonic())
 

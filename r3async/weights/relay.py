@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from r3async.untrusted import decode_msgpack
 from r3async.world import MAX_FRAME, File, MessageSocket
 
 CHUNK_BYTES = 2**20
@@ -81,8 +82,8 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Raises `msgspec.MsgspecError`."""
-    return msgspec.msgpack.decode(data, type=Message)
+    """Raises `Malformed`."""
+    return decode_msgpack(data, Message)
 
 
 def chunks_of(nbytes: int) -> int:

@@ -20,6 +20,7 @@ from urllib.parse import quote
 import msgspec
 import xxhash
 
+from r3async.untrusted import Malformed, decode_text
 from r3async.weights.delta import Identity, apply, identity
 from r3async.weights.host import HostFolder
 from r3async.weights.manifest import WeightError, WeightManifest
@@ -118,14 +119,14 @@ class TcpServer:
 
     def _arrived(self, frames: list[Any]) -> None:
         socket, peer = self._sockets_open[0], frames[0].bytes
-        with contextlib.suppress(msgspec.MsgspecError, IndexError):  # not one of ours, or damaged
+        with contextlib.suppress(Malformed, IndexError):  # not one of ours, or damaged
             message = decode(frames[1].bytes)
             if isinstance(message, Join):
                 known = message.stream in self._paths
-                answer = self._trees.join(peer.decode(), message) if known else Gone(message.stream)
+                answer = self._trees.join(decode_text(peer), message) if known else Gone(message.stream)
                 socket.send([peer, encode(answer)])
             elif isinstance(message, Done):
-                self._trees.done(peer.decode(), message)
+                self._trees.done(decode_text(peer), message)
             elif isinstance(message, Get):
                 self._serving.answer(socket, peer, message)
 
@@ -280,7 +281,7 @@ class TcpReceiver:
         self._root.append(self._sockets.dealer(endpoint, self._identity, self._arrived, keys=self._keys))
 
     def _asked(self, frames: list[Any]) -> None:
-        with contextlib.suppress(msgspec.MsgspecError, IndexError):  # not one of ours, or damaged
+        with contextlib.suppress(Malformed, IndexError):  # not one of ours, or damaged
             message = decode(frames[1].bytes)
             if isinstance(message, Get):
                 self._serving.answer(self._relay[0], frames[0].bytes, message)
@@ -289,7 +290,7 @@ class TcpReceiver:
         expected = self._expected
         try:
             message = decode(frames[0].bytes)
-        except msgspec.MsgspecError:
+        except Malformed:
             return
         if message.stream != expected.name:
             return

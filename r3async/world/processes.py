@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import functools
 import gc
 import io
 import os
@@ -14,18 +15,19 @@ import signal
 import socket
 import stat
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
+from r3async.config.places import USER_PATH
 from r3async.world import Figures, stages
 
-USER_PATH = "R3ASYNC_USER_PATH"
-"""Environment variable: where the user's own modules are (where the run was started)."""
+T = TypeVar("T")
 
 HOST_NAME = "R3ASYNC_HOST"
 """Environment variable: this host's name, where hosts have equal ones. Processes of one name share memory and files."""
@@ -75,6 +77,24 @@ def program_apart() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+@functools.cache
+def _shared_loop() -> tuple[asyncio.Runner, threading.Lock]:
+    return asyncio.Runner(), threading.Lock()
+
+
+def run_on_shared_loop(call: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, for what calls code of the user's: on one event loop of this process, however often. What their module
+    keeps between calls, such as an HTTP client, belongs to the loop on which it was first used. Where another thread runs that
+    loop just now, it is one of its own."""
+    runner, lock = _shared_loop()
+    if not lock.acquire(blocking=False):
+        return asyncio.run(call)
+    try:
+        return runner.run(call)
+    finally:
+        lock.release()
 
 
 def find_user_modules() -> None:
@@ -184,6 +204,18 @@ def _signal(pid: int, number: signal.Signals) -> bool:
     return process is not None
 
 
+def processes_with(value: str) -> list[psutil.Process]:
+    """Those that have `value` in their environment, which all inherit that a process starts, whatever session or parent they
+    have now. One that has ended and is not waited for has none. Linux only."""
+    found = []
+    for pid in psutil.pids():
+        # Of thousands of processes, psutil would look at six times as long.
+        with contextlib.suppress(psutil.Error, OSError):
+            if value.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(psutil.Process(pid))
+    return found
+
+
 class _LogFile(io.RawIOBase):
     """Writes to a descriptor. What the disk does not take is left out, and the log says how much once it takes more."""
 
@@ -196,6 +228,9 @@ class _LogFile(io.RawIOBase):
 
     def fileno(self) -> int:
         return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
 
     def write(self, data: object) -> int:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
@@ -211,10 +246,11 @@ class _LogFile(io.RawIOBase):
             return len(view)
 
 
-def files_survive_full_disk() -> None:
-    """The same for a command whose output and errors were redirected to files; others, and what tests capture, stay."""
+def output_outlives_disk_and_terminal() -> None:
+    """The same for a command whose output and errors are files, or a terminal that may be closed; others, and what tests capture,
+    stay."""
     mine = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
-    if mine and all(stat.S_ISREG(os.fstat(descriptor).st_mode) for descriptor in (1, 2)):
+    if mine and all(os.isatty(number) or stat.S_ISREG(os.fstat(number).st_mode) for number in (1, 2)):
         survive_full_disk()
 
 

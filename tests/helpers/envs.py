@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -33,10 +36,18 @@ class Echo:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "exit":
                 os._exit(7)
+            case "quit":
+                sys.exit("no licence")
             case "raise":
                 raise ValueError("the dice rolled off the table")
             case "nonsense":
                 return "no result"  # type: ignore[return-value]
+            case "half a character":
+                return StepResult(0.0, [Message("user", "\ud800")])
+            case "half a reply":
+                _stop_within_a_reply()
+        if action.text.startswith("repeat"):
+            return StepResult(0.0, [Message("user", action.text.removeprefix("repeat"))])
         right, self.turn = action.text == self.oracle(), self.turn + 1
         return StepResult(right / 2, [] if self.turn == 2 else [Message("user", "again")], self.turn == 2)
 
@@ -44,6 +55,13 @@ class Echo:
         if self.mark:
             with Path(self.mark).open("a") as file:
                 file.write("closed\n")
+
+
+def _stop_within_a_reply() -> None:
+    """Have this process of a pool write the length of a reply and half of the reply, and then be stopped."""
+    (channel,) = (each for each in gc.get_objects() if isinstance(each, socket.socket))
+    channel.sendall(struct.pack("!Q", 100) + b"x" * 50)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Stubborn:

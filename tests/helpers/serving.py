@@ -75,6 +75,12 @@ def client_of(server: AgentServer, key: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=server.base_url, api_key=key, max_retries=0, timeout=10)
 
 
+async def handed_out(answer):
+    """What `Session.chat` or `complete` has for an agent, taken as by one who gets it."""
+    async with answer as got:
+        return got
+
+
 def user(text: str) -> dict:
     return {"role": "user", "content": text}
 

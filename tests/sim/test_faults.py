@@ -8,7 +8,19 @@ from typing import TypeVar
 import pytest
 
 from r3async.tools.simulate.faults import Fault
-from r3async.tools.simulate.history import Acknowledged, Event, Finished, Injected, Lost, Stored, Taken
+from r3async.tools.simulate.history import (
+    Acknowledged,
+    Arrived,
+    Began,
+    Event,
+    Finished,
+    Injected,
+    Lost,
+    Placed,
+    PowerFailed,
+    Stored,
+    Taken,
+)
 from r3async.tools.simulate.run import Simulated, model_here
 from r3async.tools.simulate.search import quiet_logs
 from r3async.tools.simulate.shrink import Case
@@ -83,3 +95,35 @@ def test_a_process_ends_when_the_next_start_has_to_refuse_what_was_acknowledged(
     kills = [event.at for event in of(simulated, Lost) if event.who == "learner"]
     assert kills[0] == pytest.approx(unsaved[0] + 0.5, abs=1e-5)
     assert {event.lineage for event in of(simulated, Taken)} == {1, 2}
+
+
+def test_a_chunk_of_weights_that_was_damaged_is_asked_for_again():
+    workload = Workload(3, steps=4, hosts=2)
+    simulated = Simulated(Case(workload, (Fault(0.1, "damage_weights", "generator-0", seconds=500.0, amount=0.4),)))
+    network, damaged = simulated.simulation.network, []
+    spoils = network.spoils
+    network.spoils = lambda route, frames: spoils(route, frames) and damaged.append(route.target) is None
+    result = simulated.run()
+    assert not result.violated, f"{result.violated}: {result.reason}"
+    assert set(damaged) == {"generator-0"}
+    assert [event.version for event in of(simulated, Arrived)] == [0, 1, 2, 3, 4]
+
+
+def test_a_host_that_passes_nothing_on_is_left_for_another():
+    workload = Workload(3, steps=4, hosts=4, generators=3, fanout=1, fetch_seconds=4.0, train_seconds=60.0)
+    simulated = run(workload, Fault(5.0, "mute", "generator-0", seconds=100.0))
+    placed = of(simulated, Placed)
+    assert any(event.parent for event in placed)  # hosts get weights from one another
+    assert any(event.avoid for event in placed)
+    assert len({event.generator for event in of(simulated, Arrived)}) == 3
+
+
+def test_power_fails_after_a_start_that_found_what_was_not_synced():
+    workload = Workload(3, steps=4, checkpoint_every=4, train_seconds=8.0)
+    simulated = run(workload, Fault(9.0, "kill_unsynced", seconds=100.0, amount=5.0))
+    killed = next(event.at for event in of(simulated, Lost) if event.who == "learner")
+    began = [event.at for event in of(simulated, Began)]
+    failed = [event.at for event in of(simulated, PowerFailed)]
+    assert 9.0 < killed < began[1]
+    assert failed == [pytest.approx(began[1] + 5.0, abs=1e-5)]
+    assert len(began) == 3

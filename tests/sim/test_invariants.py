@@ -11,18 +11,26 @@ from r3async.data.records import trajectory_name
 from r3async.tools.simulate.branches import Branch, leads_to, same_weights
 from r3async.tools.simulate.history import (
     Acknowledged,
+    Arrived,
     Asked,
     Began,
+    Delivered,
     Event,
+    Fetched,
     Finished,
     Installed,
+    Installing,
     Leased,
     Limited,
     Lost,
     Passed,
+    Placed,
+    Plays,
     PowerFailed,
     Published,
+    Quiet,
     Refused,
+    Removed,
     Saved,
     Sent,
     Slots,
@@ -149,6 +157,41 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
         lambda: [e for e in good() if not isinstance(e, Unlinked) or e.group != 2],
     ),
     "the run fails": ("ended", lambda: edited(Finished, 0, failed="no")),
+    "a host fetches other weights": ("arrived", lambda: inserted(Taken, 1, lambda at: Arrived(at, "a", 1, 9))),
+    "a version that is used is removed": (
+        "held",
+        lambda: inserted(Taken, 1, lambda at: Fetched(at, "a", "h: v"), lambda at: Removed(at, "b", "h: v")),
+    ),
+    "a parent that failed": ("parent", lambda: inserted(Taken, 0, lambda at: Placed(at, "a", "tcp://b", ("tcp://b",)))),
+    "it plays with old weights": (
+        "current",
+        lambda: inserted(
+            Taken, 1, lambda at: Lost(at, "a"), lambda at: Installed(at, "a", 1, 0, 100), lambda at: Plays(at, "a")
+        ),
+    ),
+    "an installation does not end": (
+        "prompt",
+        lambda: inserted(Published, 4, lambda at: Installing(at, "a", 2, 3), lambda at: Passed(at + 97.0)),
+    ),
+    "one is left with old weights": (
+        "prompt",
+        lambda: [
+            *inserted(Published, 4, lambda at: Plays(at, "b"))[: of(good(), Published, 4) + 3],
+            Passed(good()[of(good(), Quiet)].at + 98.0),
+        ],
+    ),
+    "a parent is silent": (
+        "prompt",
+        lambda: inserted(Taken, 0, lambda at: Placed(at, "a", "tcp://b"), lambda at: Passed(at + 21.0)),
+    ),
+    "a silent one keeps what it has": (
+        "prompt",
+        lambda: inserted(Sent, 0, *(lambda at, i=i: Leased(at + 9.0 * i, "b", free=2) for i in range(1, 6))),
+    ),
+    "of a session that is over": (
+        "session",
+        lambda: inserted(Acknowledged, 0, lambda at: Delivered(at, "a", (trajectory_name(0, 0),), False)),
+    ),
     "steps are missing at the end": ("ended", lambda: edited(Finished, 0, steps=3)),
     "no step after the last fault": ("stuck", lambda: inserted(Published, 4, lambda at: Passed(at + 101.0))),
     "no step after a step": ("stuck", lambda: inserted(Saved, 1, lambda at: Passed(at + 51.0))),
@@ -158,7 +201,8 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
 @pytest.mark.parametrize("what", SPOILED)
 def test_what_must_not_be_is_named(what: str):
     name, make = SPOILED[what]
-    other = {"age": {"age_bound": 0}, "replaced": {"replaced_groups": 1}}.get(name, {})
+    soon = {"install_seconds": 3.0, "fetch_seconds": 20.0}
+    other = {"age": {"age_bound": 0}, "replaced": {"replaced_groups": 1}, "prompt": soon}.get(name, {})
     assert broken(make(), msgspec.structs.replace(RULES, **other)).name == name
 
 
@@ -187,6 +231,24 @@ def test_a_step_replaces_groups_until_enough_have_contrast_or_its_budget_is_spen
 def test_every_rule_has_a_history_that_breaks_it():
     assert {rule.name for rule in ALL} | {"stuck"} == {name for name, _ in SPOILED.values()} | {"memory", "disk"}
     assert all(rule.judge.__doc__ for rule in ALL)
+
+
+def test_what_a_start_found_in_the_spool_is_there_for_the_next_one_though_nobody_was_told():
+    w = Writer()
+    w.begin(1)
+    w.publish(0, 100, "a")
+    w.add(Leased, "a", ((0, (0, 1)),))
+    w.add(Sent, "a", playing(0, 0, 1, 0))
+    w.add(Lost, "learner")
+    w.begin(2)
+    w.add(Asked, {0: [1]})
+    see(w.events)
+    w.add(Lost, "learner")
+    w.begin(3)
+    w.add(Asked, {0: [0, 1]})
+    assert broken(w.events).name == "lost"
+    w.events[-1] = Asked(w.events[-1].at, {0: [1]})
+    see(w.events)
 
 
 def test_without_a_spool_what_was_acknowledged_goes_with_the_learner_and_may_be_played_again():

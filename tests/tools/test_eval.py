@@ -3,6 +3,7 @@
 import json
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -31,16 +32,16 @@ def test_a_runs_newest_model_is_evaluated_as_the_run_played(tmp_path):
     target = find_target("a", None, None, [], tmp_path)
     assert target.model == run / "model"
     assert (target.config.env.args, target.config.seed) == ({"letters": 2}, 7)
-    assert find_target(str(run), None, "reverse-text", ["env.args.turns=2"]).config.env.args == {
+    assert find_target(str(run), None, "reverse-text", ["env.args.turns=2"], tmp_path).config.env.args == {
         "letters": 2,
         "turns": 2,
     }
     # Arguments of the run's environment are not those of another.
-    assert find_target(str(run), None, "guess", []).config.env.args == {}
+    assert find_target(str(run), None, "guess", [], tmp_path).config.env.args == {}
     make_run(tmp_path, "young", init=1)
     assert find_target("young", None, None, [], tmp_path).model == tmp_path / "young" / "init"
-    assert find_target(str(run / "model"), None, "guess", []).config.env.name == "guess"
-    assert find_target(str(run / "model"), "quickstart", None, []).config.episode.max_total_tokens == 128
+    assert find_target(str(run / "model"), None, "guess", [], tmp_path).config.env.name == "guess"
+    assert find_target(str(run / "model"), "quickstart", None, [], tmp_path).config.episode.max_total_tokens == 128
 
 
 @pytest.mark.parametrize(
@@ -178,10 +179,59 @@ async def test_tasks_that_were_trained_are_not_evaluated_unless_the_model_is_nam
         with pytest.raises(ConfigError, match=r"has 6 tasks, and the run trains on all.*`evaluation\.env`"):
             await played(target, monkeypatch, episodes=4)
     directory = find_target(
-        str(tmp_path / "rows" / "model"), None, train, ["episode.max_total_tokens=128", "episode.max_prompt_tokens=64"]
+        str(tmp_path / "rows" / "model"),
+        None,
+        train,
+        ["episode.max_total_tokens=128", "episode.max_prompt_tokens=64"],
+        tmp_path,
     )
     texts, _ = await played(directory, monkeypatch, episodes=6)
     assert [sum(f"train{i}" in text for text in texts) for i in range(6)] == [1] * 6
+
+
+def make_model(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 4096}')
+    return str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("keep", "posed"), [([], 2), (["data.eval=5"], 5), (["data.eval=0"], 40)])
+async def test_a_model_plays_own_rows_with_the_preset_that_trains_them(tmp_path, monkeypatch, keep, posed):
+    write_rows(tmp_path / "rows.jsonl", *(f"row{i}." for i in range(40)))
+    overrides = [f"data={tmp_path / 'rows.jsonl'}", "reward=contains", *keep]
+    target = find_target(make_model(tmp_path), "math", None, overrides, tmp_path)
+    texts, [(config, *_)] = await played(target, monkeypatch, episodes=None)
+    assert sum(f"row{i}." in text for text in texts for i in range(40)) == posed
+    assert (config.episode.max_new_tokens, config.env.args["reward"]) == (512, "contains")
+
+
+def test_a_preset_for_rows_says_that_none_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="`data` names no rows: set `data` = FILE"):
+        find_target(make_model(tmp_path), "math", None, [], tmp_path)
+
+
+async def test_a_runs_model_plays_other_rows_than_those_that_the_run_noted(tmp_path, monkeypatch):
+    train = make_dataset_run(tmp_path)
+    config = tmp_path / "rows" / "config.toml"
+    noted = 'name = "dataset"\nargs = { path = "' + train.partition(":")[2] + '", digest = "of other rows" }'
+    config.write_text(config.read_text().replace(f'name = "{train}"', noted))
+    write_rows(tmp_path / "new.jsonl", *(f"new{i}" for i in range(4)))
+    with pytest.raises(ConfigError, match="the rows are not those that the run began with"):
+        await played(find_target("rows", None, None, ["reward=contains"], tmp_path), monkeypatch, episodes=4)
+    target = find_target("rows", None, None, [f"data={tmp_path / 'new.jsonl'}"], tmp_path)
+    assert "digest" not in target.config.env.args
+    target = msgspec.structs.replace(target, trained=None)  # whose rows are not there
+    texts, _ = await played(target, monkeypatch, episodes=4)
+    assert sum(f"new{i}" in text for text in texts for i in range(4)) == 4
+
+
+def test_rows_of_which_none_are_kept_for_evaluations_say_what_to_set(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", "a", "b", "c")
+    config = load_config("math", [f"data={tmp_path / 'rows.jsonl'}", "reward=exact", "data.eval=0"])
+    with pytest.raises(
+        ConfigError, match=r"has 3 tasks.*`data\.eval`, as 0\.05.*`evaluation\.every` = 0.*`evaluation\.env`"
+    ):
+        check_environment(config)
 
 
 def test_a_run_that_would_evaluate_what_it_trains_is_refused_before_it_starts(tmp_path):

@@ -14,6 +14,9 @@ from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer
 from r3async.tools import init_model as module
 from r3async.tools.init_model import byte_tokenizer, init_model, init_model_apart, kept_model
+from r3async.tools.preflight import try_environment
+from r3async.world.processes import run_on_shared_loop
+from tests.helpers.judge import judge_answers
 
 SMALL = ["model.init.hidden_size=64", "model.init.layers=2", "model.init.warm_reward=0.05", "env.args.turns=2"]
 
@@ -171,3 +174,17 @@ init_model_apart(Path({str(tmp_path / "model")!r}), load_config("quickstart", {s
     assert (done.returncode, done.stdout) == (0, "the program\n"), done.stderr[-2000:]
     assert "leaked" not in done.stderr, "what a process leaves behind when it is killed"
     assert (tmp_path / "model" / "config.json").is_file()
+
+
+def test_a_reward_that_keeps_a_connection_warms_a_model_up_and_the_person_is_told_that_it_is_called(tmp_path):
+    """Each look at the reward had an event loop of its own, and the second died: "Event loop is closed"."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n{"prompt": "3+3=", "answer": "6"}\n')
+    settings = [f"data={tmp_path / 'rows.jsonl'}", "data.eval=0", "reward=tests.helpers.judge:asked"]
+    settings += [*SMALL[:2], "model.path=", "model.init.warm_reward=1.0", "model.init.max_warm_steps=1"]
+    lines = []
+    with judge_answers() as answers:
+        config = load_config("math", settings)
+        run_on_shared_loop(try_environment(config))
+        init_model(tmp_path / "model", config, progress=lines.append)
+        assert len(answers) == 1 + module.WARM_BATCH
+    assert any("`reward` is called for each" in line for line in lines)

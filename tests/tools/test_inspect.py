@@ -320,7 +320,7 @@ def test_a_run_without_routes_names_the_setting(tmp_path, monkeypatch, trace, me
 
 def test_a_run_is_found_by_directory_before_name(tmp_path, monkeypatch) -> None:
     run = write_run(tmp_path)
-    assert find_run(str(run)) == run
+    assert find_run(str(run), tmp_path) == run
     assert find_run("demo", tmp_path / "runs") == run
 
 

@@ -26,6 +26,8 @@ def test_a_step_is_one_readable_line_also_when_a_number_is_missing():
     line = describe_step(ROW)
     for part in ("reward 0.500", "drift 1e-03", "age 0.8/1", "agree 0.98", "3.2k>nank"):
         assert part in line
+    del (bare := dict(ROW))["routing/agreement"]
+    assert "agree" not in describe_step(bare), "a run without routes"
 
 
 def test_a_pipe_gets_plain_lines_once_per_step_and_phase():

@@ -208,7 +208,7 @@ def test_a_plan_counts_processes_slots_and_bytes():
         assert part in text
     stepwise = load_config("quickstart", ["episode.rows=stepwise"])
     assert make_plan(stepwise).tokens_per_step == 3 * make_plan(load_config("quickstart")).tokens_per_step
-    assert make_plan(load_config("on_policy", ["schedule.window=9"])).staleness_bound == 0
+    assert make_plan(load_config("on_policy", ["schedule.window=9"], None)).staleness_bound == 0
     assert make_plan(load_config("fully_async", ["schedule.window=17"])).staleness_bound == 5
 
 

@@ -11,14 +11,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from r3async.config import config_from_dict, to_toml
 from r3async.record.catalogue import BOOKKEEPING, METRICS
-from r3async.record.events import open_events
 from r3async.record.routes import RouteFile
-from r3async.record.steps import MetricsWriter
 from r3async.record.timeline import FILE, Span, Timeline, busy_shares, read_timeline
 from r3async.tools.cli import app
-from r3async.tools.init_model import byte_tokenizer
 from r3async.views.charts import CHARTS, describe_more
 from r3async.views.episodes import spread
 from r3async.views.maps import describe_ages, describe_timeline, waits
@@ -27,36 +23,7 @@ from r3async.views.summary import drift_table
 from r3async.world.real import REAL
 from tests.helpers.browser import browse, find_chromium
 from tests.helpers.routes import episode
-
-
-def write_run(root: Path, name: str = "demo", steps: int = 12, **settings: object) -> Path:
-    run = root / "runs" / name
-    run.mkdir(parents=True)
-    (run / "config.toml").write_text(to_toml(config_from_dict({"steps": steps, **settings})))
-    byte_tokenizer().save_pretrained(run / "init")
-    open_events(run, "generator-0").info("generator_started", pid=7)
-    writer = MetricsWriter(run)
-    for step in range(1, steps + 1):
-        row = {metric: 0.1 + index / 100 + step / 1000 for index, metric in enumerate(METRICS)}
-        writer.write(
-            {**row, "step": step, "version": step, "time": 1000.0 + 3 * step, "staleness/max": 1, "gpu/odd": step}
-        )
-        for at, what in enumerate(("wait", "train", "snapshot")):
-            Timeline(run, "learner").add(what, 1000.0 + 3 * step + at, 1001.0 + 3 * step + at, step=step)
-    learner, engine = RouteFile(run / "routes", "learner"), RouteFile(run / "routes", "engine-generator-0")
-    for step in (1, 11):
-        trained, calls = episode()
-        other = f"g{4 * (step - 1):08d}e0000"
-        named = {"step": step, "trajectory_id": other, "sample_id": f"{other}s0"}
-        learner.append(msgspec.structs.replace(trained, **named))
-        for call in calls:
-            engine.append(msgspec.structs.replace(call, trajectory_id=other))
-    (run / "routing.jsonl").write_text(
-        json.dumps({"step": 1, "agreement": [0.9, 1.0], "load": [[1, 2], [3, 4]]}) + "\n"
-    )
-    turns = [{"user": "say <b>", "assistant": "no", "reward": 0.5}]
-    (run / "episodes.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5, "turns": turns}) + "\n")
-    return run
+from tests.helpers.written_runs import write_run
 
 
 class Page(HTMLParser):
@@ -262,7 +229,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     assert len(data["charts"]) == sum(len(chart.lines) for chart in CHARTS)
     assert all([line["label"] for line in chart["lines"]] == ["one", "other"] for chart in data["charts"])
     assert len(data["series"]["1:x/step"]) == 5
-    for part in ("schedule.max_staleness", "seed", "learner: train", "reward, last 10 steps"):
+    for part in ("schedule.max_staleness", "seed", "learner: train", "reward, last steps"):
         assert part in page.text
     assert "samples_per_group" not in page.text, "only settings that differ"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from r3async.record.reading import read_objects
 from r3async.tools.cli import app
 from r3async.tools.init_model import init_model
 from r3async.tools.sft import sft
+from r3async.tools.sft_data import SupervisedRows
 from r3async.tools.tail.live import describe_step
 from r3async.views.report import write_report
 from r3async.views.summary import summarize
@@ -49,7 +51,7 @@ def rows(tmp_path_factory):
 
 def config(model, rows, *changes):
     fixed = ["learner.lr=3e-3", "learner.warmup_steps=0", "sft.rows_per_step=8", "checkpoint.asynchronous=false"]
-    return load_config("quickstart", [f"model.path={model}", f"data={rows}", *fixed, *changes])
+    return load_config("quickstart", [f"model.path={model}", f"data={rows}", *fixed, *changes], "sft")
 
 
 def run(model, rows, root, *changes):
@@ -141,6 +143,39 @@ def test_rows_that_are_too_long_are_dropped_and_counted(model, tmp_path, capsys)
     path.write_text(json.dumps(long) + "\n")
     with pytest.raises(ConfigError, match=r"all 1 rows are longer than `episode.max_total_tokens` = 128; the shortest"):
         run(model, path, tmp_path, "steps=1", "name=b")
+
+
+def with_template(model, path, template):
+    shutil.copytree(model, path)
+    (path / "chat_template.jinja").write_text(template)
+    return path
+
+
+OPENS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</t>')[-1] }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|><t>{% endif %}"
+)
+
+
+def test_answers_that_the_template_writes_without_what_a_prompt_opens_are_counted(model, rows, tmp_path):
+    told = []
+    SupervisedRows.of(config(with_template(model, tmp_path / "model", OPENS), rows), told.append)
+    assert told[0].startswith("data: 30 rows are trained, 0 dropped")
+    assert told[1].startswith(
+        "data: the prompt of an episode ends with '<t>', which the chat template does not write before"
+    )
+    assert f"the answers of 30 rows, such as {rows}, line 1" in told[1]
+    SupervisedRows.of(config(model, rows), told.append)
+    assert len(told) == 3
+
+
+def test_an_answer_that_the_template_cuts_is_refused_by_its_line(model, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "a", "completion": c}) + "\n" for c in ("b", "<t>why</t>b")))
+    with pytest.raises(
+        ConfigError, match=r"rows.jsonl, line 2: the chat template leaves this out of the answer.*'<t>why"
+    ):
+        SupervisedRows.of(config(with_template(model, tmp_path / "model", OPENS), path), print)
 
 
 def test_what_cannot_be_taught_is_refused(model, rows, tmp_path):

@@ -17,7 +17,7 @@ from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
 from r3async.tools.init_model import byte_tokenizer
 from tests.helpers.scripted import scripted_logprob, scripted_routes
-from tests.helpers.serving import ready
+from tests.helpers.serving import handed_out, ready
 from tests.helpers.templates import QWEN3, renderer
 
 TASK = EpisodeTask(0, 0, 0)
@@ -126,7 +126,7 @@ async def test_after_too_many_the_episode_has_failed_by_the_engine_and_is_not_be
     )
     with pytest.raises(ExceptionGroup) as raised:
         await player.play(GroupLease(0, 9, (0,)))
-    assert "failed 3 times by the engine (episode.engine_retries = 2)" in str(raised.value.exceptions[0])
+    assert "; 3 tries (episode.engine_retries = 2)" in str(raised.value.exceptions[0])
     assert (env.begun, len(engine.requests)) == (1, 4)
     assert reports == ["call_failed"] * 3 + ["episode_failed"]
 
@@ -168,7 +168,7 @@ async def test_an_agent_is_answered_late_and_does_not_notice(how):
     session = Session(TASK, engine, chat, limits())
     talk = [Message("user", "go")]
     for _ in range(3):
-        _, message = await session.chat(talk)
+        _, message = await handed_out(session.chat(talk))
         talk += [Message("assistant", message["content"]), Message("user", "more")]
     session.reward(1.0)
     session.close()
@@ -182,9 +182,9 @@ async def test_an_agent_is_answered_late_and_does_not_notice(how):
 async def test_an_agent_whose_engine_fails_too_often_is_refused_and_the_engine_named():
     chat, engine = await engine_that("nothing", *range(1, 99))
     session = Session(TASK, engine, chat, limits(engine_retries=1))
-    await session.chat([Message("user", "go")])
+    await handed_out(session.chat([Message("user", "go")]))
     with pytest.raises(Refused, match="the engine failed") as refused:
-        await session.chat([Message("user", "again")])
+        await handed_out(session.chat([Message("user", "again")]))
     assert not refused.value.again
     assert len(engine.requests) == 3
     assert "aborted" in str(session.failure)
@@ -202,7 +202,7 @@ async def test_closing_a_session_ends_a_call_that_is_made_again():
 
     engine.generate = hold
     session = Session(TASK, engine, chat, limits())
-    asking = asyncio.create_task(session.chat([Message("user", "go")]))
+    asking = asyncio.create_task(handed_out(session.chat([Message("user", "go")])))
     async with asyncio.timeout(10):
         await asked_again.wait()
         session.close()

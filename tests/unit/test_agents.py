@@ -1,7 +1,9 @@
 """Agents in the place of environments: functions, commands, and somebody outside."""
 
 import asyncio
+import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import openai
 import pytest
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict
+from r3async.rollout.agents import agents
 from r3async.rollout.agents.agents import agent_player, last_reward, make_agent
 from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.rollout.evaluation import check_environment
@@ -36,6 +39,24 @@ async def play(env, answers=("abcd",), settings=SETTINGS, task=TASK, **values):
     engine = await ready(answer_ids(chat, *answers))
     async with agent_player(env, engine, chat, settings, ServingConfig(**values), generator_id="g") as player:
         return await player(task)
+
+
+async def test_a_proxy_of_the_machine_is_not_between_an_agent_and_its_endpoint(monkeypatch):
+    """It would look for 127.0.0.1 on its own machine."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "example.org")
+    assert (await play(function("counts"))).reward == pytest.approx(4)
+    asks = (
+        "import os, urllib.request as u; r = u.Request(os.environ['OPENAI_BASE_URL'] + '/models');"
+        "r.add_header('Authorization', 'Bearer ' + os.environ['OPENAI_API_KEY']); u.urlopen(r, timeout=20).read();"
+        "import openai; openai.OpenAI().chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'x'}]);"
+        "print('{\"reward\": 1.0}')"
+    )
+    command = EnvConfig(name="agent-command", args=program(asks).args, variables=["HTTP_PROXY", "http_proxy"])
+    assert (await play(command)).reward == 1
+    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -168,28 +189,81 @@ async def test_a_command_that_takes_too_long_is_ended_with_all_it_started(tmp_pa
     mark = tmp_path / "pids"
     code = (
         "import os, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"open({str(mark)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
+        "sleeps = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "children = [subprocess.Popen(sleeps, start_new_session=apart).pid for apart in (False, True)]\n"
+        f"open({str(mark)!r}, 'w').write(' '.join(map(str, [os.getpid(), *children])))\n"
         "time.sleep(60)"
     )
     settings = EpisodeConfig(max_prompt_tokens=90, max_total_tokens=100, timeout=2.0)
     with pytest.raises(EpisodeError, match=r"episode\.timeout"):
         await play(program(code), settings=settings)
-
-    def gone(pid):
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                return file.read().rsplit(")", 1)[1].split()[0] == "Z"
-        except FileNotFoundError:
-            return True
-
     pids = [int(pid) for pid in mark.read_text().split()]
+    assert len(pids) == 3
     await until(lambda: all(map(gone, pids)))
+
+
+def gone(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+LEAVES = """
+import json, os, subprocess, sys, time, urllib.request
+child = '''
+import os, signal, sys, time
+def told(*_):
+    print("told to end", flush=True)
+    {deaf} or sys.exit()
+signal.signal(signal.SIGTERM, told)
+open({mark!r} + "~", "w").write(str(os.getpid()))
+os.rename({mark!r} + "~", {mark!r})
+time.sleep(600)
+'''
+subprocess.Popen([sys.executable, "-c", child], start_new_session=True, env={env})
+while not os.path.exists({mark!r}):
+    time.sleep(0.01)
+body = json.dumps(dict(messages=[dict(role="user", content="go")])).encode()
+key = dict(Authorization="Bearer " + os.environ["OPENAI_API_KEY"])
+urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key)).read()
+print('{{"reward": 3}}')
+"""
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["obeys", "ignores SIGTERM"])
+async def test_a_program_that_leaves_a_child_in_a_session_of_its_own_has_its_reward_and_the_child_is_ended(
+    tmp_path, monkeypatch, deaf
+):
+    monkeypatch.setattr(agents, "ENDING_SECONDS", 1.0)
+    mark = tmp_path / "pid"
+    trajectory = await play(program(LEAVES.format(deaf=deaf, env=None, mark=str(mark))))
+    assert (trajectory.reward, trajectory.stop_reason) == (3, "stop")
+    assert gone(int(mark.read_text()))
+
+
+async def test_output_that_a_process_holds_of_which_nothing_is_known_is_not_waited_for(tmp_path):
+    """It has an environment and a session of its own."""
+    mark = tmp_path / "pid"
+    trajectory = await play(program(LEAVES.format(deaf=False, env={"PATH": os.defpath}, mark=str(mark))))
+    os.kill(int(mark.read_text()), signal.SIGKILL)
+    assert (trajectory.reward, trajectory.stop_reason) == (3, "stop")
 
 
 @pytest.mark.parametrize(
     ("output", "reward"),
-    [('x\n{"reward": 2}\n', 2), ("", None), ("done", None), ('{"reward": 1}\nbye', None), ("[1]", None)],
+    [
+        ('x\n{"reward": 2}\n', 2),
+        ("", None),
+        ("done", None),
+        ('{"reward": 1}\nbye', None),
+        ("[1]", None),
+        ("[" * 5000, None),
+        ('{"reward": ' + "1" * 5000 + "}", None),
+        ('{"reward": NaN}', None),
+    ],
+    ids=range(8),
 )
 def test_the_last_line_of_a_programs_output_says_its_reward(output, reward):
     assert last_reward(output) == reward

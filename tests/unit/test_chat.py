@@ -3,10 +3,13 @@
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from r3async.envs import Message
 from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError
 from r3async.tools.init_model import byte_tokenizer
+from tests.helpers.serving import merging_renderer
 from tests.helpers.templates import DEEPSEEK_R1, FAMILIES, GEMMA, LLAMA3, MISTRAL, QWEN3, renderer
 
 CHATML = (
@@ -155,6 +158,76 @@ def test_a_compacted_history_keeps_the_tokens_of_the_answers_it_repeats():
     at = next(i for i in range(len(prompt)) if prompt[i : i + 3] == odd)
     assert chat.decode(prompt[:at]) == "<|user|>in short<|assistant|>"
     assert chat.decode(prompt) == chat.render(conversation.messages)
+
+
+ENDS_IN_THE_SAME = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [None, ENDS_IN_THE_SAME], ids=["ours", "each ends in the same token"])
+@given(
+    turns=st.lists(
+        st.tuples(st.sampled_from(["ab", "aa", "abab", "b"]), st.booleans(), st.sampled_from(["x", "so ab", "aa"])),
+        min_size=1,
+        max_size=6,
+    ),
+    dropped=st.integers(0, 3),
+    after_each=st.booleans(),
+)
+def test_answers_keep_their_own_tokens_where_others_say_the_same(template, turns, dropped, after_each):
+    """Of a history that is edited, or whose beginning is left out: whoever else said the same words, in whatever tokens."""
+    chat = merging_renderer(template)
+    (assistant,) = chat.encode("<|assistant|>")
+    history, sampled = [user("ab")], []
+    conversation = Conversation(chat, history)
+    for text, spelled, then in turns:
+        conversation.prompt()
+        ids = [chat.encode(c)[0] for c in text] if spelled else chat.encode(text)
+        conversation.answered([*ids, chat.end_id])
+        sampled.append([*ids, chat.end_id])
+        history += [Message("assistant", text), user(then)]
+        conversation.observe(history[-1:])
+        if after_each:
+            history[0] = user(history[0].content + "!")
+            conversation.rewrite(history)
+    kept = history[2 * min(dropped, len(turns) - 1) :]
+    conversation.rewrite([user("so far: ab"), *kept[1:]])
+    prompt = prompt_of(conversation)
+    assert chat.decode(prompt) == chat.render(conversation.messages)
+    between = len(chat.encode("\n")) if template else 0
+    starts = [i + 1 + between for i, token in enumerate(prompt) if token == assistant][:-1]
+    answers = sampled[-len(starts) :]
+    assert [prompt[at : at + len(ids)] for at, ids in zip(starts, answers, strict=True)] == answers
+
+
+def test_an_answer_that_is_repeated_twice_stands_once_and_what_only_quotes_it_is_others_text():
+    chat = merging_renderer(ENDS_IN_THE_SAME)
+    odd = [chat.encode("a")[0], chat.encode("b")[0], chat.end_id]
+    conversation = Conversation(chat, [user("x")])
+    conversation.prompt()
+    conversation.answered(odd)
+    conversation.rewrite(
+        [user("say ab"), Message("assistant", "ab"), user("x"), Message("assistant", "ab"), user("you said ab")]
+    )
+    prompt = prompt_of(conversation)
+    (at,) = (i for i in range(len(prompt)) if prompt[i : i + 3] == odd)
+    assert chat.decode(prompt[:at]).endswith("<|user|>\nx<|end|>\n<|assistant|>\n")
+
+
+def test_where_the_template_does_not_show_the_place_of_an_answer_its_text_is_encoded():
+    """It says how long each message is, so that it writes something else when a mark is behind one."""
+    chat = merging_renderer(
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content | length }}:{{ m.content }}<|end|>{% endfor %}<|assistant|>"
+    )
+    odd = [chat.encode("a")[0], chat.encode("b")[0], chat.end_id]
+    conversation = Conversation(chat, [user("x")])
+    conversation.prompt()
+    conversation.answered(odd)
+    conversation.rewrite([user("y"), Message("assistant", "ab"), user("z")])
+    prompt = prompt_of(conversation)
+    assert prompt == chat.encode(chat.render(conversation.messages))
 
 
 def test_the_text_of_an_answer_leaves_its_stop_token_out():

@@ -20,6 +20,7 @@ from r3async.rollout.evaluation import evaluate_without_model
 from r3async.tools.eval import describe
 from r3async.tools.init_model import byte_tokenizer
 from r3async.transport.wire import decode_trajectory, encode_trajectory
+from tests.helpers.judge import PORT, judge_answers
 
 OWN = r'''
 import re
@@ -54,6 +55,20 @@ def only(completion):
 async def waits(completions, answer, **kwargs):
     return [float(a == b) for a, b in zip(completions, answer)]
 
+async def counts(completion, row):
+    row["meta"]["seen"] = row["meta"].get("seen", 0) + 1
+    return row["meta"]["seen"]
+
+async def counts_as_trl(completions, meta, **columns):
+    meta[0]["seen"] = meta[0].get("seen", 0) + 1
+    return [meta[0]["seen"]]
+
+async def pops(completion, row):
+    return row.pop("answer", None) == completion
+
+def pops_elsewhere(completion, row):
+    return row.pop("answer", None) == completion
+
 def two(completions, **kwargs):
     return [1.0, 0.0]
 
@@ -62,6 +77,12 @@ def listed(completion, answer):
 
 def nan(completion, answer):
     return float("nan")
+
+def huge(completion, answer):
+    return 10**5000
+
+def beyond(completion, answer):
+    return 10**300
 
 def nothing(completion, answer):
     return None
@@ -160,6 +181,8 @@ async def test_several_rewards_are_weighed_and_told_by_name(dataset):
         ("two", r"reward 'two' must return a list with one reward for each completion, here one, not \[1.0, 0.0\]"),
         ("listed", r"reward 'listed' must return a finite number or None, not \[1.0\]"),
         ("nan", r"reward 'nan' must return a finite number or None, not nan"),
+        ("huge", r"reward 'huge' must return a finite number or None, not a int that cannot be printed"),
+        ("beyond", r"a reward must be at most 1e\+15 by size, not 1e\+300"),
         ("nothing", r"rows.jsonl, line 1: no reward applies: all returned None"),
         ("slow", r"took longer than env.step_timeout = 2 s"),
     ],
@@ -175,7 +198,7 @@ async def test_what_is_no_reward_fails_the_episode_by_name(dataset, fn, message)
     [
         ("own.py:hungry", r"rows.jsonl, line 1: no field 'hunger', which reward 'hungry' asks for"),
         ("own.py:stateful", r"asks for `trainer_state`, which only TRL's trainer has: give it a default"),
-        ("own.py:plaim", r"own.py has no function 'plaim'; did you mean 'plain'"),
+        ("own.py:plaim", r"own.py has no 'plaim'; did you mean 'plain'"),
         ("own.py:constant", r"is a int, not a function"),
         ("none.py:plain", r"there is no file .*/none.py"),
         ("nomodule:plain", r"`reward` = 'nomodule:plain' cannot be loaded"),
@@ -193,9 +216,20 @@ def test_a_reward_that_cannot_be_is_refused_before_the_run(dataset, reward, mess
         dataset({"prompt": "1+1?", "answer": "2"}, reward)
 
 
+@pytest.mark.parametrize(
+    "rewards",
+    [["counts"], ["counts_as_trl"], ["pops"], ["counts", "pops"], ["pops", "plain"], ["pops", "pops_elsewhere"]],
+)
+async def test_what_a_reward_changes_in_its_row_nobody_sees(dataset, rewards):
+    named = [{"fn": f"own.py:{name}", "name": f"{i}"} for i, name in enumerate([*rewards, *rewards])]
+    env = dataset({"prompt": "1+1?", "answer": "a", "meta": {}}, named)
+    for _ in range(3):
+        assert (await paid(env, "a"))[0] == len(named)
+
+
 def test_a_module_that_raises_is_named_in_one_line(dataset, tmp_path):
     (tmp_path / "broken.py").write_text("1/0")
-    with pytest.raises(ConfigError, match=r"broken.py cannot be loaded: ZeroDivisionError: division by zero$"):
+    with pytest.raises(ConfigError, match=r"'broken.py:reward' cannot be loaded: ZeroDivisionError: division by zero$"):
         dataset({"prompt": "1+1?", "answer": "2"}, "broken.py:reward")
 
 
@@ -279,3 +313,11 @@ def test_metrics_of_turns_are_summed_and_shown_with_their_kind():
         metric("env/moves_mean").docs == "Mean of 'moves', which the environment told, over the episodes that have it."
     )
     assert metric("reward/plain_std").docs.startswith("Standard deviation of reward 'plain', before its weight")
+
+
+async def test_a_reward_in_a_process_of_its_own_has_one_event_loop(dataset):
+    with judge_answers() as answers:
+        env = dataset({"prompt": "1+1?", "answer": "2"}, "tests.helpers.judge:asked_elsewhere", variables=[PORT])
+        for _ in range(3):
+            assert (await paid(env, "2"))[0] == 1.0
+        assert len(answers) == 3

@@ -4,6 +4,8 @@ import asyncio
 import copy
 import gc
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFailed, HasOracle
 from r3async.envs.factory import environment_factory
 from r3async.envs.pool import Pool
+from r3async.envs.raised import describe_raised
 from tests.helpers.rewards import mean_reward
 
 ECHO = "tests.helpers.envs:Echo"
@@ -111,6 +114,25 @@ async def test_the_event_loop_continues_while_a_call_hangs(make):
         hanging.result()
 
 
+@pytest.mark.parametrize(
+    ("answer", "error"), [("raise", "ValueError: the dice rolled off the table"), ("quit", "SystemExit: no licence")]
+)
+async def test_what_is_raised_there_is_told_with_the_last_frame_and_the_process_stays(make, answer, error):
+    factory = make()
+    env, neighbour = factory(), factory()
+    await env.reset(1)
+    there = where(await neighbour.reset(2))
+    with pytest.raises(EnvironmentFailed) as caught:
+        await env.step(Action(answer))
+    raised = describe_raised(caught.value)
+    assert raised.error == error
+    assert re.fullmatch(r"envs\.py:\d+ in step", raised.place)
+    assert raised.trace.rstrip().endswith(error)
+    assert describe_raised(pickle.loads(pickle.dumps(caught.value))) == raised  # as it crosses to the conductor
+    assert (await neighbour.step(Action("2"))).reward == 0.5
+    assert where(await factory().reset(3)) == there
+
+
 @pytest.mark.parametrize(("answer", "code"), [("crash", "-9"), ("exit", "7")])
 async def test_a_lost_process_is_reported_with_its_exit_code_and_replaced(make, answer, code):
     factory = make()
@@ -178,6 +200,46 @@ async def test_a_process_that_is_stopped_is_ended_and_another_takes_its_place(ma
         await asyncio.wait_for(env.step(Action("1")), 30)
     assert not psutil.pid_exists(pid)
     assert where(await factory().reset(1)) != pid
+
+
+async def test_a_stopped_process_that_takes_no_large_action_is_ended_and_another_plays_on(make):
+    """An action of more bytes than the connection buffers waits for a reader: the time limit is of that, too."""
+    factory = make(step_timeout=1)
+    env = factory()
+    pid = where(await env.reset(1))
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EnvironmentFailed, match=r"env\.step_timeout = 1 s; its process was ended"):
+        await asyncio.wait_for(env.step(Action("x" * 4_000_000)), 30)
+    assert not psutil.pid_exists(pid)
+    again = factory()
+    assert where(await asyncio.wait_for(again.reset(1), 30)) != pid
+    assert (await again.step(Action("1"))).reward == 0.5
+
+
+async def test_a_process_that_is_stopped_in_the_middle_of_its_reply_is_ended(make):
+    """The first bytes of a reply have come, and the rest never does."""
+    env = make(step_timeout=1)()
+    pid = where(await env.reset(1))
+    with pytest.raises(EnvironmentFailed, match=r"env\.step_timeout = 1 s; its process was ended"):
+        await asyncio.wait_for(env.step(Action("half a reply")), 30)
+    assert not psutil.pid_exists(pid)
+
+
+async def test_large_messages_pass_whole_in_both_directions(make):
+    env = make()()
+    await env.reset(1)
+    result = await env.step(Action("repeat" + "é" * 3_000_000))
+    assert result.messages[0].content == "é" * 3_000_000
+
+
+async def test_what_no_message_can_hold_fails_its_episode_and_spares_the_process(make):
+    factory = make()
+    env, neighbour = factory(), factory()
+    await env.reset(1)
+    await neighbour.reset(2)
+    with pytest.raises(EnvironmentFailed, match=r"(?s)raised in `step`.*surrogates not allowed"):
+        await env.step(Action("half a character"))
+    assert (await neighbour.step(Action("2"))).reward == 0.5
 
 
 async def test_closing_the_pool_ends_its_processes_and_what_they_play(make):

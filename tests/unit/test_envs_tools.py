@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -217,7 +218,7 @@ async def sandbox(request, monkeypatch):
 
 
 async def test_a_command_says_its_output_and_its_code_and_leaves_files_for_the_next(sandbox):
-    sandbox.write({"a/b.txt": "text\n"})
+    await sandbox.write({"a/b.txt": "text\n"})
     ran = await sandbox.run("cat a/b.txt; echo wrong >&2; pwd > where; exit 3")
     assert (ran.code, ran.output) == (3, "text\nwrong\n")
     assert ran.told() == "text\nwrong\n[exit code 3]"
@@ -225,7 +226,7 @@ async def test_a_command_says_its_output_and_its_code_and_leaves_files_for_the_n
     assert (await sandbox.run("echo $HOME; touch $TMPDIR/x")).code == 0
     assert sorted(path.name for path in sandbox.directory.iterdir()) == ["a", "where"]
     with pytest.raises(ValueError, match="outside of the sandbox"):
-        sandbox.write({"../out": "x"})
+        await sandbox.write({"../out": "x"})
 
 
 async def test_a_command_has_limits(sandbox, monkeypatch):
@@ -246,7 +247,7 @@ async def test_a_command_has_limits(sandbox, monkeypatch):
 async def test_a_command_that_never_ends_is_killed_with_all_that_it_started(sandbox):
     mark = f"r3-{os.getpid()}-{id(sandbox)}"
     code = f"import time; time.sleep(600)  # {mark}"
-    sandbox.write({"sleep.py": code})
+    await sandbox.write({"sleep.py": code})
     ran = await sandbox.run(f"echo begun; python -c '{code}' & python -c '{code}'", seconds=1.5)
     assert ran.code is None
     assert ran.output == "begun\n"
@@ -261,6 +262,116 @@ async def test_a_command_that_never_ends_is_killed_with_all_that_it_started(sand
     with pytest.raises(asyncio.CancelledError):
         await running
     await _none_of(mark)
+
+
+PUT_IN_PLACE = {
+    "a pipe": "mkfifo t.py",
+    "a pipe with a reader": "mkfifo t.py; sleep 20 <t.py & sleep 0.2",
+    "a link out": "ln -s {} t.py",
+    "a link to nothing": "ln -s nowhere t.py",
+    "a directory": "mkdir -p t.py/in/it",
+    "a file that may not be written": "echo wrong > t.py; chmod 0 t.py",
+    "a program": "echo wrong > t.py; chmod 755 t.py",
+}
+
+
+@pytest.mark.parametrize("what", PUT_IN_PLACE)
+async def test_a_file_is_written_whatever_a_command_left_in_its_place(sandbox, tmp_path, what):
+    (tmp_path / "out").write_text("outside")
+    assert (await sandbox.run(PUT_IN_PLACE[what].format(tmp_path / "out"))).code == 0
+    await asyncio.wait_for(sandbox.write({"t.py": "right\n"}), 10)
+    assert not (sandbox.directory / "t.py").is_symlink()
+    assert (sandbox.directory / "t.py").read_text() == "right\n"
+    assert os.access(sandbox.directory / "t.py", os.X_OK) == (what == "a program")
+    assert (tmp_path / "out").read_text() == "outside"
+
+
+async def test_a_file_is_written_whatever_a_command_left_in_the_place_of_its_directory(sandbox, tmp_path):
+    for command in (f"ln -s {tmp_path} d", "echo a file > d", "mkfifo d", "mkdir d; chmod 0 d", "ln -s d d"):
+        await sandbox.run("rm -rf d")
+        assert (await sandbox.run(command)).code == 0
+        await asyncio.wait_for(sandbox.write({"d/e/t.py": "right\n"}), 10)
+        assert (await sandbox.run("cat d/e/t.py")).output == "right\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+LOSE_DIRECTORY = {
+    "removed": 'rm -rf "$PWD"',
+    "replaced by a link": "cd ..; mv work x; ln -s {elsewhere} work",
+    "replaced by a pipe": "cd ..; mv work x; mkfifo work",
+    "removed with all beside it": 'rm -rf "$(dirname "$PWD")"',
+}
+
+
+@pytest.mark.parametrize("how", LOSE_DIRECTORY)
+async def test_a_lost_directory_is_told_and_nothing_is_written_elsewhere(sandbox, tmp_path, how):
+    """Where commands are confined, the directory cannot be lost, only what is in it."""
+    await sandbox.write({"shop.py": "x\n"})
+    ran = await sandbox.run(LOSE_DIRECTORY[how].format(elsewhere=tmp_path))
+    if "--keep-caps" in sandbox.isolated:
+        assert ran.lost == ""
+    else:
+        assert "[the working directory was removed or replaced: an empty directory took its place]" in ran.told()
+        assert (await sandbox.run("ls -A")).told() == "[exit code 0]"
+    await sandbox.write({"test.py": "y\n"})
+    assert (await sandbox.run("cat test.py")).told() == "y\n[exit code 0]"
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_no_depth_of_directories_stays_or_hides_what_is_in_it(sandbox):
+    deep = "import os\nfor _ in range(3000): os.mkdir('deep'); os.chdir('deep')"
+    ran = await sandbox.run(f'python -c "{deep}"')
+    assert "[directories in each other without end: an empty directory took its place]" in ran.told()
+    await _only_folders(sandbox)
+
+
+async def test_files_of_all_commands_together_are_bounded(sandbox):
+    sandbox.limits = msgspec.structs.replace(sandbox.limits, disk_mib=2)
+    filling = "n=0; while true; do n=$((n+1)); head -c 500000 /dev/zero > $TMPDIR/$n; done"
+    ran = await sandbox.run(filling)
+    assert ran.told() == (
+        "[ended: more than 2 MiB of files]\n[more than 2 MiB of files: an empty directory took its place]"
+    )
+    await _only_folders(sandbox)
+    quick = [await sandbox.run(f"head -c 1000000 /dev/zero > {n}") for n in range(3)]
+    assert [ran.lost for ran in quick] == ["", "", "more than 2 MiB of files"]
+    empty = await sandbox.run("mkdir many; cd many; seq 5000 | xargs touch; sleep 60", seconds=60)
+    assert empty.limit == "ended: more than 2 MiB of files"
+
+
+async def test_processes_without_end_are_ended_also_for_root(sandbox):
+    mark = f"600.{os.getpid()}{id(sandbox)}"
+    ran = await sandbox.run(f"while true; do sleep {mark} & done; wait")
+    assert ran.limit == "ended: more than 32 processes" or "fork" in ran.output
+    await _none_of(mark)
+
+
+async def test_a_confined_command_writes_in_its_sandbox_only():
+    sandbox = await Sandbox.open(CommandLimits(seconds=10, memory_mib=256))
+    try:
+        if "--keep-caps" not in sandbox.isolated:
+            pytest.skip("this machine lets no mounts be made")
+        name = f"r3async-{os.getpid()}-{id(sandbox)}"
+        places = [Path(folder, name) for folder in (Path.cwd(), "/dev/shm", "/tmp", "/var/tmp", Path.home())]
+        ran = await sandbox.run("; ".join(f"echo > {place} && echo {place.parent}" for place in places))
+        assert [line for line in ran.output.splitlines() if "cannot create" not in line] == ["/dev/shm", "/tmp"]
+        assert not any(place.exists() for place in places)
+        assert (await sandbox.run(f"ls /tmp/{name} /dev/shm")).output.strip() == f"/tmp/{name}\n\n/dev/shm:"
+        full = await sandbox.run("for n in 1 2; do head -c 200000000 /dev/zero > /dev/shm/$n; done")
+        assert "No space left on device" in full.output
+        assert (await sandbox.run("mount -o remount,rw /")).code != 0
+    finally:
+        await sandbox.close()
+
+
+async def test_a_command_ends_when_its_shell_does_and_not_what_it_left_in_the_background(sandbox):
+    ran = await sandbox.run("echo begun; sleep 600 & echo done")
+    assert ran.told() == "begun\ndone\n[exit code 0]"
+
+
+async def _only_folders(sandbox):
+    assert sorted(path.name for path in sandbox.directory.parent.iterdir()) == ["home", "tmp", "work"]
+    assert (await sandbox.run("ls -A")).output == ""
 
 
 async def _none_of(mark):
@@ -315,19 +426,21 @@ async def test_a_repository_is_mended_by_commands_and_rewarded_by_its_tests():
 
 def test_the_words_of_a_command():
     limits = CommandLimits(seconds=5, memory_mib=64, processes=7, file_mib=2)
-    words = local_command("echo hi", limits, ("unshare", "--user", "--net", "--"))
+    words = local_command("echo hi", limits, ("unshare", "--user", "--net", "--"), Path("/d"))
     assert words[:5] == ["unshare", "--user", "--net", "--", sys.executable]
-    most = json.loads(words[-4])
-    assert most == {
+    settings = json.loads(words[-4])
+    assert settings["root"] == ""
+    assert settings["limits"] == {
         "RLIMIT_AS": 64 * 2**20,
         "RLIMIT_CPU": 6,
         "RLIMIT_FSIZE": 2 * 2**20,
         "RLIMIT_CORE": 0,
         "RLIMIT_NPROC": 7,
     }
-    assert "RLIMIT_NPROC" not in json.loads(local_command("echo hi", limits, ())[-4]), (
-        "it would count all of our user's"
-    )
+    plain = json.loads(local_command("echo hi", limits, (), Path("/d"))[-4])
+    assert "RLIMIT_NPROC" not in plain["limits"], "it would count all of our user's"
+    confined = json.loads(local_command("echo hi", limits, ("unshare", "--user", "--keep-caps", "--"), Path("/d"))[-4])
+    assert (confined["root"], confined["shm_bytes"]) == ("/d", 64 * 2**20)
     docker = docker_command("echo hi", limits, "python:3.12", Path("/d"), "r3-1")
     text = " ".join(docker)
     for part in (
@@ -336,6 +449,7 @@ def test_the_words_of_a_command():
         "--network none",
         "--memory 64m",
         "--pids-limit 7",
+        "--tmpfs /tmp:size=64m",
         "--volume /d:/work",
         "--cap-drop ALL",
     ):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from r3async.config import EpisodeConfig
-from r3async.envs import Action, Message, StepResult
+from r3async.config import ConfigError, EpisodeConfig, load_config
+from r3async.envs import Action, Message, StepResult, WrongEnvironment
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import GenerationRequest
@@ -13,6 +13,7 @@ from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, Pr
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
 from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.preflight import try_environment
 from r3async.weights.manifest import WeightManifest
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 
@@ -52,6 +53,42 @@ class Talker:
     async def step(self, action):
         self.turn += 1
         return StepResult(float(self.turn), [Message("user", self.words)], done=self.turn == 2)
+
+
+class Growing(Talker):
+    """Hands out one list, to which it appends."""
+
+    def __init__(self, answers=False, rewrites=False):
+        super().__init__()
+        self.said, self.answers, self.rewrites = [], answers, rewrites
+
+    async def reset(self, task_seed):
+        self.said.append(Message("user", "hi"))
+        return self.said
+
+    async def step(self, action):
+        self.turn += 1
+        self.said += [Message("assistant", action.text)] * self.answers + [Message("user", "and?")]
+        return StepResult(1.0, self.said, done=self.turn == 3, rewrites=self.rewrites)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+async def test_an_environment_that_tells_all_messages_again_is_refused(chat, answers):
+    engine = await ready([encode(chat, "a")] * 3)
+    with pytest.raises(WrongEnvironment, match=r"the 1 messages of the call before again.*return only what is new"):
+        await play(chat, engine, env=Growing(answers))
+
+
+async def test_such_an_environment_is_refused_before_anything_starts():
+    config = load_config("quickstart", ["env.name=tests.unit.test_episodes:Growing", "env.args={answers = true}"])
+    with pytest.raises(ConfigError, match=r"cannot be played: .*return only what is new"):
+        await try_environment(config)
+
+
+async def test_an_environment_may_tell_all_messages_again_to_rewrite_them_and_the_same_words_twice(chat):
+    for env in (Growing(answers=True, rewrites=True), Talker()):
+        engine = await ready([encode(chat, "a")] * 3)
+        assert (await play(chat, engine, env=env)).stop_reason == "env_done"
 
 
 async def test_sampled_tokens_are_kept_as_they_are_and_only_they_are_trained(chat):

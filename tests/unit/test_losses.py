@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from r3async.config import POLICY_LOSSES as NAMES
-from r3async.config import AlgorithmConfig, ConfigError, config_from_dict, load_config
+from r3async.config import AlgorithmConfig, ConfigError, check_policy_loss, config_from_dict, load_config
 from r3async.learner.losses.policy_loss import (
     POLICY_LOSSES,
     LossInputs,
@@ -201,6 +201,16 @@ def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
     [
         ("ppoo", "no such loss; did you mean 'ppo'?"),
         ("zzz", "no such loss; built in: truncated_pg, ppo, tis, gspo, cispo, sapo, dppo, decoupled_ppo."),
+    ],
+)
+def test_what_is_no_loss_is_refused_when_the_config_is_read(name, says):
+    with pytest.raises(ConfigError, match=rf"^\[algorithm\] `policy_loss` = '{name}'.*{re.escape(says)}"):
+        load_config("quickstart", [f"algorithm.policy_loss='{name}'"])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
         ("no_such_module_at_all:loss", "cannot be loaded: No module named 'no_such_module_at_all'"),
         ("made_up_losses:other", "cannot be loaded: module 'made_up_losses' has no attribute 'other'"),
         ("made_up_losses:pair", "must be a function of one argument"),
@@ -208,9 +218,10 @@ def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
         (":loss", "cannot be loaded"),
     ],
 )
-def test_what_is_no_loss_is_refused_when_the_config_is_read(module, name, says):
+def test_what_is_no_loss_of_one_s_own_is_refused_when_the_run_is_checked(module, name, says):
+    config = load_config("quickstart", [f"algorithm.policy_loss='{name}'"])
     with pytest.raises(ConfigError, match=rf"^\[algorithm\] `policy_loss` = '{name}'.*{re.escape(says)}"):
-        load_config("quickstart", [f"algorithm.policy_loss='{name}'"])
+        check_policy_loss(config.algorithm)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def test_figures_of_several_updates_become_one():
             "routing/agreement_min": agreement,
             "optimizer/skipped": skipped,
             "lr": tokens,
+            "optimizer/step_share": 1 / 32 if tokens == 10 else 1.0,
         }
         return MinibatchResult(metrics, np.asarray([agreement], np.float32), np.asarray([[tokens, 0]]), [])
 
@@ -118,10 +119,13 @@ def test_figures_of_several_updates_become_one():
             "routing/agreement_min": 0.5,
             "optimizer/skipped": 1.0,
             "lr": 10,
+            "optimizer/step_share": 33 / 64,  # one of two updates was made whole
         }
     )
     assert one.layer_agreement.tolist() == pytest.approx([0.55])
     assert one.expert_load.tolist() == [[40, 0]]
+    del (unrecorded := result(10, 0.5, 1.0, 0.0)).metrics["routing/agreement_min"]
+    assert combined([result(30, 0.1, 2.0, 0.5), unrecorded]).metrics["routing/agreement_min"] == 0.5
     only = result(3, 0.1, 1.0, 1.0)
     assert combined([only]) is only
 

@@ -122,7 +122,10 @@ def step_result(samples: list[Sample], *, whole: bool = True) -> MinibatchResult
         cu_seqlens = micro_batch.cu_seqlens
         traces.append(RouteTrace(micro_batch.sample_ids, cu_seqlens, 0, columns, own[:, columns], used[:, columns]))
     return MinibatchResult(
-        {}, np.asarray([0.5, 1.0, 1 / 3], np.float32), np.arange(24).reshape(LAYERS, EXPERTS), traces
+        {"routing/agreement": 0.6},
+        np.asarray([0.5, 1.0, 1 / 3], np.float32),
+        np.arange(24).reshape(LAYERS, EXPERTS),
+        traces,
     )
 
 
@@ -193,6 +196,12 @@ def test_agreement_is_written_every_step_and_the_load_now_and_then(tmp_path: Pat
     assert [line["step"] for line in lines if "load" in line] == [1, LOAD_EVERY + 1]
     assert lines[0]["load"] == np.arange(24).reshape(LAYERS, EXPERTS).tolist()
     assert not (tmp_path / "routes").exists()
+
+
+def test_a_run_without_recorded_routes_has_loads_and_no_agreement(tmp_path: Path) -> None:
+    result = MinibatchResult({}, np.zeros(LAYERS, np.float32), np.ones((LAYERS, EXPERTS), np.int64))
+    StepTracer(tmp_path, traced(), Reports()).write(1, [], result)
+    assert [sorted(line) for line in read_objects(tmp_path / "routing.jsonl")] == [["load", "step"]]
 
 
 def test_a_dense_model_writes_nothing(tmp_path: Path) -> None:

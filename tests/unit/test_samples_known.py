@@ -32,7 +32,7 @@ steps = st.lists(
 def answer(call, sampled, version, seed):
     """Of a call that entered under `version`, with routes that no other call has."""
     first = call.routes_from if call.routes_version in (None, version) else 0
-    count = len(call) + len(sampled) - 1 - first
+    count = len(call.prompt_ids) + len(sampled) - 1 - first
     scores = np.random.default_rng(seed).random((count, SHAPE.layers, SHAPE.num_experts))
     return Generation(
         token_ids=np.asarray(sampled, np.int32),
@@ -68,7 +68,7 @@ def play(mode, script, known):
         except PrefixBroken as error:
             landed.append(str(error))
             continue
-        landed.append((len(call), call.routes_from, call.routes_version))
+        landed.append((len(call.sample), call.routes_from, call.routes_version))
         version += step["newer"]
         if step["ends"] == "cancelled":
             samples.cancel(call)

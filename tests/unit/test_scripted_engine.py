@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from r3async.config import ConfigError, load_config
 from r3async.data.model_shape import RoutingShape
 from r3async.data.routes import validate_rows
 from r3async.data.versions import expand
 from r3async.rollout.engines import Engine, EngineError, GenerationRequest, build_engine
-from r3async.rollout.engines.scripted import LETTERS, SCRIPTED_ROUTING, ScriptedEngine
+from r3async.rollout.engines.scripted import DIGEST, LETTERS, SCRIPTED_ROUTING, ScriptedEngine, scripted_logprobs
 from r3async.weights.manifest import WeightManifest
+from r3async.weights.publish import Publisher
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 
 PROMPT = np.asarray([5, 6, 7], np.int32)
@@ -279,5 +282,50 @@ def test_an_engine_without_weights_refuses_a_probe_and_settings_of_another(tmp_p
         load_config("quickstart", ["generator.engine=scripted"])
     args = "generator.engine_args={ block_size = 16 }"
     config = load_config("quickstart", ["generator.engine=scripted", "weights.probe=false", args])
-    with pytest.raises(ValueError, match="'block_size': the scripted engine knows `token_seconds` only"):
+    with pytest.raises(
+        ValueError, match="'block_size': the scripted engine knows `token_seconds` and `install_seconds` only"
+    ):
         build_engine(config, str(tmp_path), 0)
+
+
+def test_it_installs_the_bytes_of_the_file_and_refuses_those_that_were_not_published(tmp_path):
+    weights = [{DIGEST: torch.full((32,), version, dtype=torch.uint8)} for version in (0, 1)]
+    with Publisher(tmp_path) as publisher:
+        first, second = (publisher.publish(v, each, torch.bfloat16) for v, each in enumerate(weights))
+        scores, failure = asyncio.run(installed(first, second))
+        assert not failure
+        key = first.tensors[DIGEST].checksum & 0xFFFFFFFF
+        at = np.arange(1, len(PROMPT))
+        assert scores.tolist() == scripted_logprobs(at, np.full(len(at), key), PROMPT[1:]).tolist()
+        # A file in which the weights of another version are found is not what the manifest says.
+        Path(second.path).write_bytes(Path(first.path).read_bytes())
+        assert "'scripted.digest' is corrupt" in asyncio.run(installed(first, second))[1]
+        for content in (b"", b"{}", Path(first.path).read_bytes()[:40]):
+            Path(second.path).write_bytes(content)
+            assert "cannot be read" in asyncio.run(installed(first, second))[1]
+        Path(second.path).unlink()
+        assert "cannot be read" in asyncio.run(installed(first, second))[1]
+
+
+async def installed(first: WeightManifest, second: WeightManifest) -> tuple[np.ndarray, str]:
+    """Scores with the first of two versions that are installed, and why the second one was not."""
+    engine = await started([[1]])
+    await engine.install(first, timeout=5)
+    scores = await engine.score(PROMPT)
+    try:
+        await engine.install(second, timeout=5)
+    except EngineError as error:
+        return scores, str(error)
+    return scores, ""
+
+
+async def test_installing_takes_its_seconds_of_the_clock(tiny_model):
+    config = load_config(
+        "quickstart",
+        ["generator.engine=scripted", "weights.probe=false", "generator.engine_args={ install_seconds = 0.05 }"],
+    )
+    engine = build_engine(config, str(tiny_model), seed=0)
+    await engine.start()
+    reports = [await engine.install(manifest(version), timeout=5) for version in range(8)]
+    assert all(0 <= report.pause_seconds <= 1 for report in reports)
+    assert max(report.pause_seconds for report in reports) > 0

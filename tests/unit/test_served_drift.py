@@ -17,7 +17,7 @@ from r3async.config import Config, LearnerConfig, RolloutKLConfig, config_from_d
 from r3async.data.records import Sample
 from r3async.learner import build_learner
 from r3async.learner.batch.packing import pack
-from r3async.learner.figures import AGES, DRIFT_ROWS, combined
+from r3async.learner.figures import AGES, DRIFT_ROWS, combined, estimated, gap_moments, served_interval
 from r3async.learner.losses.drift import TrustRegion
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.preparation import prepare
@@ -63,8 +63,8 @@ def batch() -> list[Sample]:
     made = fully_recorded(hm.make_samples(3, LENGTHS))
     out = []
     for index, sample in enumerate(made):
-        probed = np.full(len(sample.table), index in (1, 5))
-        out.append(replace_columns(sample, probed=probed))
+        probed, episode = np.full(len(sample.table), index in (1, 5)), np.full(len(sample.table), index, np.int32)
+        out.append(replace_columns(sample, probed=probed, episode=episode))
     return out
 
 
@@ -139,14 +139,14 @@ def test_between_two_measurements_a_step_feeds_nothing_more_and_the_limit_still_
 def test_a_step_that_measures_nothing_shows_the_estimate_whatever_its_minibatches(model_path):
     learner = build_learner(configured(target=1e-3, limit=1e6), model_path)
     given = pack(batch(), BUDGET)
-    first = train_minibatch(learner, given, version=0).metrics
-    results = [train_minibatch(learner, given, version=1) for _ in range(2)]
+    first = train_minibatch(learner, given, version=4).metrics
+    results = [train_minibatch(learner, given, version=5) for _ in range(2)]
     above = first["served_kl/k3"] - first["rollout_kl/k3"]
     for result in results:
-        assert result.metrics["served_kl/k3"] == pytest.approx(result.metrics["rollout_kl/k3"] + above)
+        assert result.metrics["served_kl/k3_estimate"] == pytest.approx(result.metrics["rollout_kl/k3"] + above)
     both = combined(results).metrics
-    assert both["served_kl/k3"] == pytest.approx(both["rollout_kl/k3"] + above)
-    assert "served_kl/tokens" not in both
+    assert both["served_kl/k3_estimate"] == pytest.approx(both["rollout_kl/k3"] + above)
+    assert not {"served_kl/k3", "served_kl/k3_low", "served_kl/k3_high", "served_kl/tokens"} & set(both)
     assert results[1].metrics["rollout_kl/coef"] > first["rollout_kl/coef"], "the controller is given the estimate"
 
 
@@ -206,7 +206,7 @@ def test_every_rank_makes_the_same_share(two_ranks, model_path, backend):
     samples = batch()
     alone = train_minibatch(build_learner(configured(backend, limit=0.2), model_path), pack(samples, 32)).metrics
     (one, _), (other, _) = two_ranks.call(on_rank, model_path, configured(backend, dp=2, limit=0.2), samples)
-    names = ("served_kl/k3", "served_kl/predicted", "optimizer/step_share")
+    names = ("served_kl/k3", "served_kl/k3_low", "served_kl/k3_high", "served_kl/predicted", "optimizer/step_share")
     assert [one[n] for n in names] == [other[n] for n in names]
     assert [one[n] for n in names] == pytest.approx([alone[n] for n in names], rel=1e-3)
     assert one["optimizer/step_share"] < 1
@@ -312,6 +312,57 @@ def test_a_shortened_step_is_the_step_of_a_smaller_learning_rate(shares, decay, 
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=2e-6)
 
 
+# -- how sure a measurement is ----------------------------------------------------------------------------------------------
+
+
+def probed_sums(replayed: np.ndarray, served: np.ndarray, tokens: np.ndarray, probed: np.ndarray) -> tuple[Any, Any]:
+    """What ranks sum of episodes of one age, with these sums of k3 `[episodes]`, of which some are probed."""
+    columns = [(replayed, True), (replayed, probed), (served, probed)]
+    by_episode = np.stack([np.stack([sums * of, tokens * of], axis=1) for sums, of in columns])
+    drift = np.zeros((3, DRIFT_ROWS, 2))
+    drift[:, 0] = by_episode.sum(axis=1)
+    return drift, gap_moments(by_episode)
+
+
+def test_the_interval_holds_the_drift_of_all_tokens_whatever_episodes_are_probed():
+    """120 episodes, whose gaps have a long tail, and 20 of them probed."""
+    rng, within = np.random.default_rng(0), []
+    for _ in range(400):
+        tokens = rng.integers(5, 60, 120).astype(float)
+        replayed = tokens * rng.gamma(1.0, 0.02, 120)
+        served = replayed + tokens * rng.lognormal(-4, 1.5, 120)
+        drift, moments = probed_sums(replayed, served, tokens, rng.permutation(120) < 20)
+        low, high = served_interval(drift, moments) or (math.inf, -math.inf)
+        assert low <= estimated(drift) <= high
+        within.append(low <= served.sum() / tokens.sum() <= high)
+    assert np.mean(within) >= 0.97
+
+
+def test_the_interval_is_that_of_episodes_however_often_a_step_has_them_and_of_none_there_is_none():
+    tokens, replayed, served = np.asarray([3.0, 5, 4]), np.asarray([0.1, 0.2, 0.1]), np.asarray([0.3, 0.2, 0.5])
+    drift, moments = probed_sums(replayed, served, tokens, np.ones(3, bool))
+    once = served_interval(drift, moments)
+    assert once is not None
+    assert served_interval(2 * drift, 2 * moments, epochs=2) == pytest.approx(once)
+    assert served_interval(*probed_sums(replayed, served, tokens, np.asarray([True, False, False]))) is None
+    same, none = probed_sums(replayed, replayed, tokens, np.ones(3, bool))
+    assert served_interval(same, none) == pytest.approx((0.4 / 12, 0.4 / 12)), "without replay there is no gap"
+
+
+def test_the_estimate_takes_the_gap_of_each_age_and_that_of_age_0_for_no_other():
+    region = TrustRegion(RolloutKLConfig())
+    assert region.estimate(0.1, [5.0, 5.0, 0.0]) is None, "nothing was measured"
+    region.update(0.1, [0.01, None, None])
+    assert region.estimate(0.1, [7.0, 0.0, 0.0]) == pytest.approx(0.11)
+    assert region.estimate(0.1, [7.0, 1.0, 0.0]) is None, "an engine of the same weights says nothing of older tokens"
+    region.update(0.1, [None, 0.04, None])
+    assert region.estimate(0.1, [5.0, 5.0, 0.0]) == pytest.approx(0.1 + (0.01 + 0.04) / 2)
+    assert region.estimate(0.1, [0.0, 0.0, 3.0]) == pytest.approx(0.14)
+    again = TrustRegion(RolloutKLConfig())
+    again.restore(region.state())
+    assert again.estimate(0.1, [5.0, 5.0, 0.0]) == region.estimate(0.1, [5.0, 5.0, 0.0])
+
+
 # -- which episodes ------------------------------------------------------------------------------------------------------
 
 
@@ -331,14 +382,14 @@ def test_the_share_is_kept_and_the_choice_is_that_of_the_names(tokens, share, bo
 
 
 def test_one_long_episode_a_step_is_probed_in_so_many_steps_that_the_share_is_kept():
-    config = configured()
+    config = configured(probe_tokens=0)
     steps = [chosen_probes([f"s{step}a", f"s{step}b"], [100, 100], config) for step in range(4000)]
     assert np.mean([100 * len(chosen) / 200 for chosen in steps]) == pytest.approx(0.04, rel=0.2)
     assert all(len(chosen_probes(["a", "b"], [9, 9], configured(limit=0.1))) == 1 for _ in range(3))
     assert chosen_probes(["a"], [9], configured(limit=0.1)) == [0], "a step of one episode is bounded, too"
 
 
-def test_a_bound_has_enough_tokens_of_a_small_step_but_no_more_than_a_quarter_of_it():
+def test_a_small_step_has_enough_probed_tokens_but_no_more_than_a_quarter_of_it():
     """The mean of k3 over 75 tokens had a standard deviation of 0.05 in a run whose target was 0.05."""
 
     def probed(count: int, **region: Any) -> int:
@@ -349,7 +400,8 @@ def test_a_bound_has_enough_tokens_of_a_small_step_but_no_more_than_a_quarter_of
     assert probed(120, limit=0.1, probe_tokens=0) == 40
     assert probed(120, limit=0.1, probe_share=0.5) == 600
     assert probed(4000, limit=0.1) == 1600
-    assert probed(120) == 40, "without a bound it is a figure that nothing depends on"
+    assert probed(120) == 300, "also a figure that nothing depends on has to be right"
+    assert probed(120, probe_tokens=0) == 40
 
 
 def test_with_a_limit_the_probed_episodes_are_trained_like_all_others():

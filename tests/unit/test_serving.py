@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import numpy as np
 import openai
@@ -10,8 +11,21 @@ import pytest
 from r3async.config import ConfigError, EpisodeConfig, Secret, ServingConfig, config_from_dict
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from r3async.rollout.episode import EpisodeError
+from r3async.schedule.validation import check_trajectory
 from tests.helpers.scripted import scripted_logprob, scripted_routes
-from tests.helpers.serving import ADD, HERMES, answer_ids, client_of, ready, renderer, serving, talking, until, user
+from tests.helpers.serving import (
+    ADD,
+    HERMES,
+    TASK,
+    answer_ids,
+    client_of,
+    ready,
+    renderer,
+    serving,
+    talking,
+    until,
+    user,
+)
 
 CALL = '<tool_call>{"arguments":  {"b": 4, "a": 3}, "name": "add"}</tool_call>'
 
@@ -237,6 +251,86 @@ async def test_a_client_that_hangs_up_aborts_its_request_and_may_ask_again():
     assert sample.table["routing_recorded"][:-1].all()
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_counted(stream):
+    reports, parsing, gone = [], asyncio.Event(), asyncio.Event()
+    async with talking(["first", "second"]) as (server, _, _):
+        parse, server._report = server._parse, lambda event, **fields: reports.append((event, fields))
+
+        async def slow(text, tools, thinking):
+            parsing.set()
+            try:
+                await asyncio.sleep(0 if text == "second" else 60)
+            except asyncio.CancelledError:
+                gone.set()
+                raise
+            return await parse(text, tools)
+
+        server._parse = slow
+        session = server.open(TASK)
+        async with client_of(server, session.key) as client:
+            asking = asyncio.create_task(ask(client, [user("a")], stream=stream))
+            async with asyncio.timeout(10):
+                await parsing.wait()
+                assert len(server._engine.calls) == 1
+                asking.cancel()
+                await gone.wait()
+            assert session.turns == 0
+            answer = await ask(client, [user("a")])
+            assert answer.choices[0].message.content == "second"
+            await client.post("/r3async/reward", body={"reward": 1, "id": answer.id}, cast_to=object)
+        session.close()
+        trajectory = session.trajectory("stop")
+    assert reports == [("answer_undelivered", {"episode": "g00000003e0000", "tokens": 6})]
+    assert [turn.reward for turn in trajectory.turns] == [1]
+    (row,) = trajectory.samples
+    assert session.renderer.decode(row.table["token_ids"].tolist()) == "<|user|>a<|assistant|>second<|end|>"
+    assert [said["content"] for said in trajectory.preview] == ["a", "second"]
+
+
+async def test_an_answer_of_which_only_the_beginning_was_received_is_no_turn():
+    """More than its sockets hold: the rest waits in the endpoint for a reader that does not come."""
+    reports, small = [], (socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    limits = EpisodeConfig(max_new_tokens=3000, max_prompt_tokens=900, max_total_tokens=5000)
+    async with talking(["x" * 2000], settings=limits) as (server, _, _):
+        server._report = lambda event, **fields: reports.append((event, fields["tokens"]))
+        session = server.open(TASK)
+        body = json.dumps({"messages": [user("a")], "logprobs": True, "top_logprobs": 1}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
+        port = int(server.base_url.split(":")[2].split("/")[0])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096)
+        await until(lambda: server._runner.server.connections)
+        (connection,) = server._runner.server.connections
+        connection.transport.get_extra_info("socket").setsockopt(*small)
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert connection.transport.get_write_buffer_size()
+        writer.transport.abort()
+        await until(lambda: reports)
+        assert session.turns == 0
+    assert reports == [("answer_undelivered", 2001)]
+
+
+async def test_an_episode_that_nobody_could_be_given_waits_for_the_next_who_asks():
+    chat = renderer()
+    async with serving(await ready(answer_ids(chat, "a")), chat, enabled=True) as server:
+        session, summary = server.open(TASK), server._summary
+        server.offer(session)
+
+        def lose_connection(of):
+            (connection,) = server._runner.server.connections
+            connection.transport.abort()
+            server._summary = summary
+            return summary(of)
+
+        server._summary = lose_connection
+        async with client_of(server, server.token) as owner:
+            with pytest.raises(openai.APIConnectionError):
+                await owner.post("/r3async/sessions", body={}, cast_to=object)
+            assert (await owner.post("/r3async/sessions", body={}, cast_to=object))["key"] == session.key
+
+
 async def test_an_engine_failure_is_reported_once_and_remembered():
     async with talking(["a"]) as (server, session, _):
         async with openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=2) as client:
@@ -312,6 +406,40 @@ async def test_ill_formed_requests_and_unknown_paths_are_errors_in_the_same_shap
         assert session.turns == 0
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         await ask(client, [{"role": "developer", "content": "be"}, {"role": "user", "content": parts}])
+
+
+async def test_numbers_that_no_float_or_tokenizer_holds_are_refused_by_name():
+    async with talking(["a", "b"]) as (_, session, client):
+        await ask(client, [user("x")])
+
+        async def refused(path: str, body: dict, message: str) -> None:
+            with pytest.raises(openai.BadRequestError, match=message):
+                await client.post(path, body=body, cast_to=object)
+
+        for reward in (10**400, 1e308, -1e16, True, "1.0", [1.0]):
+            await refused("/r3async/reward", {"reward": reward}, "a reward must be")
+        await refused("/r3async/reward", {"reward": 1.0, "turn": 2**70}, "there is no turn")
+        await refused("/r3async/reward", {"reward": 1.0, "turn": True}, "there is no turn")
+        name = f"chatcmpl-{TASK.trajectory_id}-{'9' * 5000}"
+        await refused("/r3async/reward", {"reward": 1.0, "id": name}, "is not the id of an answer")
+        for ids in ([1, 2**70], [-(2**70)], [1, 10**400]):
+            await refused("/completions", {"prompt": ids}, "ids of 0")
+        assert (session.turns, session.rewarded) == (1, False)
+        await client.post("/r3async/reward", body={"reward": 9e14, "turn": 0}, cast_to=object)
+        await refused("/r3async/reward", {"reward": -2e14}, r"makes 1\.1e\+15 together")
+        await client.post("/r3async/reward", body={"reward": 3e14, "turn": 0}, cast_to=object)
+        await client.post("/r3async/reward", body={"reward": -2e14}, cast_to=object)
+        session.close()
+        check_trajectory(session.trajectory("stop"))
+
+
+@pytest.mark.parametrize("seed", [2**63, -1, 10**400, True, 1.5, "1"], ids=range(6))
+async def test_a_task_seed_that_no_environment_has_is_refused(seed):
+    chat = renderer()
+    async with serving(await ready(answer_ids(chat, "a")), chat, enabled=True) as server:
+        async with client_of(server, server.token) as owner:
+            with pytest.raises(openai.BadRequestError, match="task_seed must be a whole number from 0"):
+                await owner.post("/r3async/sessions", body={"task_seed": seed}, cast_to=object)
 
 
 # -- who may begin ------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Whatever an agent sends, in whatever order: each answer is trained once, in a row that is exactly what the engine saw."""
 
 import asyncio
+from collections import Counter
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,7 +16,7 @@ from r3async.rollout.agents.protocol import Asked, Refused
 from r3async.rollout.agents.session import Session
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from tests.helpers.scripted import scripted_logprob, scripted_routes
-from tests.helpers.serving import HERMES, TASK, merging_renderer, ready
+from tests.helpers.serving import HERMES, TASK, handed_out, merging_renderer, ready
 
 RENDERERS = {name: merging_renderer(template) for name, template in (("plain", None), ("hermes", HERMES))}
 ADD = {"type": "function", "function": {"name": "add"}}
@@ -31,6 +32,7 @@ request_strategy = st.fixed_dictionaries(
         "spelled": st.booleans(),  # sampled byte by byte, not as the tokenizer would write it
         "ended": st.booleans(),
         "beside": st.booleans(),  # does not wait for the request before it
+        "lost": st.sampled_from([False, False, True]),  # whoever asked has gone when the answer comes
     }
 )
 
@@ -61,12 +63,28 @@ class Afresh(Session):
 def test_a_conversation_that_is_continued_gives_what_one_begun_afresh_gives(requests, rows, template):
     # Each says something of its own: of two conversations with equal texts and other tokens, either may be continued.
     requests = [
-        {**r, "say": f"{r['say']}{i}", "beside": False, "after": 8 if r["after"] > 2 else r["after"]}
+        {**r, "say": f"{r['say']}{i}", "beside": False, "lost": False, "after": 8 if r["after"] > 2 else r["after"]}
         for i, r in enumerate(requests)
     ]
     continued, afresh = (asyncio.run(_play(requests, rows, RENDERERS[template], kind)) for kind in (Session, Afresh))
     assert continued.turns == afresh.turns
     assert all(a.table == b.table for a, b in zip(continued.samples, afresh.samples, strict=True))
+
+
+@given(
+    requests=st.lists(request_strategy, min_size=1, max_size=7),
+    rows=st.sampled_from(["auto", "stepwise"]),
+    template=st.sampled_from(list(RENDERERS)),
+)
+@settings(max_examples=120)
+def test_an_answer_that_nobody_got_leaves_the_episode_as_if_it_had_not_been_asked_for(requests, rows, template):
+    requests = [{**r, "say": f"{r['say']}{i}", "beside": False} for i, r in enumerate(requests)]
+    with_them = asyncio.run(_play(requests, rows, RENDERERS[template]))
+    without = asyncio.run(_play([r for r in requests if not r["lost"]], rows, RENDERERS[template]))
+    assert (with_them is None) == (without is None)
+    if with_them is not None:
+        assert with_them.turns == without.turns
+        assert [s.table for s in with_them.samples] == [s.table for s in without.samples]
 
 
 async def _play(requests, rows, chat, kind=Session):
@@ -86,7 +104,9 @@ async def _play(requests, rows, chat, kind=Session):
         if request["edit"] and history:
             history = [Message(history[0].role, history[0].content + "!"), *history[1:]]
         history.append(Message("user", request["say"]))
-        sampled, message = await session.chat(history, Asked((), [ADD]))
+        async with session.chat(history, Asked((), [ADD])) as (sampled, message):
+            if request["lost"]:
+                raise ConnectionResetError
         calls = [{**c, "function": {**c["function"], "arguments": {"a": 1}}} for c in message.get("tool_calls", [])]
         histories.append([*history, Message("assistant", message["content"] or "", tool_calls=calls)])
         return sampled
@@ -94,24 +114,30 @@ async def _play(requests, rows, chat, kind=Session):
     running = []
     for request in requests:
         if not request["beside"]:
-            await asyncio.gather(*running)
+            await asyncio.gather(*running, return_exceptions=True)
         running.append(asyncio.ensure_future(one(request)))
-    got = await asyncio.gather(*running)
+    ended = await asyncio.gather(*running, return_exceptions=True)
+    assert [isinstance(one, ConnectionResetError) for one in ended] == [request["lost"] for request in requests]
+    got = [one for one in ended if not isinstance(one, ConnectionResetError)]
+    if not got:
+        return None
     session.reward(1.0)
     session.close()
     trajectory = session.trajectory("stop")
 
-    by_turn = {s.turn: s for s in got}
+    by_turn = {session.turn_of(s.name): s for s in got}
+    assert sorted(by_turn) == list(range(len(got)))
     asked = {int(c.request_id.rpartition("t")[2]): c.prompt_ids.tolist() for c in engine.calls}
-    prompts = sorted((p, answers[i]) for i, p in asked.items())
+    prompts = [(p, answers[i]) for i, p in asked.items()]
     seen = []
     for turn in trajectory.turns:
         ids = trajectory.samples[turn.sample].table["token_ids"].tolist()
         assert ids[turn.start : turn.stop] == by_turn[turn.index].token_ids
         seen.append((ids[: turn.start], ids[turn.start : turn.stop]))
-    assert sorted(seen) == prompts
+    assert len(seen) == len(got)
+    assert not Counter(map(str, seen)) - Counter(map(str, prompts))
     trained = sum(int(s.table["loss_mask"].sum()) for s in trajectory.samples)
-    assert trained == sum(len(a) for a in answers[: len(got)])
+    assert trained == sum(len(sampled.token_ids) for sampled in got)
     if rows == "stepwise":
         assert len(trajectory.samples) == len(got)
     for sample in trajectory.samples:
@@ -135,7 +161,7 @@ async def test_a_request_that_goes_on_renders_and_encodes_only_what_is_new():
         patch.setattr(chat, "encode", lambda text: encoded.append(len(text)) or type(chat).encode(chat, text))
         for turn in range(60):
             history.append({"role": "user", "content": f"and {turn:03}?"})
-            _, message = await session.chat(session.read(history))
+            _, message = await handed_out(session.chat(session.read(history)))
             history.append(message)
     assert encoded == [len("<|user|>and 000?<|assistant|>")] * 60
     assert len(session._talks) == 1
@@ -151,12 +177,12 @@ async def test_an_answer_keeps_its_own_tokens_on_every_branch_that_repeats_it(te
     engine = await ready(spelled)
     session = Session(TASK, engine, chat, EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000))
     root = [Message("user", "ab")]
-    first, _ = await session.chat(root)
+    first, _ = await handed_out(session.chat(root))
     left = [*root, Message("assistant", "abab"), Message("user", "left")]
-    await session.chat(left)
-    await session.chat([*root, Message("assistant", "abab"), Message("user", "right")])
+    await handed_out(session.chat(left))
+    await handed_out(session.chat([*root, Message("assistant", "abab"), Message("user", "right")]))
     # The older branch goes on after the newer one.
-    await session.chat([*left, Message("assistant", "ba"), Message("user", "more")])
+    await handed_out(session.chat([*left, Message("assistant", "ba"), Message("user", "more")]))
     prompts = [call.prompt_ids.tolist() for call in engine.calls]
     head = [*prompts[0], *first.token_ids]
     for prompt in prompts[1:]:
@@ -173,10 +199,10 @@ async def test_history_that_was_edited_keeps_the_answers_that_it_repeats():
     engine = await ready(spelled)
     session = Session(TASK, engine, chat, EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000))
     history = [Message("user", "one"), Message("assistant", "abab"), Message("user", "two"), Message("assistant", "ba")]
-    await session.chat(history[:1])
-    await session.chat(history[:3])
+    await handed_out(session.chat(history[:1]))
+    await handed_out(session.chat(history[:3]))
     summary = [Message("user", "so far"), *history[1:], Message("user", "go on")]
-    await session.chat(summary)
+    await handed_out(session.chat(summary))
     tokens = engine.calls[2].prompt_ids.tolist()
     text = chat.decode(tokens)
     assert text == chat.render(summary)
@@ -188,13 +214,34 @@ async def test_history_that_was_edited_keeps_the_answers_that_it_repeats():
     assert [int(r.table["loss_mask"].sum()) for r in rows] == [len(spelled[0]) + len(spelled[1]), len(spelled[2])]
 
 
+async def test_an_agent_that_gives_up_may_ask_for_something_else_where_an_episode_is_one_row():
+    chat, reports = RENDERERS["plain"], []
+    engine = await ready([[*chat.encode(text), chat.end_id] for text in ("p", "ab", "q", "ba")])
+    limits = EpisodeConfig(max_turns=2, max_prompt_tokens=900, max_total_tokens=1000, rows="merged")
+    report = lambda event, **fields: reports.append((event, fields["tokens"]))  # noqa: E731
+    session, asked = Session(TASK, engine, chat, limits, report=report), []
+    for said in ("one", "another"):
+        with pytest.raises(ConnectionResetError):
+            async with session.chat([*asked, Message("user", "a long " + said)]):
+                raise ConnectionResetError
+        asked.append(Message("user", said))
+        sampled, _ = await handed_out(session.chat(asked))
+        asked.append(Message("assistant", sampled.text))
+    assert reports == [("answer_undelivered", 2)] * 2
+    session.reward(1)
+    session.close()
+    (row,) = session.trajectory("stop").samples
+    text = chat.decode(row.table["token_ids"].tolist())
+    assert text == "<|user|>one<|assistant|>ab<|end|><|user|>another<|assistant|>ba<|end|>"
+
+
 async def test_merged_rows_refuse_a_branch_and_name_the_setting():
     chat = RENDERERS["plain"]
     limits = EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000, rows="merged")
     session = Session(TASK, await ready([[chat.end_id]]), chat, limits)
-    await session.chat([Message("user", "one")])
+    await handed_out(session.chat([Message("user", "one")]))
     with pytest.raises(Refused, match=r"episode\.rows"):
-        await session.chat([Message("user", "two")])
+        await handed_out(session.chat([Message("user", "two")]))
     assert np.isfinite(session.total_reward)
 
 
@@ -223,16 +270,16 @@ async def test_answers_that_come_in_another_order_than_they_were_asked_for_are_s
     session = Session(TASK, Recorded(engine), chat, EpisodeConfig(max_prompt_tokens=900, max_total_tokens=1000))
     gates["g00000003e0000t0"].set()
     root = [Message("user", "x")]
-    sampled, _ = await session.chat(root)
+    sampled, _ = await handed_out(session.chat(root))
     root += [Message("assistant", sampled.text), Message("user", "y")]
-    asked = [asyncio.create_task(session.chat(root)) for _ in range(2)]
+    asked = [asyncio.create_task(handed_out(session.chat(root))) for _ in range(2)]
     await asyncio.sleep(0)
     for i in (2, 1):
         gates[f"g00000003e0000t{i}"].set()
         await asyncio.wait([asked[i - 1]])
     gates["g00000003e0000t3"].set()
     second, _ = asked[1].result()
-    await session.chat([*root, Message("assistant", second.text), Message("user", "z")])
+    await handed_out(session.chat([*root, Message("assistant", second.text), Message("user", "z")]))
     session.reward(1)
     session.close()
     assert [call.turn for call in calls] == [0, 2, 1, 3]

@@ -82,10 +82,10 @@ class TwoSided:
         assert served is not None
         return served
 
-    def estimate(self, replayed: float) -> float | None:
+    def estimate(self, replayed: float, tokens_by_age: object) -> float | None:
         raise AssertionError
 
-    def update(self, measured: float, above: float | None = None) -> None:
+    def update(self, measured: float, gaps: object = None) -> None:
         error = min(measured / TARGET - 1, ERROR_LIMIT)
         before = error if self.error is None else self.error
         self.coef = min(max(self.coef * math.exp(0.1 * (error + error - before)), 1e-4), 100)
@@ -149,16 +149,16 @@ def test_a_step_at_the_target_moves_nothing_and_one_wild_step_little():
 
 def test_between_two_measurements_the_served_drift_is_as_far_above_the_replayed_one_as_it_was():
     region = TrustRegion(RolloutKLConfig(target=TARGET))
-    assert region.estimate(0.03) is None
+    assert region.estimate(0.03, [0, 5]) is None
     assert region.measured(0.03, None) == 0.03
-    region.update(0.05, above=0.02)
-    assert region.estimate(0.03) == pytest.approx(0.05)
+    region.update(0.05, [None, 0.02])
+    assert region.estimate(0.03, [0, 5]) == pytest.approx(0.05)
     assert region.measured(0.03, 0.04) == 0.04
-    region.update(0.05, above=math.nan)
+    region.update(0.05, [None, math.nan])
     region.update(0.05)
-    assert region.estimate(0.03) == pytest.approx(0.05)
-    region.update(0.05, above=-0.04)
-    assert region.estimate(0.03) == 0
+    assert region.estimate(0.03, [0, 5]) == pytest.approx(0.05)
+    region.update(0.05, [None, -0.04])
+    assert region.estimate(0.03, [0, 5]) == 0
     assert TrustRegion(RolloutKLConfig(target=TARGET, measure="replayed")).measured(0.03, 0.05) == 0.03
 
 
@@ -179,16 +179,16 @@ def test_a_restored_controller_goes_on_as_if_it_had_never_stopped():
     config = RolloutKLConfig(target=TARGET)
     one, other = TrustRegion(config), TrustRegion(config)
     for measured in (0.1, 0.05, 0.03):
-        one.update(measured, above=measured / 3)
+        one.update(measured, [None, measured / 3])
     other.restore(json.loads(json.dumps(one.state())))
     for measured in (0.02, 0.5):
-        assert one.estimate(measured) == other.estimate(measured) > measured
+        assert one.estimate(measured, [0, 5]) == other.estimate(measured, [0, 5]) > measured
         one.update(measured)
         other.update(measured)
     assert other.coef == one.coef
     older = TrustRegion(config)
     older.restore({"coef": one.coef, "error": 0.0})
-    assert older.estimate(0.02) is None
+    assert older.estimate(0.02, [0, 5]) is None
     narrower = TrustRegion(RolloutKLConfig(target=TARGET, coef_max=0.01))
     narrower.restore({"coef": 5.0, "error": 0.0})
     assert narrower.coef == 0.01

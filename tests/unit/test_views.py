@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 
 from r3async.config import Config, to_toml
-from r3async.record.catalogue import METRICS
+from r3async.record.catalogue import METRICS, end_windows
 from r3async.record.events import open_events
-from r3async.record.reading import read_objects
 from r3async.record.steps import MetricsWriter
 from r3async.views.charts import CHARTS, describe_charts
 from r3async.views.follow import FollowedRun
@@ -26,7 +25,7 @@ from r3async.views.summary import (
     format_percent,
     format_seconds,
     format_summary,
-    history_of,
+    headlines,
     summarize,
 )
 
@@ -56,6 +55,33 @@ def fill(run: Path, steps: int, **changes: object) -> None:
         }
         row |= {"rollout_kl/k1": (-1) ** step * 1e-4, "rollout_kl/k3": 1e-4 * step, "transport/rejected": step // 10}
         writer.write({**row, **changes})
+
+
+@pytest.mark.parametrize(
+    ("steps", "windows"), [(1, (1, 1)), (2, (1, 1)), (3, (1, 2)), (5, (2, 3)), (12, (3, 6)), (20, (3, 10))]
+)
+def test_the_beginning_and_the_end_of_a_run_have_no_step_in_common(tmp_path: Path, steps: int, windows: object) -> None:
+    assert end_windows(steps) == windows
+    assert steps == 1 or sum(end_windows(steps)) <= steps
+    run = tmp_path / "short"
+    fill(run, steps)
+    note = next(line.note for line in headlines(summarize(run)) if line.label == "reward")
+    assert note.startswith(f"first {windows[0]} → last {windows[1]} step")  # type: ignore[index]
+
+
+def test_the_held_out_loss_of_a_summary_is_that_of_the_last_evaluation(tmp_path: Path) -> None:
+    run = tmp_path / "sft"
+    rows = [{"step": step, "loss/answers": 2.0 - step / 10} for step in range(1, 13)]
+    for step, loss in ((4, 1.4), (8, 1.0), (12, 0.75)):
+        rows[step - 1]["loss/answers_held_out"] = loss
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert headlines(summarize(run))[0].note == "first 3 → last 6 steps; held out 0.75"
+
+
+def test_a_run_without_routes_shows_no_agreement(tmp_path: Path) -> None:
+    fill(tmp_path / "dense", 4, **{"routing/agreement": None})
+    assert "routing agreement" not in [line.label for line in headlines(summarize(tmp_path / "dense"))]
 
 
 def test_summary(tmp_path: Path) -> None:
@@ -105,7 +131,7 @@ def test_the_summary_counts_what_happened_before_a_resume(tmp_path: Path) -> Non
     assert counted([]) == 0
     view = FollowedRun(run)
     view.poll()
-    assert view.history == history_of(read_objects(run / "events.jsonl"))
+    assert view.history == summary.history
 
 
 def rendered(summary) -> str:

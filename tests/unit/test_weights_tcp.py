@@ -26,6 +26,7 @@ from r3async.weights.sending import DeltaPublisher
 from r3async.weights.tcp import TcpReceiver, TcpServer
 from r3async.world.disk import write_at
 from r3async.world.real import REAL
+from r3async.world.zeromq import ZeroMqSockets
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
 
 
@@ -344,6 +345,55 @@ def test_a_tree_has_no_circle_and_no_host_serves_too_many(events):
         counted = Counter(n.parent for m, n in tree._nodes.items() if m != ROOT and not n.done)
         for parent_name, count in counted.items():
             assert parent_name == ROOT or count <= FANOUT
+
+
+def test_a_peer_whose_name_is_no_text_stops_nobody_behind_it(tmp_path):
+    """All messages lie there when the socket is read: what one of them raised, the others waited for."""
+
+    class Frame:
+        def __init__(self, data: bytes):
+            self.bytes = data
+
+    async def script(learner, make):
+        _, (source,) = learner.publish(0)
+        sent: list[bytes] = []
+        learner.server._sockets_open[0].send = lambda frames: sent.append(bytes(frames[0]))
+        for peer in (b"\xff", b"g0", b"\xfe\x00"):
+            for message in (Join(source.name, ""), relay.Done(source.name, "")):
+                learner.server._arrived([Frame(peer), Frame(relay.encode(message))])
+            for body in (b"\x91" * 5000, b"\xa1\xff", b"\x82\xa4type\xa4Join\xff"):
+                learner.server._arrived([Frame(peer), Frame(body)])
+        assert sent == [b"g0"]
+
+    run(script, tmp_path)
+
+
+async def test_what_a_message_raises_keeps_no_other_from_being_read():
+    """A ZeroMQ socket says once that there is something to read."""
+    wanted = [b"first", b"bad", *(b"%d" % i for i in range(5))]
+    taken: list[bytes] = []
+    raised: list[str] = []
+    whole = asyncio.Event()
+
+    def take(frames) -> None:
+        taken.append(frames[-1].bytes)
+        if len(taken) == len(wanted):
+            whole.set()
+        if taken[-1] == b"bad":
+            raise ValueError("bad")
+
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(repr(context["exception"])))
+    sockets = ZeroMqSockets()
+    try:
+        router = sockets.router("tcp://127.0.0.1:*", take, keys=SERVER_KEYS, refused=Counter())
+        dealer = sockets.dealer(router.endpoint, b"g0", lambda frames: None, keys=CLIENT_KEYS)
+        async with asyncio.timeout(30):
+            for each in wanted:
+                dealer.send([each])
+            await whole.wait()
+        assert (taken, raised) == (wanted, ["ValueError('bad')"])
+    finally:
+        await sockets.close()
 
 
 def test_the_tree_is_as_deep_as_a_logarithm():

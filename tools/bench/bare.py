@@ -142,7 +142,7 @@ def bare_llm(config: Config) -> tuple[Any, Any, int]:
     wanted, and the token that ends an answer."""
     from r3async.rollout.engines import build_engine
 
-    ours: Any = build_engine(config, config.model.path, config.seed, time.monotonic)
+    ours: Any = build_engine(config, config.model.path, config.seed)
     os.environ |= {
         "OMP_NUM_THREADS": str(config.generator.threads),
         "TORCH_COMPILE_DISABLE": "1",

@@ -18,6 +18,10 @@ HELD, WINDOW = 5, 25
 """Steps in a row that are within it, until a burst counts as tamed; steps of the windows whose means are compared."""
 
 
+ALL_OF_AGE_1 = (0.0, 1.0)
+"""Trained tokens by age."""
+
+
 class Controller(Protocol):
     """A `TrustRegion`, as far as the plant sees it."""
 
@@ -25,9 +29,9 @@ class Controller(Protocol):
 
     def measured(self, replayed: float, served: float | None) -> float: ...
 
-    def estimate(self, replayed: float) -> float | None: ...
+    def estimate(self, replayed: float, tokens_by_age: Sequence[float]) -> float | None: ...
 
-    def update(self, measured: float, above: float | None = None) -> None: ...
+    def update(self, measured: float, gaps: Sequence[float | None] | None = None) -> None: ...
 
 
 class Plant(msgspec.Struct, frozen=True):
@@ -66,9 +70,9 @@ def respond(
         drift = 0.7 * drift + 0.3 * free / (1 + coefs[-1 - plant.delay] / plant.half) ** plant.power
         replayed = drift / (plant.ratio if calm else plant.in_burst)
         if step % every == 0:
-            controller.update(controller.measured(replayed, drift), above=drift - replayed)
+            controller.update(controller.measured(replayed, drift), [None, drift - replayed])
         else:
-            controller.update(controller.measured(replayed, controller.estimate(replayed)))
+            controller.update(controller.measured(replayed, controller.estimate(replayed, ALL_OF_AGE_1)))
         drifts.append(drift)
     return response([drift / target for drift in drifts[before:]])
 

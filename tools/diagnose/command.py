@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from r3async.tools.diagnose.diagnosis import Diagnosis, compare
 from r3async.tools.diagnose.reference import Reference
 from r3async.tools.diagnose.tokens import other_masks, other_tokens
 from r3async.tools.diagnose.witnesses import PROMPT, EngineSide, alone, engine_witness, learner_witness, unlike_files
+from r3async.untrusted import decode_python_json
 from r3async.weights.probe import KEPT, probe_text
 
 Say = Callable[[str], object]
@@ -35,7 +35,7 @@ class Patient(NamedTuple):
     run: Path | None = None
 
 
-def find_patient(name: str, preset: str | None, overrides: Overrides, scratch: Path, say: Say) -> Patient:
+def find_patient(name: str, preset: str | None, overrides: Overrides, scratch: Path, say: Say, root: Path) -> Patient:
     """A model directory; or a run, with the version that a probe failed with if that ended it, or its newest model: what it saved
     at its end, its newest checkpoint, or its start model.
 
@@ -45,15 +45,15 @@ def find_patient(name: str, preset: str | None, overrides: Overrides, scratch: P
 
     directory = Path(name)
     if (directory / "config.json").is_file():
-        config = with_overrides(load_config(preset) if preset else Config(), overrides)
+        config = with_overrides(load_config(preset, command=None) if preset else Config(), overrides)
         return Patient(directory.absolute(), directory.absolute(), _within(config, directory))
     try:
-        run = find_run(name)
+        run = find_run(name, root)
     except InspectError as error:
         raise ConfigError(
             f"RUN_OR_MODEL = {name!r} is no model directory (no config.json in it), and {error}"
         ) from error
-    base = with_overrides(load_config(preset or str(run / "config.toml")), overrides)
+    base = with_overrides(load_config(preset or str(run / "config.toml"), command=None), overrides)
     start = Path(base.model.path) if base.model.path else run / "init"
     if not (start / "config.json").is_file():
         raise ConfigError(f"the start model of {run} is not in {start}: name a model directory instead")
@@ -79,7 +79,7 @@ def _exported(run: Path, scratch: Path, say: Say) -> Path | None:
 
 def _within(config: Config, model: Path) -> Config:
     """With no more tokens than the model has positions."""
-    positions = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    positions = decode_python_json((model / "config.json").read_bytes()).get("max_position_embeddings")
     longest = min(config.episode.max_total_tokens, positions or config.episode.max_total_tokens)
     if longest == config.episode.max_total_tokens:
         return config

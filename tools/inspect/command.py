@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from r3async.tools.runs import RUNS, Runs
 from r3async.tools.terminal import Terminal
 from r3async.tools.usage import WithDefault
 
@@ -43,7 +44,7 @@ Json = Annotated[bool, typer.Option("--json", help="one JSON object a line")]
 
 
 @contextmanager
-def _answering(target: str) -> Iterator[Inspection]:
+def _answering(target: str, runs: Path) -> Iterator[Inspection]:
     """What could not be read is reported on stderr at the end, and makes exit code 2."""
     from r3async.record.routes import RouteFileError
     from r3async.tools.inspect.look import Inspection
@@ -51,7 +52,7 @@ def _answering(target: str) -> Iterator[Inspection]:
 
     problems: list[str] = []
     try:
-        yield Inspection(Terminal(), problems)
+        yield Inspection(Terminal(), problems, runs)
     except (InspectError, RouteFileError) as error:
         problems.append(str(error))
     except OSError as error:
@@ -65,9 +66,9 @@ def _answering(target: str) -> Iterator[Inspection]:
 
 
 @app.command(hidden=True)
-def show(target: Target = "latest", limit: Limit = None, json: Json = False) -> None:
+def show(target: Target = "latest", limit: Limit = None, json: Json = False, runs: Runs = RUNS) -> None:
     """What there is to see in a run; a spool's trajectories; a checkpoint's state and tensors; a message."""
-    with _answering(target) as inspection:
+    with _answering(target, runs) as inspection:
         inspection.show(target, limit, json)
 
 
@@ -86,9 +87,10 @@ def trajectories(
     tokens: Annotated[bool, typer.Option("--tokens", help="one token a line")] = False,
     export: Annotated[Path | None, typer.Option(help="write them to FILE.jsonl or FILE.parquet")] = None,
     json: Json = False,
+    runs: Runs = RUNS,
 ) -> None:
     """List trajectories of a run or a spool, one a line; or their tokens; or write them to a file."""
-    with _answering(target) as inspection:
+    with _answering(target, runs) as inspection:
         from r3async.tools.inspect.trajectories import Filter
 
         keep = Filter(reward_below, age_above, turns, trajectory, step)
@@ -103,23 +105,28 @@ def routes(
     layer: Annotated[list[int] | None, typer.Option(help="only this MoE layer, from 0; may be repeated")] = None,
     diff: Annotated[bool, typer.Option("--diff", help="only tokens that learner and engine route differently")] = False,
     json: Json = False,
+    runs: Runs = RUNS,
 ) -> None:
     """Show a trajectory's experts token by token: the engine's beside those that the learner would choose."""
-    with _answering(run) as inspection:
+    with _answering(run, runs) as inspection:
         inspection.routes(run, trajectory, step, layer or [], diff=diff, json=json)
 
 
 @app.command()
-def verify(run: Run = "latest", json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False) -> None:
+def verify(
+    run: Run = "latest",
+    json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+    runs: Runs = RUNS,
+) -> None:
     """Verify from two records that training used the routes which the engine returned. Exit 1 if it did not."""
-    with _answering(run) as inspection:
+    with _answering(run, runs) as inspection:
         verified = inspection.verify(run, json)
     if not verified:
         raise typer.Exit(1)
 
 
 @app.command()
-def frames(target: Target, limit: Limit = None, json: Json = False) -> None:
+def frames(target: Target, limit: Limit = None, json: Json = False, runs: Runs = RUNS) -> None:
     """Show messages as they came over the wire, frame by frame: those of a spool, or a file that holds one."""
-    with _answering(target) as inspection:
+    with _answering(target, runs) as inspection:
         inspection.frames(target, limit, json)

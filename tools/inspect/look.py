@@ -21,6 +21,7 @@ from r3async.tools.inspect.sources import (
     read_run,
     read_spool,
     run_of,
+    skipped_of,
     sources_of,
     spool_files,
 )
@@ -37,12 +38,14 @@ class Inspection(NamedTuple):
 
     console: Console
     problems: list[str]
+    root: Path
+    """Where runs are by their names."""
 
     def show(self, target: str, limit: int | None, json: bool) -> None:
         """What there is: of a run its parts, of a spool its trajectories, a checkpoint, a directory of them, or a message."""
-        found = find_file(target)
+        found = find_file(target, self.root)
         if found is None:
-            self._overview(find_run(target))
+            self._overview(find_run(target, self.root))
         elif found.is_dir() and found.name == "checkpoints":
             self._checkpoints(found)
         elif is_checkpoint(found):
@@ -63,15 +66,16 @@ class Inspection(NamedTuple):
         return print_verification(self._run(run), self.console, json=json)
 
     def _run(self, name: str) -> Path:
-        if (found := find_file(name)) is not None:
+        if (found := find_file(name, self.root)) is not None:
             raise InspectError(f"{found} is no run: only a run has routes")
-        return find_run(name)
+        return find_run(name, self.root)
 
     def _overview(self, run_dir: Path) -> None:
         say = printer(self.console)
         say(f"{run_dir.resolve().name}  ({run_dir})", "bold")
         for line in [*describe_kept(run_dir), *describe_rest(run_dir)]:
             say(line)
+        self.problems.extend(skipped_of(run_dir))
 
     # -- trajectories --------------------------------------------------------------------------------------------------
 
@@ -87,10 +91,10 @@ class Inspection(NamedTuple):
         json: bool = False,
     ) -> None:
         """Of a run or a spool: a list, their tokens, or a file. `version`: from which ages count; None: the newest known."""
-        spool = find_file(target)
+        spool = find_file(target, self.root)
         run_dir: Path | None
         if spool is None:
-            run_dir = find_run(target)
+            run_dir = find_run(target, self.root)
             spool, found = run_dir / "spool", read_run(run_dir, self.problems.append)
             kept_in = [line for line in sources_of(run_dir) if not line.startswith(" ")]
         else:
@@ -127,9 +131,11 @@ class Inspection(NamedTuple):
 
     def frames(self, target: str, limit: int | None, json: bool) -> None:
         """Messages of a spool, of one of its files, or a file that is one."""
-        path = find_file(target)
+        path = find_file(target, self.root)
         if path is None:
-            raise InspectError(f"frames are of a spool or a message, for example of {find_run(target) / 'spool'}")
+            raise InspectError(
+                f"frames are of a spool or a message, for example of {find_run(target, self.root) / 'spool'}"
+            )
         for file in spool_files(path):
             self._messages(file, MESSAGES_LIMIT if limit is None else limit, json)
 

@@ -9,7 +9,6 @@ from rich.cells import cell_len, set_cell_size
 
 from r3async.config import did_you_mean
 
-ROOT = Path("runs")
 _CHECKPOINT = re.compile(r"step-\d{8,}(\..*)?")
 
 
@@ -36,7 +35,7 @@ def fitted(text: str, cells: int) -> str:
     return set_cell_size(visible, cells)
 
 
-def find_file(name: str, root: Path = ROOT) -> Path | None:
+def find_file(name: str, root: Path) -> Path | None:
     """A file, or a directory of a run that is not the run itself: its spool, its checkpoints, one of them. None if `name` is
     none of these."""
     for path in (Path(name), root / name):
@@ -48,7 +47,7 @@ def find_file(name: str, root: Path = ROOT) -> Path | None:
     return None
 
 
-def find_run(name: str, root: Path = ROOT) -> Path:
+def find_run(name: str, root: Path) -> Path:
     """The directory of a run, given as such or by its name below `root`. Raises `InspectError` with the nearest name."""
     for path in (Path(name), root / name):
         if is_run(path):

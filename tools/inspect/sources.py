@@ -10,7 +10,7 @@ from r3async.checkpoint.directory import STATE
 from r3async.checkpoint.state import CheckpointError, decode_state
 from r3async.data.container import Torn, map_file
 from r3async.data.records import SCHEMA
-from r3async.record.reading import QUARANTINE, read_objects, read_quarantine, read_run_config
+from r3async.record.reading import QUARANTINE, SHAPES, read_lines, read_objects, read_quarantine, read_run_config
 from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes
 from r3async.record.routes import load as load_route
 from r3async.record.verify import engine_rows
@@ -58,7 +58,9 @@ def read_traces(run_dir: Path, problem: Problem) -> Iterator[Seen]:
         problem(text)
     # A step's row has the version that the step made; ages count from the one before it.
     before = {
-        row.get("step"): int(row["version"]) - 1 for row in read_objects(run_dir / "metrics.jsonl") if "version" in row
+        row.get("step"): version - 1
+        for row in read_objects(run_dir / "metrics.jsonl")
+        if (version := row.get("version")) is not None
     }
     for (step, _), entries in itertools.groupby(index.trained, lambda e: (e.facts["step"], e.facts["trajectory_id"])):
         kept = list(entries)
@@ -89,7 +91,8 @@ def newest_version(run_dir: Path | None) -> int | None:
     """The newest version that the run's records know of."""
     found = []
     if run_dir is not None:
-        found += [int(row["version"]) for row in read_objects(run_dir / "metrics.jsonl")[-1:] if "version" in row]
+        versions = [row.get("version") for row in read_objects(run_dir / "metrics.jsonl")]
+        found += [version for version in versions[-1:] if version is not None]
         for path in sorted((run_dir / "checkpoints").glob(f"step-*/{STATE}"))[-1:]:
             try:
                 found.append(decode_state(path.read_bytes()).version)
@@ -129,6 +132,16 @@ def quarantine_of(run_dir: Path, shown: int = 10) -> list[str]:
         why = f"group {task.group} failed by the {task.failed_by}: {fitted(last, 120).rstrip()}"
         lines.append(f"  task seed {task.task_seed}: {why}")
     return lines + ([f"  and {len(tasks) - shown} more"] if len(tasks) > shown else [])
+
+
+def skipped_of(run_dir: Path) -> list[str]:
+    """A line for each file of the run that has lines which cannot be read."""
+    read = {file: read_lines(run_dir / file).skipped for file in SHAPES}
+    return [
+        f"{file}: {len(numbers)} of its lines cannot be read, and are passed over; the first is line {numbers[0]}"
+        for file, numbers in read.items()
+        if numbers
+    ]
 
 
 def sources_of(run_dir: Path) -> list[str]:

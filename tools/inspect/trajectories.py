@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from r3async.data.records import Trajectory, Turn
+from r3async.record.catalogue import finite
 from r3async.record.routes import TrainedRoutes, parse_id
 
 Source = Literal["spool", "trace", "episode"]
@@ -170,25 +171,24 @@ def _turns(trained: TrainedRoutes, sample: int) -> Iterator[Turn]:
 
 def of_episode(line: dict[str, Any], where: str) -> Seen | None:
     """A line of `episodes.jsonl`; None if it is not one."""
-    exchanges, reward, step = line.get("turns"), line.get("reward"), line.get("step")
+    exchanges = line.get("turns")
     trajectory = str(line.get("trajectory", ""))  # runs of before named none
     which = parse_id(trajectory)
-    if not isinstance(exchanges, list) or not all(isinstance(turn, dict) for turn in exchanges):
+    if exchanges is None:
         return None
     turns, preview = [], []
     for index, turn in enumerate(exchanges):
-        earned = turn.get("reward")
-        turns.append(Turn(index, 0, 0, 0, float(earned) if isinstance(earned, (int, float)) else 0.0, ""))
+        turns.append(Turn(index, 0, 0, 0, finite(turn.get("reward")) or 0.0, ""))
         preview.append({"role": "user", "content": str(turn.get("user") or "")})
         preview.append({"role": "assistant", "content": str(turn.get("assistant") or "")})
     return Seen(
         source="episode",
         where=where,
         trajectory_id=trajectory,
-        step=step if isinstance(step, int) else None,
+        step=line.get("step"),
         group_index=which.group_index if which else None,
         episode_index=which.episode_index if which else None,
-        reward=float(reward) if isinstance(reward, (int, float)) else None,
+        reward=finite(line.get("reward")),
         turns=turns,
         preview=preview,
     )

@@ -23,6 +23,7 @@ from r3async.transport.wire import (
     frames_of,
     read_header,
 )
+from r3async.untrusted import decode_msgpack
 
 MAX_SHOWN = 200
 """Characters of a control message's field."""
@@ -82,7 +83,7 @@ def _describe(frames: Sequence[Frame], first: int) -> tuple[list[str], str]:
         return [], "it has no frame"
     try:
         described, framed, missing = _trajectory(frames)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, UnicodeDecodeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         described, framed, missing = "not a header that this release can read", [""] * (len(frames) - 1), []
         problem = f"frame {first}: {error!r}"
     else:
@@ -112,7 +113,7 @@ def _line(number: int, frame: Frame, text: str) -> str:
 def _trajectory(frames: Sequence[Frame]) -> tuple[str, list[str], list[str]]:
     """The header in words; what each frame after it holds, "" if nothing says so; and what should be there and is not."""
     header = read_header(frames[0])
-    body = msgspec.msgpack.decode(header.body)
+    body = decode_msgpack(header.body, dict)
     found = checksum([header.packed, *frames[1:]])
     right = "right" if found == header.checksum else f"wrong: the frames have {found:016x}"
     schema = "ours" if header.schema == SCHEMA.fingerprint else f"ours is {SCHEMA.fingerprint}"

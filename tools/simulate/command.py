@@ -17,6 +17,7 @@ from r3async.tools.simulate.run import Result, draw_case, model_here
 from r3async.tools.simulate.search import quiet_logs, run_case, search, shrunk
 from r3async.tools.simulate.shrink import Case
 from r3async.tools.simulate.story import write_story, write_trace
+from r3async.untrusted import Malformed, decode_json
 from r3async.world.simulated.world import EPOCH
 
 STORY_LINES = 80
@@ -136,8 +137,8 @@ def _facts(results: list[Result], failed: Result | None, mutant: str) -> dict[st
 def read_case(path: Path) -> Case:
     """Raises `ConfigError`."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Case)
-    except (OSError, msgspec.MsgspecError) as error:
+        return decode_json(path.read_bytes(), Case)
+    except (OSError, Malformed) as error:
         raise ConfigError(f"--case {path} cannot be read: {error}") from error
 
 

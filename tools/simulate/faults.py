@@ -19,6 +19,8 @@ Kind = Literal[
     "stall",
     "delay",
     "damage",
+    "damage_weights",
+    "mute",
     "disk_full",
     "disk_error",
     "short_write",
@@ -30,7 +32,9 @@ Kind = Literal[
     "kill_writing",
     "kill_again",
     "kill_unsaved",
+    "kill_unsynced",
     "freeze",
+    "silence",
     "slow_start",
     "failing_start",
     "clock",
@@ -47,6 +51,8 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     `stall`           nothing passes between generator `target` and the learner; afterwards everything arrives
     `delay`           messages take up to `amount` seconds longer, each its own time: those of different peers overtake each other
     `damage`          a share of `amount` of the messages arrives with a changed bit
+    `damage_weights`  a share of `amount` of the chunks of weights that get to generator `target` has a changed bit
+    `mute`            nothing passes between generator `target` and the others, so that none gets weights from it
     `disk_full`       the disk takes nothing more (ENOSPC)
     `disk_error`      whatever writes fails (EIO)
     `short_write`     a share of `amount` of what is appended fails half-way
@@ -59,7 +65,10 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     `kill_writing`    it ends in its `amount`th operation from then on that changes the disk
     `kill_again`      it ends, and `amount` seconds after the next start began to train once more, if that is within `seconds`
     `kill_unsaved`    it ends `amount` seconds after the learner has acknowledged, from then on, what the next start has to refuse
+    `kill_unsynced`   it ends when a trajectory was written to the spool and is not synced, and `amount` seconds after the next
+                      start has begun power fails on the host that has the disk, for 1 s
     `freeze`          it is stopped, and goes on after `seconds`
+    `silence`         the same, of a generator, for longer than it may be silent
     `slow_start`      processes that start take `amount` seconds longer
     `failing_start`   a share of `amount` of processes that start end at once
     `clock`           the wall clock of host `target` jumps by `amount` seconds
@@ -103,6 +112,8 @@ SHAPES: dict[Kind, _Shape] = {
     "stall": _Shape(2, "generator", (0.5, 40)),
     "delay": _Shape(1, "none", (5, 40), (0.1, 5), "seconds"),
     "damage": _Shape(2, "none", (5, 40), (0.01, 0.3)),
+    "damage_weights": _Shape(0, "generator", (60, 100), (0.2, 0.8)),
+    "mute": _Shape(0, "generator", (60, 100)),
     "disk_full": _Shape(2, "none", (0.5, 40)),
     "disk_error": _Shape(2, "none", (0.5, 20)),
     "short_write": _Shape(2, "none", (0.5, 20), (0.05, 0.7)),
@@ -114,13 +125,21 @@ SHAPES: dict[Kind, _Shape] = {
     "kill_writing": _Shape(5, "role", (5, 5), (1, 60)),
     "kill_again": _Shape(2, "whole", (60, 60), (0.1, 3), "steps"),
     "kill_unsaved": _Shape(9, "whole", (60, 60), (0, 0.5), "steps"),
+    "kill_unsynced": _Shape(0, "none", (60, 60), (0.1, 1), "steps"),
     "freeze": _Shape(3, "role", (0.5, 100)),
+    "silence": _Shape(0, "generator", (60, 100)),
     "slow_start": _Shape(1, "none", (10, 60), (2, 30), "seconds"),
     "failing_start": _Shape(1, "none", (5, 40), (0.2, 0.8)),
     "clock": _Shape(1, "host", amount=(-3600, 3600)),
     "stop": _Shape(1, "none"),
     "scale": _Shape(0, "none"),  # drawn beside the others
 }
+BESIDE: dict[str, tuple[float, tuple[Kind, ...]]] = {
+    "weights": (0.5, ("damage_weights", "mute", "mute")),
+    "spool": (0.25, ("kill_unsynced",)),
+    "fleet": (0.2, ("silence",)),
+}
+"""Drawn beside those that have a weight, by numbers of their own: in which share of the runs, and one of what."""
 SCALED = 0.3
 """Share of the runs whose fleet grows and shrinks."""
 MOST_GENERATORS = 5
@@ -151,6 +170,10 @@ def draw_faults(workload: Workload, kinds: Sequence[Kind] = tuple(SHAPES)) -> li
         if kind == "kill_again":  # the run is not to be over before that
             fault = msgspec.structs.replace(fault, at=round(rng.uniform(0, max(loaded, last - fault.seconds)), 3))
         faults.append(fault)
+    for use, (share, beside) in BESIDE.items():
+        own = random.Random(f"{use}/{workload.seed}")
+        if own.random() < share and (wanted := [kind for kind in beside if kind in kinds]):
+            faults.append(_draw(own, own.choice(wanted), round(own.uniform(loaded, last), 3), workload))
     if "scale" in kinds:
         faults += _draw_scaling(workload, loaded, last)
     return sorted(faults, key=lambda fault: fault.at)

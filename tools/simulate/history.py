@@ -61,12 +61,13 @@ class PowerFailed(Event, frozen=True):
 class Leased(Event, frozen=True):
     """The conductor answered a generator's question for work. `leases`: groups with their episodes, maybe none. `ended`: the
     process that asked has ended, and the conductor did not know. `versions`: of each lease, the oldest
-    weights for it; those of its engine, if not said."""
+    weights for it; those of its engine, if not said. `free`: episodes that it could have begun; 0 if it is to leave."""
 
     generator: str
     leases: tuple[tuple[int, tuple[int, ...]], ...] = ()
     ended: bool = False
     versions: tuple[int, ...] = ()
+    free: int = 0
 
 
 class Asked(Event, frozen=True):
@@ -75,8 +76,60 @@ class Asked(Event, frozen=True):
     missing: dict[int, list[int]]
 
 
+class Installing(Event, frozen=True):
+    """A generator is asked to install a version."""
+
+    generator: str
+    lineage: int
+    version: int
+
+
+class Placed(Event, frozen=True):
+    """The learner says to a generator where its host gets weights from, which were to come from none of `avoid`."""
+
+    generator: str
+    parent: str
+    avoid: tuple[str, ...] = ()
+
+
+class Looked(Event, frozen=True):
+    """A generator asks the learner where its host gets weights from."""
+
+    generator: str
+
+
+class Arrived(Event, frozen=True):
+    """A version has its name on the host of a generator that fetched it. `weights`: what tells those in the file from others; 0:
+    it has none."""
+
+    generator: str
+    version: int
+    weights: int
+
+
+class Fetched(Event, frozen=True):
+    """A generator has the file of a version on its host, and uses it from now on. `file`: its host and name; empty for one that
+    is the learner's."""
+
+    generator: str
+    file: str = ""
+
+
+class Removed(Event, frozen=True):
+    """The file of a version that was fetched is removed from its host."""
+
+    generator: str
+    file: str
+
+
+class Plays(Event, frozen=True):
+    """A generator is asked to play."""
+
+    generator: str
+
+
 class Installed(Event, frozen=True):
-    """An engine has new weights. `weights`: what tells them from others."""
+    """An engine has new weights. `weights`: what tells those in its file from others; 0: it has none."""
 
     generator: str
     lineage: int
@@ -89,6 +142,14 @@ class Sent(Event, frozen=True):
 
     generator: str
     trajectory: Facts
+
+
+class Delivered(Event, frozen=True):
+    """A message with these has arrived at the learner. `current`: it is of the session that its sender opened last."""
+
+    generator: str
+    ids: tuple[str, ...]
+    current: bool
 
 
 class Acknowledged(Event, frozen=True):
@@ -179,7 +240,9 @@ class Quiet(Event, frozen=True):
 
 
 class Passed(Event, frozen=True):
-    """Time has passed."""
+    """Time has passed. `frozen`: processes that are stopped."""
+
+    frozen: tuple[str, ...] = ()
 
 
 class Finished(Event, frozen=True):
@@ -195,7 +258,15 @@ History = (
     | PowerFailed
     | Leased
     | Asked
+    | Installing
+    | Looked
+    | Placed
+    | Arrived
+    | Fetched
+    | Removed
+    | Plays
     | Installed
+    | Delivered
     | Sent
     | Acknowledged
     | Refused

@@ -11,14 +11,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
+
 from r3async.actors.crew import Wish, write_wish
-from r3async.tools.simulate.faults import Fault, quiet_after
-from r3async.tools.simulate.history import Acknowledged, Event, Injected, Quiet, Taken
+from r3async.tools.simulate.faults import MOST_GENERATORS, Fault, quiet_after
+from r3async.tools.simulate.history import Acknowledged, Began, Event, Injected, Quiet, Taken
 from r3async.tools.simulate.observe import Watched
+from r3async.weights import relay
 from r3async.world.simulated.disk import WRITING, SimulatedDisk
 from r3async.world.simulated.loop import Killed
 from r3async.world.simulated.processes import HostProcess
-from r3async.world.simulated.sockets import ANY
+from r3async.world.simulated.sockets import ANY, Frames, Route
 
 RUNS = Path("/runs")
 """Where runs are on the simulated disk."""
@@ -38,10 +41,16 @@ class Injector:
         """What is to end once more, when a lineage after that one has begun to train."""
         self._unsaved: list[Fault] = []
         """What is to end when something was acknowledged that the next start has to refuse."""
+        self._unsynced: list[Fault] = []
+        """For what is to end when the spool has something that is not synced."""
+        self._powerless: list[Fault] = []
+        """For what power is to fail when the next start has begun."""
         self._disk: SimulatedDisk = next(iter(simulation.hosts.values())).disk
         self._delay = simulation.network.delay
         self._start = simulation.plan_start
         simulation.network.delay = self._delayed
+        self._spoils = simulation.network.spoils
+        simulation.network.spoils = self._spoiled
         simulation.plan_start = self._planned_start
         self._disk.observe = self._before
         simulation.listeners.append(self._after)
@@ -51,6 +60,8 @@ class Injector:
             "stall": self._stall,
             "delay": self._lasts,
             "damage": self._damage,
+            "damage_weights": self._lasts,
+            "mute": self._mute,
             "disk_full": self._spoil_disk,
             "disk_error": self._spoil_disk,
             "short_write": self._spoil_disk,
@@ -62,7 +73,9 @@ class Injector:
             "kill_writing": self._trap,
             "kill_again": self._kill_twice,
             "kill_unsaved": self._wait_for_unsaved,
+            "kill_unsynced": lambda fault: self._unsynced.append(fault),
             "freeze": self._freeze,
+            "silence": self._freeze,
             "slow_start": self._lasts,
             "failing_start": self._lasts,
             "clock": self._step_clock,
@@ -81,6 +94,8 @@ class Injector:
             self._traps.clear()
             self._again.clear()
             self._unsaved.clear()
+            self._unsynced.clear()
+            self._powerless.clear()
             self._simulation.see(Quiet)
         else:
             self._at(self._simulation.loop.now + 1.0, self._all_over)
@@ -122,6 +137,18 @@ class Injector:
 
     def _stall(self, fault: Fault) -> None:
         self._simulation.network.stall(fault.target, "learner", fault.seconds)
+
+    def _mute(self, fault: Fault) -> None:
+        for other in range(MOST_GENERATORS):
+            if (name := f"generator-{other}") != fault.target:
+                self._simulation.network.stall(fault.target, name, fault.seconds)
+
+    def _spoiled(self, route: Route, frames: Frames) -> bool:
+        lasting = self._active.get("damage_weights", ())
+        share = max((fault.amount for fault in lasting if fault.target == route.target), default=0.0)
+        if share and _is_chunk(frames) and self._rng.random() < share:
+            return True
+        return self._spoils(route, frames)
 
     def _delayed(self, rng: Random) -> float:
         return self._delay(rng) + rng.random() * self._most("delay") if self._active.get("delay") else self._delay(rng)
@@ -181,6 +208,10 @@ class Injector:
                     self._at(event.at + fault.amount, self._kill_now, fault)
         elif isinstance(event, Taken) and self._again:
             self._end_once_more(event)
+        elif isinstance(event, Began) and self._powerless:
+            waited, self._powerless = self._powerless, []
+            for fault in waited:
+                self._at(event.at + fault.amount, self._lose_now, fault)
 
     def _wait_for_unsaved(self, fault: Fault) -> None:
         self._unsaved.append(fault)
@@ -196,6 +227,11 @@ class Injector:
         self._simulation.see(Injected, f"{fault.describe()}: now")
         self._kill(fault)
 
+    def _lose_now(self, fault: Fault) -> None:
+        host = next(iter(self._simulation.hosts))
+        self._simulation.see(Injected, f"{fault.describe()}: power of {host} fails now")
+        self._lose(Fault(self._simulation.loop.now, "power", host, 1.0))
+
     def _freeze(self, fault: Fault) -> None:
         if (process := self._simulation.find(fault.target)) is not None:
             self._simulation.freeze(process)
@@ -206,6 +242,11 @@ class Injector:
 
     def _before(self, process: Any, operation: str, path: Path) -> None:
         """Before an operation on the disk."""
+        if self._unsynced and operation == "sync" and path.suffix == ".spool":
+            self._powerless, self._unsynced = self._unsynced, []
+            self._simulation.see(Injected, f"{self._powerless[0].describe()}: {process.name} is killed before it syncs")
+            self._simulation.end(process, "killed before it synced")
+            return
         if operation not in WRITING or not self._traps:
             return
         for trap in list(self._traps):
@@ -242,6 +283,16 @@ class Injector:
 
     def _step_clock(self, fault: Fault) -> None:
         self._simulation.step_clock(self._simulation.hosts[fault.target], fault.amount)
+
+
+def _is_chunk(frames: Frames) -> bool:
+    """Of weights."""
+    if len(frames) < 2:
+        return False
+    try:
+        return isinstance(relay.decode(frames[0]), relay.Chunk)
+    except msgspec.MsgspecError:
+        return False
 
 
 def _concerns(fault: Fault, process: str, operation: str, path: Path) -> bool:

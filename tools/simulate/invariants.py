@@ -2,8 +2,8 @@
 
 A **branch** is a lineage with the steps that it has behind it (`branches`). An episode is **here** in a lineage if the
 learner has acknowledged it, or if the spool kept it from before. A checkpoint is **safe** when it has its name and its
-directory is synced. Each rule's docstring (`rules_training`, `rules_delivery`) says what it means across crashes, resumes and
-lineages; `RULES` has them all, by name."""
+directory is synced. Each rule's docstring (`rules_training`, `rules_delivery`, `rules_weights`) says what it means across
+crashes, resumes and lineages; `RULES` has them all, by name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from r3async.tools.simulate.known import Known, Rules
 from r3async.tools.simulate.rules import Rule, Violated
 from r3async.tools.simulate.rules_delivery import DELIVERY
 from r3async.tools.simulate.rules_training import TRAINING
+from r3async.tools.simulate.rules_weights import WEIGHTS
 
 __all__ = ["RULES", "Checker", "Rules", "Violated"]
 
-RULES = [*TRAINING, *DELIVERY]
+RULES = [*TRAINING, *DELIVERY, *WEIGHTS]
 
 
 class Checker:

@@ -13,15 +13,23 @@ from r3async.data.records import trajectory_name
 from r3async.tools.simulate.branches import Branch, leads_to
 from r3async.tools.simulate.history import (
     Acknowledged,
+    Arrived,
     Asked,
     Began,
+    Delivered,
     Event,
     Facts,
+    Fetched,
     Finished,
     Injected,
     Installed,
+    Installing,
     Leased,
+    Looked,
     Lost,
+    Passed,
+    Placed,
+    Plays,
     PowerFailed,
     Published,
     Quiet,
@@ -32,13 +40,19 @@ from r3async.tools.simulate.history import (
     Unlinked,
 )
 
+CALM_SECONDS = 90.0
+"""After the last fault: connections without a word are noticed after a minute."""
+PAUSE_SECONDS = 10.0
+"""Generators ask the conductor twice as often, at least."""
+
 
 class Rules(msgspec.Struct, frozen=True):
     """What the run's configuration promises. `window`: `schedule.window`. `more_groups`: a step takes more to have enough tokens;
     `replaced_groups`: so many more at most, in place of those without contrast. `urgent`: groups from the oldest that credit and
     disk always let through. `durable`: what an acknowledged trajectory outlives: `nothing`, the end of any `process`, or a
     failure of `power`. `first_seconds`, `step_seconds`: within which the first step after the last fault is made, and each later
-    one."""
+    one. `install_seconds`: within which one installation ends, where nothing is wrong; `fetch_seconds`: within which a host has
+    weights, or looks for another place to get them from."""
 
     steps: int
     groups_per_step: int
@@ -56,6 +70,8 @@ class Rules(msgspec.Struct, frozen=True):
     silence_seconds: float = math.inf
     first_seconds: float = math.inf
     step_seconds: float = math.inf
+    install_seconds: float = math.inf
+    fetch_seconds: float = math.inf
 
 
 class Lease(NamedTuple):
@@ -80,15 +96,28 @@ class Engine:
         """When it last was answered a question for work."""
         self.loose = -math.inf
         """What it was leased before then may have returned: it was silent."""
+        self.told = -math.inf
+        """When it last said that it has installed something."""
+        self.installing: float | None = None
+        """Since when its present process installs a version."""
+        self.fetching: float | None = None
+        """When it looked for weights last, which it does not have yet; or since when it is not stopped any more."""
+        self.uses = ""
+        """File of the version that its present process fetched last."""
+        self.plays: float | None = None
+        """Since when its present process plays."""
+        self.current = -1
+        """The newest version that others had when its present process had installed its last one."""
 
     def ended(self) -> None:
         self.process += 1
-        self.versions = []
+        self.versions, self.current, self.uses = [], -1, ""
+        self.installing = self.fetching = self.plays = None
 
     def begins(self) -> None:
         """A new lineage."""
         self.ended()
-        self.newest, self.heard, self.loose = -1, -math.inf, -math.inf
+        self.newest, self.heard, self.loose, self.told = -1, -math.inf, -math.inf, -math.inf
 
 
 class Known:
@@ -106,6 +135,8 @@ class Known:
         self.engines: dict[str, Engine] = defaultdict(Engine)
         self.published: dict[tuple[int, int], int] = {}
         """By lineage and version: what tells these weights from others."""
+        self.newest, self.newest_at = -1, math.inf
+        """The version that this lineage published last, and when."""
         self.sent: dict[str, dict[int, Facts]] = defaultdict(dict)
         """By name, and by content: all that was ever sent."""
         self.kept: dict[str, list[Facts]] = {}
@@ -128,6 +159,14 @@ class Known:
         """A process of this start, or power, ended in the middle of something: what it left is removed by the next start."""
         self.quiet = False
         """The last fault is over."""
+        self.calm = math.inf
+        """From then on, nothing is left of it either: connections that it had silenced are given up."""
+        self.answering = math.inf
+        """Since when the conductor answers without a pause."""
+        self._answered = -math.inf
+        """When it answered last."""
+        self.late: dict[tuple[str, str], bool] = {}
+        """Generators, and what they delivered to this learner: whether in no session but such as were over."""
         self.deadline = math.inf
         """For the next step."""
         self._sent_here: dict[str, dict[int, Facts]] = defaultdict(dict)
@@ -138,7 +177,15 @@ class Known:
             PowerFailed: self._power_failed,
             Leased: self._leased,
             Asked: self._asked,
+            Installing: self._installing,
             Installed: self._installed,
+            Looked: self._looked,
+            Placed: self._placed,
+            Arrived: self._arrived,
+            Fetched: self._fetched,
+            Passed: self._passed,
+            Plays: self._plays,
+            Delivered: self._delivered,
             Sent: self._was_sent,
             Acknowledged: self._acknowledged,
             Trained: self._trained,
@@ -214,7 +261,8 @@ class Known:
             self.safe = max(self.safe, event.step)
         for engine in self.engines.values():
             engine.begins()
-        for of_the_past in (self.leases, self.asked, self.held, self._sent_here):
+        self.newest, self.newest_at = -1, math.inf
+        for of_the_past in (self.leases, self.asked, self.held, self._sent_here, self.late):
             of_the_past.clear()
         if self.rules.durable == "nothing":
             self.kept.clear()
@@ -243,6 +291,9 @@ class Known:
         if event.at - engine.heard > self.rules.silence_seconds:
             engine.loose = event.at
         engine.heard = event.at
+        if event.at - self._answered > PAUSE_SECONDS:
+            self.answering = event.at
+        self._answered = event.at
         for group, episodes in event.leases:
             self.leased_to = max(self.leased_to, group)
             for episode in episodes:
@@ -250,11 +301,52 @@ class Known:
 
     def _asked(self, event: Asked) -> None:
         self.asked |= dict.fromkeys(event.missing, event.at)
+        for group, lacking in event.missing.items():
+            for episode in range(self.rules.samples_per_group):
+                name = trajectory_name(group, episode)
+                if episode not in lacking and group not in self.branch.trained and name not in self.here:
+                    self._is_here(name, list(self.sent[name].values()), event.at)
+
+    def _is_here(self, name: str, playings: list[Facts], at: float) -> None:
+        """The learner says that it has it."""
+        if playings:
+            self.here[name], self.kept[name] = at, playings
+
+    def _installing(self, event: Installing) -> None:
+        self.engines[event.generator].installing = event.at
 
     def _installed(self, event: Installed) -> None:
         engine = self.engines[event.generator]
         engine.versions.append(event.version)
         engine.newest = max(engine.newest, event.version)
+        engine.installing, engine.told = None, event.at
+        others = (other for name, other in self.engines.items() if name != event.generator)
+        engine.current = max((other.versions[-1] for other in others if other.versions), default=-1)
+
+    def _looked(self, event: Looked) -> None:
+        self.engines[event.generator].fetching = event.at
+
+    def _placed(self, event: Placed) -> None:
+        self.engines[event.generator].fetching = event.at
+
+    def _arrived(self, event: Arrived) -> None:
+        self.engines[event.generator].fetching = None
+
+    def _fetched(self, event: Fetched) -> None:
+        engine = self.engines[event.generator]
+        engine.uses, engine.fetching = event.file, None
+
+    def _passed(self, event: Passed) -> None:
+        for name in event.frozen:
+            if name in self.engines and self.engines[name].fetching is not None:
+                self.engines[name].fetching = event.at
+
+    def _plays(self, event: Plays) -> None:
+        self.engines[event.generator].plays = event.at
+
+    def _delivered(self, event: Delivered) -> None:
+        for name in event.ids:
+            self.late[event.generator, name] = self.late.get((event.generator, name), True) and not event.current
 
     def _was_sent(self, event: Sent) -> None:
         f = event.trajectory
@@ -264,10 +356,10 @@ class Known:
     def _acknowledged(self, event: Acknowledged) -> None:
         for name in event.ids:
             playings = list(self._sent_here[name].values())
-            if playings and playings[0].group not in self.branch.trained and name not in self.here:
-                self.here[name] = event.at
-                self.kept[name] = playings
+            if playings and playings[0].group not in self.branch.trained and name not in self.held:
                 self.held[name] = self.size(name)
+                if name not in self.here:
+                    self._is_here(name, playings, event.at)
 
     def _trained(self, event: Trained) -> None:
         rules, branch = self.rules, self.branch
@@ -284,6 +376,8 @@ class Known:
 
     def _published(self, event: Published) -> None:
         self.published[event.lineage, event.version] = event.weights
+        if event.lineage == self.lineage:
+            self.newest, self.newest_at = event.version, event.at
 
     def _saved(self, event: Saved) -> None:
         self.safe = max(self.safe, event.step)
@@ -302,6 +396,7 @@ class Known:
 
     def _quiet(self, event: Quiet) -> None:
         self.quiet, self.deadline = True, event.at + self.rules.first_seconds
+        self.calm = event.at + CALM_SECONDS
 
     def _finished(self, event: Finished) -> None:
         self.deadline = math.inf

@@ -5,11 +5,11 @@ of it."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
-
-import msgspec
 
 from r3async.actors.conductor import Conductor
 from r3async.actors.generator import GeneratorActor
@@ -26,11 +26,17 @@ from r3async.tools.simulate.history import (
     Acknowledged,
     Asked,
     Began,
+    Delivered,
     Event,
+    Fetched,
     Installed,
+    Installing,
     Leased,
     Limited,
+    Looked,
     Lost,
+    Placed,
+    Plays,
     PowerFailed,
     Published,
     Refused,
@@ -40,12 +46,14 @@ from r3async.tools.simulate.history import (
     Trained,
 )
 from r3async.tools.simulate.invariants import Checker, Violated
-from r3async.tools.simulate.observe_files import WatchedFiles
+from r3async.tools.simulate.observe_files import WatchedFiles, weights_in
 from r3async.transport.codec import WireError
 from r3async.transport.intake import OPEN
 from r3async.transport.wire import (
     Ack,
     Deliver,
+    Hello,
+    Message,
     Reject,
     Welcome,
     decode_control,
@@ -53,6 +61,8 @@ from r3async.transport.wire import (
     decoded_bytes,
     frames_of,
 )
+from r3async.untrusted import Malformed, decode_msgpack
+from r3async.weights import relay
 from r3async.world import Files, Lane, Placement
 from r3async.world.simulated.actors import PLACEMENT, Actor, SimulatedActors, SimulatedRef
 from r3async.world.simulated.disk import SimulatedDisk
@@ -66,7 +76,15 @@ R = TypeVar("R")
 class Watched(Simulation):
     """Judges what it sees: at the first event that must not be, `violation` is set and the loop stops."""
 
-    def __init__(self, seed: int, checker: Checker, *, routing: RoutingShape | None, **options: Any):
+    def __init__(
+        self,
+        seed: int,
+        checker: Checker,
+        *,
+        routing: RoutingShape | None,
+        memory_bytes_per_second: float = math.inf,
+        **options: Any,
+    ):
         super().__init__(seed, **options)
         self.checker, self.routing = checker, routing
         self.history: list[Event] = []
@@ -76,8 +94,13 @@ class Watched(Simulation):
         self.delay_training: Callable[[HostProcess], float] = lambda process: 0.0
         """How long a step takes."""
         first = next(iter(self.hosts.values()))
-        self.memory = {name: SimulatedDisk(self.rng(f"memory/{name}")) for name in self.hosts}
-        """By host: its file system in memory, where weights are."""
+        self._memory_speed = memory_bytes_per_second
+        self.memory = {name: self._new_memory(name) for name in self.hosts}
+        """By host: its file system in memory, where weights are; the learner's host is fast."""
+        self._sessions: dict[bytes, str] = {}
+        """Of senders, by their names, as the learner was told."""
+        self._avoided: dict[bytes, tuple[str, ...]] = {}
+        """By who asked the learner for a place in a tree of hosts: the addresses that failed it."""
         for host in self.hosts.values():  # a run's directory is the same on all of them
             host.disk = first.disk
 
@@ -131,19 +154,57 @@ class Watched(Simulation):
         if not host.lost:
             self.log.event(host.name, "host_lost")
             host.lost = True
-            self.memory[host.name] = SimulatedDisk(self.rng(f"memory/{host.name}/{self.loop.now}"))
+            self.memory[host.name] = self._new_memory(host.name)
             self.network.vanish(host.name)
             for process in list(host.processes.values()):
                 self.end(process, f"{host.name} was lost")
+
+    def _new_memory(self, host: str) -> SimulatedDisk:
+        memory = SimulatedDisk(self.rng(f"memory/{host}/{self.loop.now}"))
+        if host != next(iter(self.hosts)):
+            memory.bytes_per_second = self._memory_speed
+        return memory
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
     def _message(self, event: str, route: Any, frames: Sequence[Any]) -> None:
         super()._message(event, route, frames)
-        if event != "sent":
+        if event == "lost" or not frames:
             return
         try:
             message = decode_control(frames[0])
+        except WireError:  # not of senders
+            self._see_relayed(event, route, frames[0])
+            return
+        if event == "sent":
+            self._see_control(route, message, frames)
+        elif route.to_router:
+            self._see_arrived(route, message)
+
+    def _see_relayed(self, event: str, route: Any, head: bytes) -> None:
+        """What the learner and hosts say of weights."""
+        try:
+            message = relay.decode(head)
+        except Malformed:
+            return  # not of theirs, or damaged
+        if isinstance(message, relay.Join) and event == "arrived":
+            self._avoided[route.identity] = message.avoid
+        elif isinstance(message, relay.Join):
+            self.see(Looked, route.source)
+        elif isinstance(message, relay.Place) and event == "sent":
+            self.see(Placed, route.target, message.parent, self._avoided.get(route.identity, ()))
+
+    def _see_arrived(self, route: Any, message: Message) -> None:
+        """What senders say to the learner."""
+        if isinstance(message, Hello):
+            self._sessions[route.identity] = message.session
+        elif isinstance(message, Deliver):
+            current = self._sessions.get(route.identity) == message.session
+            self.see(Delivered, route.source, tuple(item.trajectory_id for item in message.items), current)
+
+    def _see_control(self, route: Any, message: Message, frames: Sequence[Any]) -> None:
+        """What is sent, between senders and the learner."""
+        try:
             if isinstance(message, Ack):
                 self.see(Acknowledged, route.target, tuple(message.ids))
             elif isinstance(message, Reject) and message.again == "never":
@@ -183,7 +244,7 @@ class WatchedWorld(SimulatedWorld):
     def files(self) -> Files:
         simulation, host = _watched(self.process), self.process.host
         memory = simulation.memory[host.name].files(self.process)
-        return WatchedFiles(host.disk.files(self.process), memory, simulation)
+        return WatchedFiles(host.disk.files(self.process), memory, self.process, simulation)
 
 
 def _watched(process: HostProcess) -> Watched:
@@ -274,13 +335,14 @@ def _conductor(kind: type) -> type:
 
         async def lease(self, message: bytes) -> bytes:
             answer = await super().lease(message)
-            generator_id = msgspec.msgpack.decode(message, type=LeaseCall).generator_id
-            leases = msgspec.msgpack.decode(answer, type=LeaseAnswer).leases
+            call, said = decode_msgpack(message, LeaseCall), decode_msgpack(answer, LeaseAnswer)
+            generator_id, leases = call.generator_id, said.leases
             told = tuple((lease.group_index, lease.episode_indices) for lease in leases)
             simulation = _watched(self.world.process)
             asked = simulation.find(generator_id)
             ended = asked is None or asked.pid != self.fleet[generator_id].pid
-            simulation.see(Leased, generator_id, told, ended, tuple(lease.version for lease in leases))
+            versions, free = tuple(lease.version for lease in leases), call.free if said.more else 0
+            simulation.see(Leased, generator_id, told, ended, versions, free)
             return answer
 
         def status(self, since: int) -> dict[str, Any]:
@@ -321,12 +383,29 @@ def _learner(kind: type) -> type:
 def _generator(kind: type) -> type:
     class TellingGenerator(kind):
         async def install(self, publication: Any) -> Any:
+            simulation, who, manifest = _watched(self.world.process), self.generator_id, publication.manifest
+            simulation.see(Installing, who, manifest.lineage, manifest.version)
             report = await super().install(publication)
-            manifest = publication.manifest
-            weights = manifest.tensors[DIGEST].checksum
-            told = (self.generator_id, manifest.lineage, report.version, weights)
-            _watched(self.world.process).see(Installed, *told)
+            weights = weights_in(Path(self._installed.path), self.world.files)
+            simulation.see(Installed, who, manifest.lineage, report.version, weights)
             return report
+
+        async def connect(self, *args: Any) -> None:
+            await super().connect(*args)
+            weights = self._connected.weights
+            fetch = weights.fetch
+
+            async def told(*args: Any) -> Any:
+                manifest = await fetch(*args)
+                name = self.world.files.shared_name(Path(manifest.path))
+                _watched(self.world.process).see(Fetched, self.generator_id, name)
+                return manifest
+
+            weights.fetch = told
+
+        async def run(self, conductor: Any) -> None:
+            _watched(self.world.process).see(Plays, self.generator_id)
+            await super().run(conductor)
 
     return TellingGenerator
 

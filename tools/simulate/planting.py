@@ -18,7 +18,7 @@ class Mutant(NamedTuple):
 
 
 MUTANTS: dict[str, Mutant] = {}
-"""By name; `mutants.py` and `mutants_schedule.py` fill it."""
+"""By name; `mutants.py`, `mutants_schedule.py` and `mutants_weights.py` fill it."""
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.process import ProcessLost, RunFailed
+from r3async.actors.process import NotTrained, ProcessLost, RunFailed
 from r3async.actors.run_dir import LOCK_SECONDS, open_run
 from r3async.actors.supervise import Pipeline, supervise
 from r3async.checkpoint import CheckpointError
@@ -29,8 +29,11 @@ from r3async.tools.simulate.history import Event, Finished, Injected, Passed
 from r3async.tools.simulate.inject import RUNS, Injector
 from r3async.tools.simulate.invariants import Checker, Violated
 from r3async.tools.simulate.observe import Watched
+from r3async.tools.simulate.planting import replaced
 from r3async.tools.simulate.shrink import Case
-from r3async.tools.simulate.workload import draw_workload
+from r3async.tools.simulate.workload import CHUNK_BYTES, draw_workload
+from r3async.untrusted import decode_object
+from r3async.weights import relay
 from r3async.world.appending import Report
 from r3async.world.simulated.loop import Deadlock, LimitReached
 from r3async.world.simulated.network import Delays
@@ -131,13 +134,20 @@ def model_here() -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def small_streams(fanout: int) -> Iterator[None]:
+    """Of the scripted learner's few bytes several chunks are made, and few hosts are a tree."""
+    with replaced(relay, "CHUNK_BYTES", lambda _: CHUNK_BYTES), replaced(relay, "FANOUT", lambda _: fanout):
+        yield
+
+
 class Simulated:
-    """One run. `run` returns what became of it; `history` and `spans` are there then."""
+    """One run. `run` returns what became of it; `history` and `spans` are there then. What no task handles fails it, too."""
 
     def __init__(self, case: Case, pipeline: type[Pipeline] = Pipeline, details: bool = False):
         self.case, self._pipeline = case, pipeline
         self.config: Config = case.workload.config(MODEL)
-        described = msgspec.json.decode((MODEL / "config.json").read_bytes())
+        described = decode_object((MODEL / "config.json").read_bytes())
         routing, _ = moe_geometry(described)
         self.checker = Checker(case.workload.rules())
         self.simulation = Watched(
@@ -149,6 +159,7 @@ class Simulated:
             callbacks=CALLBACKS,
             seconds=MOST_SECONDS,
             details=details,
+            memory_bytes_per_second=case.workload.memory_bytes_per_second,
         )
         self.gave_up: list[str] = []
         self._person = Person()
@@ -186,10 +197,13 @@ class Simulated:
         try:
             root = loop.create_task(self._root(), name="root", context=Context())
             root.add_done_callback(lambda _: loop.stop())
-            loop.run_forever()
+            with small_streams(self.case.workload.fanout):
+                loop.run_forever()
             violation = self.simulation.violation
             if violation is None:
                 root.result()
+            if violation is None and loop.failures:
+                violation = Violated("unhandled", loop.failures[0])
         except (Deadlock, LimitReached) as error:
             violation = self.simulation.violation or Violated("stuck", f"{type(error).__name__}: {error}")
         self.spans = self._spans()
@@ -251,7 +265,7 @@ class Simulated:
     async def _pass_time(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            self.simulation.see(Passed)
+            self.simulation.see(Passed, tuple(p.name for p in self.simulation.processes if not p.running))
 
     async def _drive(self, process: HostProcess) -> Exception | str | None:
         """What the driver raised, or why it ended; None if it returned."""
@@ -288,6 +302,13 @@ class Simulated:
         if self._person.stop_requested and _was_stopped(outcome):
             self.simulation.see(Injected, "the person begins the run again")
             return False
+        if (
+            isinstance(outcome, NotTrained)
+            and made == self.config.steps
+            and not any(s.updates for s in known.branch.steps)
+        ):
+            self.simulation.see(Finished, made)
+            return True
         said = "it returned" if outcome is None else f"{type(outcome).__name__}: {outcome}"
         if isinstance(outcome, str):
             self.simulation.see(Injected, f"the driver ended ({outcome}); the person begins the run again")

@@ -53,6 +53,9 @@ PLAIN: dict[str, tuple[object, ...]] = {
     "train_seconds": (0.1, 1.0),
     "slowness": (1.0,),
     "seconds": (0.2, 1.0),
+    "fetch_seconds": (0.0,),
+    "install_seconds": (0.0,),
+    "fanout": (2, 1),
 }
 """By setting: values that make a run easier to read, the plainest first."""
 

@@ -11,21 +11,29 @@ import msgspec
 from r3async.record.timeline import Span
 from r3async.tools.simulate.history import (
     Acknowledged,
+    Arrived,
     Asked,
     Began,
+    Delivered,
     Event,
     Facts,
+    Fetched,
     Finished,
     Injected,
     Installed,
+    Installing,
     Leased,
     Limited,
+    Looked,
     Lost,
     Passed,
+    Placed,
+    Plays,
     PowerFailed,
     Published,
     Quiet,
     Refused,
+    Removed,
     Saved,
     Sent,
     Slots,
@@ -89,6 +97,42 @@ def _asked(e: Asked) -> Words:
     return "learner", f"lacks {lacking or 'nothing'} of {_groups(list(e.missing))}"
 
 
+@_of(Installing)
+def _installing(e: Installing) -> Words:
+    return e.generator, f"is given version {e.version} of lineage {e.lineage}"
+
+
+@_of(Looked)
+def _looked(e: Looked) -> Words:
+    return e.generator, "asks where it gets weights from"
+
+
+@_of(Placed)
+def _placed(e: Placed) -> Words:
+    failed = f", and not from {', '.join(e.avoid)}" if e.avoid else ""
+    return e.generator, f"gets weights from {e.parent or 'the learner'}{failed}"
+
+
+@_of(Arrived)
+def _arrived(e: Arrived) -> Words:
+    return e.generator, f"has version {e.version} on its host"
+
+
+@_of(Fetched)
+def _fetched(e: Fetched) -> Words:
+    return e.generator, f"uses {e.file or 'a file of the learner'}"
+
+
+@_of(Removed)
+def _removed(e: Removed) -> Words:
+    return e.generator, f"removes {e.file}"
+
+
+@_of(Plays)
+def _plays(e: Plays) -> Words:
+    return e.generator, "begins to play"
+
+
 @_of(Installed)
 def _installed(e: Installed) -> Words:
     return e.generator, f"installs version {e.version} of lineage {e.lineage}"
@@ -98,6 +142,11 @@ def _installed(e: Installed) -> Words:
 def _sent(e: Sent) -> Words:
     f = e.trajectory
     return e.generator, f"sends {f.trajectory_id}, sampled by {_versions(f)} of lineage {f.lineage}"
+
+
+@_of(Delivered)
+def _delivered(e: Delivered) -> Words:
+    return e.generator, f"delivers {', '.join(e.ids)}{'' if e.current else ', of a session that is over'}"
 
 
 @_of(Acknowledged)
@@ -162,7 +211,8 @@ def _finished(e: Finished) -> Words:
 
 def _told(event: Event) -> bool:
     """A person wants to read it."""
-    return not isinstance(event, Passed | Slots) and not (isinstance(event, Leased) and not event.leases)
+    quiet = isinstance(event, Passed | Slots) or (isinstance(event, Delivered) and event.current)
+    return not quiet and not (isinstance(event, Leased) and not event.leases)
 
 
 def tell(events: Sequence[Event]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,12 @@ NEXT = 7.5
 """And between two steps after that."""
 LARGEST = 64 * 1024
 """Bytes of one trajectory, at most."""
+VERSION_BYTES = 400
+"""Read and written for a version of the weights on a host that fetches it, roughly."""
+CHUNK_BYTES = 48
+"""Of weights, in one message: a version has several."""
+SLACK_SECONDS = 30.0
+"""Of an installation, for messages, threads, and connections that have to stand up first."""
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -30,7 +37,8 @@ class Workload(msgspec.Struct, frozen=True):
     environment at most; `token_seconds`, of an engine; a step takes `least_train_seconds` to `train_seconds`. `slowness`: how
     many times longer than with a small model processes take to start, and threads and messages take. Limits of the
     configuration follow from `stall_seconds` and `silence_seconds`. `flat`, `tasks`: of the environment (`Errand`); where tasks
-    come again, past rewards say which are posed."""
+    come again, past rewards say which are posed. `fetch_seconds`: that a version's file takes to be written on a host;
+    `install_seconds`: that an engine takes to install it, at most. A host sends weights to `fanout` others at once."""
 
     seed: int
     steps: int = 8
@@ -69,6 +77,9 @@ class Workload(msgspec.Struct, frozen=True):
     stall_seconds: float = 60.0
     silence_seconds: float = 20.0
     probe: bool = False
+    fetch_seconds: float = 0.0
+    install_seconds: float = 0.0
+    fanout: int = 2
 
     @property
     def roles(self) -> list[str]:
@@ -120,7 +131,7 @@ class Workload(msgspec.Struct, frozen=True):
                 "count": self.generators,
                 "concurrency": self.concurrency,
                 "engine": "scripted",
-                "engine_args": {"token_seconds": self.token_seconds},
+                "engine_args": {"token_seconds": self.token_seconds, "install_seconds": self.install_seconds},
                 "max_restarts": RESTARTS,
                 "start_timeout": 2 * self.stall_seconds,
             },
@@ -145,7 +156,7 @@ class Workload(msgspec.Struct, frozen=True):
             },
             "weights": {
                 "backend": "tcp",
-                "install_timeout": self.stall_seconds,  # the longest cut is two thirds of it
+                "install_timeout": self.stall_seconds + self.install_seconds,
                 "write_timeout": self.stall_seconds,
                 "directory": "/memory/weights",
                 "probe": self.probe,
@@ -205,7 +216,14 @@ class Workload(msgspec.Struct, frozen=True):
             silence_seconds=self.silence_seconds,
             first_seconds=FIRST * self.stall_seconds,
             step_seconds=NEXT * self.stall_seconds,
+            install_seconds=SLACK_SECONDS + self.install_seconds + 2 * self.hosts * self.fetch_seconds,
+            fetch_seconds=SLACK_SECONDS + 2 * self.hosts * self.fetch_seconds,
         )
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        """Of the memory of the hosts that fetch weights."""
+        return VERSION_BYTES / self.fetch_seconds if self.fetch_seconds else math.inf
 
 
 def draw_workload(seed: int) -> Workload:
@@ -256,8 +274,39 @@ def draw_workload(seed: int) -> Workload:
         flat=rng.choice([0, 2, 3]),
         tasks=rng.choice([0, 0, 4, 10]),
     )
+    drawn = _draw_weights(drawn)
     share = 0.1 if ahead else 1.3 if behind else rng.choice([0.2, 0.5, 1.0])
-    return msgspec.structs.replace(drawn, seconds=_call_seconds(drawn, share * train))
+    return msgspec.structs.replace(drawn, seconds=_call_seconds(drawn, share * drawn.least_train_seconds))
+
+
+BRISK = 0.15
+"""Share of the runs."""
+
+
+def _draw_weights(drawn: Workload) -> Workload:
+    """How weights get to the engines, by numbers of its own. With several generators, mostly each on a host of its own. Some runs
+    are brisk: several versions are published while one is installed."""
+    rng = random.Random(f"weights/{drawn.seed}")
+    if rng.random() < BRISK:
+        drawn = msgspec.structs.replace(
+            drawn,
+            steps=3 * drawn.steps,
+            least_train_seconds=drawn.least_train_seconds / 3,
+            train_seconds=drawn.train_seconds / 3,
+            generators=max(2, drawn.generators),
+            hosts=rng.choice([2, 3]),
+            fetch_seconds=rng.choice([0.0, 5.0]),
+            install_seconds=drawn.stall_seconds / 2,
+            fanout=rng.choice([1, 2]),
+        )
+        return drawn
+    return msgspec.structs.replace(
+        drawn,
+        hosts=1 + drawn.generators if drawn.generators > 2 and rng.random() < 0.7 else drawn.hosts,
+        fetch_seconds=rng.choice([0.0, 0.0, 2.0, 10.0]),
+        install_seconds=rng.choice([0.0, 0.0, 10.0, 60.0]),
+        fanout=rng.choice([1, 1, 2]),
+    )
 
 
 def _call_seconds(drawn: Workload, playing: float) -> float:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from r3async.config import load_command
+from r3async.tools.runs import RUNS, RUNS_ENV
 from r3async.tools.terminal import Terminal, echo
 from r3async.tools.usage import WithDefault
 from r3async.world.processes import printable_log
@@ -59,7 +60,9 @@ def submit(
     address: Address = "",
     token_file: Token = "",
     follow: Annotated[bool, typer.Option("--follow/--detach", help="show the log until the job ends")] = True,
-    runs: Annotated[Path, typer.Option(help="where run directories are made; every node must see it")] = Path("runs"),
+    runs: Annotated[
+        Path, typer.Option(help="where run directories are made; every node must see it", envvar=RUNS_ENV)
+    ] = RUNS,
     name: Annotated[str, typer.Option("--id", help="of the job", show_default="Ray's")] = "",
     check: Annotated[bool, typer.Option("--check/--no-check", help="refuse what cannot fit the cluster")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the job, and submit nothing")] = False,
@@ -69,7 +72,7 @@ def submit(
     from r3async.tools.submit.jobs import make_package
 
     config = load_command(preset, overrides or [])
-    plan = make_plan(config)
+    plan = make_plan(config, imports=not dry_run)
     package = make_package(config, preset, overrides or [], runs=runs)
     if dry_run:
         echo(json.dumps({"entrypoint": package.entrypoint, "runtime_env": package.runtime_env}, indent=2))
@@ -171,7 +174,7 @@ def cluster(
     from r3async.tools.plan import make_plan
 
     config = load_command(preset, overrides or [])
-    plan = make_plan(config)
+    plan = make_plan(config, imports=False)
     with _asking(address or config.cluster.address, token_file) as jobs:
         fit = check_fit(plan, config, ask_cluster(jobs.dashboard))
     echo(describe_fit(fit, plan))

@@ -14,6 +14,7 @@ import typer
 
 from r3async.config import ConfigError
 from r3async.config.read import name_problem
+from r3async.tools.runs import RUNS, NewRuns
 
 if TYPE_CHECKING:
     from r3async.tools.sweep.capacity import Capacity, Machine, Need
@@ -65,7 +66,7 @@ def sweep(
         bool, typer.Option("--dry-run", help="validate every run, and list them; start nothing")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="the results as one JSON object on the last line")] = False,
-    runs: Annotated[Path, typer.Option(help="where run directories are made", envvar="R3ASYNC_RUNS")] = Path("runs"),
+    runs: NewRuns = RUNS,
 ) -> None:
     """Make many runs from a plan: settings, seeds, initial models; then a report with intervals. Exit 1 if a run failed.
 
@@ -73,7 +74,7 @@ def sweep(
     """
     asked = Asked(plan, overrides or [], seeds, models, only, parallel)
     if dry_run:
-        checked = check(asked, _note)
+        checked = check(asked, _note, imports=False)
         for run in checked.runs:
             typer.echo(shlex.join(["r3async", "train", run.preset, *run.overrides]))
         typer.echo(described(checked))
@@ -89,8 +90,9 @@ def sweep(
         raise typer.Exit(1)
 
 
-def check(asked: Asked, say: Say) -> Checked:
-    """Every run that is asked for, validated as by `r3async train --dry-run`. Raises `ConfigError` that names the run."""
+def check(asked: Asked, say: Say, imports: bool = True) -> Checked:
+    """Every run that is asked for, validated as by `r3async train --dry-run`; see `make_plan` for `imports`. Raises `ConfigError`
+    that names the run."""
     from r3async.tools.plan import checked_plan
     from r3async.tools.sweep.capacity import at_once, here, largest, need
     from r3async.tools.sweep.plan import chosen, read_plan, runs_of
@@ -105,7 +107,7 @@ def check(asked: Asked, say: Say) -> Checked:
             config = run.config()
             cluster = config.cluster.address or cluster
             try:
-                needs.append(need(config, checked_plan(config), machine))
+                needs.append(need(config, checked_plan(config, imports), machine))
             except ConfigError as error:
                 raise ConfigError(f"run {run.name}: {error}") from error
     except ConfigError as error:

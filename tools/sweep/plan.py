@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -12,10 +11,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from r3async.config import Config, ConfigError, Section, did_you_mean, flat, load_command, parse_override
+from r3async.config import Config, ConfigError, Section, did_you_mean, flat, load_command, load_config, parse_override
+from r3async.config.places import beside
 from r3async.config.read import nested
 from r3async.config.section import Seed
+from r3async.config.short import SHORT
 from r3async.record.catalogue import METRICS, metric
+from r3async.untrusted import Malformed, decode_toml
 
 TAKEN = {
     "name": "each run has a name of its own",
@@ -104,22 +106,22 @@ class PlannedRun(NamedTuple):
     def config(self) -> Config:
         """Raises `ConfigError` that names the run."""
         try:
-            config = load_command(self.preset, self.overrides)
+            path = load_config(self.preset, self.overrides, None).model.path
+            if path and any(text.startswith("model.init.seed=") for text in self.overrides):
+                raise ConfigError(
+                    f"`initial_models` are numbers, for models that are made, and `model.path` = {path!r} is one that is there: "
+                    "name directories in `initial_models` instead"
+                )
+            return load_command(self.preset, self.overrides)
         except ConfigError as error:
             raise ConfigError(f"run {self.name}: {error}") from error
-        if config.model.path and any(text.startswith("model.init.seed=") for text in self.overrides):
-            raise ConfigError(
-                f"run {self.name}: `initial_models` are numbers, for models that are made, and `model.path` = "
-                f"{config.model.path!r} is one that is there: name directories in `initial_models` instead"
-            )
-        return config
 
 
 def read_plan(path: Path) -> SweepPlan:
     """Raises `ConfigError` that names the file, the key and the fix."""
     try:
-        data = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        data = decode_toml(path.read_bytes())
+    except Malformed as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     names = SweepPlan.__struct_fields__
     for key in data:
@@ -130,16 +132,32 @@ def read_plan(path: Path) -> SweepPlan:
         plan = msgspec.convert(data, SweepPlan)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    beside = path.parent / plan.preset
-    if plan.preset.endswith(".toml") and beside.is_file():
-        plan = msgspec.structs.replace(plan, preset=str(beside))
+    preset = path.parent / plan.preset
+    if plan.preset.endswith(".toml") and preset.is_file():
+        plan = msgspec.structs.replace(plan, preset=str(preset))
     try:
+        if path.parent.resolve() != Path.cwd():
+            plan = msgspec.structs.replace(
+                plan,
+                settings=beside(nested(plan.settings), path.parent),
+                variants={name: beside(nested(given), path.parent) for name, given in plan.variants.items()},
+                grid={key: [_beside(key, value, path.parent) for value in values] for key, values in plan.grid.items()},
+                initial_models=[_beside("model.path", each, path.parent) for each in plan.initial_models],
+            )
         points_of(plan)
         for run in runs_of(plan)[:1]:
             run.config()
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return plan
+
+
+def _beside(key: str, value: Any, directory: Path) -> Any:
+    """A setting's value, as a plan in that directory means it."""
+    if key in SHORT and not isinstance(value, str):
+        return value
+    long = {"data": "env.args.path", "reward": "env.args.reward"}.get(key, key)
+    return flat(beside(nested({key: value}), directory)).get(long, value)
 
 
 def points_of(plan: SweepPlan) -> list[Point]:

@@ -12,6 +12,7 @@ import msgspec
 
 from r3async.config import ConfigError
 from r3async.tools.sweep.plan import PlannedRun, SweepPlan, points_of, runs_of
+from r3async.untrusted import Malformed, decode_json
 from r3async.views.sweeps import PAGE, Results, Swept, SweptPoint, write_results
 from r3async.views.swept_runs import FINISHED, Curves, KeptRun, SweptRun, read_finished, write_finished
 from r3async.world.files import make_directory, replace_file
@@ -59,8 +60,8 @@ def read_record(directory: Path) -> Record | None:
             raise ConfigError(f"{directory} is the directory of a run: choose another name for the sweep (--name)")
         return None
     try:
-        return msgspec.json.decode((directory / RECORD).read_bytes(), type=Record)
-    except (msgspec.DecodeError, ValueError) as error:
+        return decode_json((directory / RECORD).read_bytes(), Record)
+    except Malformed as error:
         raise ConfigError(f"{directory / RECORD} cannot be read: {error}. Choose another --name") from error
 
 

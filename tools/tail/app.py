@@ -140,7 +140,8 @@ class TailApp(App[None]):
             loud = self.shown == "warnings"
             shown = [e for e in run.events if not loud or e.get("level") in view.LEVELS]
             title = view.rule(view.events_title(run, loud), width - 1)
-            return [title, *(map(view.event_line, shown) if shown else view.event_lines(run, width, 1, loud=loud))]
+            lines = [view.event_line(run, event) for event in shown]
+            return [title, *(lines or view.event_lines(run, width, 1, loud=loud))]
         return self._overview(run, width, height, window)
 
     def _overview(self, run: FollowedRun, width: int, height: int, window: int | None) -> list[Text]:

@@ -12,7 +12,7 @@ from typing import TextIO
 from r3async.record.events import format_event
 from r3async.tools.tail.live import describe_step
 from r3async.views.follow import FollowedRun
-from r3async.views.summary import NOT_TRAINED
+from r3async.views.summary import NOT_TRAINED, failure_kind
 from r3async.world.processes import printable
 
 POLL_SECONDS = 0.5
@@ -64,23 +64,32 @@ def print_lines(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """A line for every step and every warning so far; with `follow`, until the run ends or is silent for `patience` seconds.
+    """A line for every step and every warning so far; with `follow`, until the run ends or is silent for `patience` seconds. Each
+    kind of failure is one line, with its count, and at the end once more if it was met again.
 
     Returns 0, `FAILED` if the run failed or trained nothing, `SILENT` if nothing came. A reader who left
     (`| head`) ends it, with 0.
     """
-    last_news = clock()
+    last_news, told = clock(), dict[str, str]()
     try:
         while True:
             rows, events = run.poll()
             for event in events:
-                if event.get("level") in ("warning", "error", "critical"):
+                if kind := failure_kind(event):
+                    if kind in run.history.failures and kind not in told:
+                        told[kind] = run.history.failures[kind].describe()
+                        out.write(printable(format_event(event, told[kind]).splitlines()[0]) + "\n")
+                elif event.get("level") in ("warning", "error", "critical"):
                     out.write(printable(format_event(event).splitlines()[0]) + "\n")
             for row in rows:
                 of = f"/{run.planned_steps}" if run.planned_steps else ""
                 out.write(printable(f"{row.get('step', '?'):>4}{of}  {describe_step(row)}") + "\n")
             if rows or events:
                 last_news = clock()
+            if run.ended or not follow:
+                for kind, failure in run.history.failures.items():
+                    if told.get(kind) != (in_all := failure.describe()):
+                        out.write(printable(in_all) + "\n")
             if run.ended:
                 out.write(printable(f"{run.name}: {run.status} after {run.step} steps") + "\n")
             out.flush()

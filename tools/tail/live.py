@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from r3async.record.catalogue import finite
 from r3async.schedule.health import why_no_update
 
 PLAIN_EVERY_SECONDS = 5.0
@@ -17,8 +18,8 @@ def describe_step(row: dict[str, Any]) -> str:
     """One readable line of a metrics row. `tok/s` is generated > trained; of a supervised run, answers trained."""
 
     def number(name: str) -> float:
-        value = row.get(name)
-        return float("nan") if value is None else float(value)
+        value = finite(row.get(name))
+        return float("nan") if value is None else value
 
     def thousands(name: str) -> str:
         return f"{number(name) / 1000:.1f}k"
@@ -32,8 +33,8 @@ def describe_step(row: dict[str, Any]) -> str:
     return (
         f"reward {number('reward/mean'):.3f}  drift {number('rollout_kl/k3'):.0e}  "
         f"age {number('staleness/mean'):.1f}/{number('staleness/max'):.0f}  "
-        f"agree {number('routing/agreement'):.2f}  "
-        f"tok/s {thousands('throughput/generated_tokens_per_second')}>"
+        + (f"agree {number('routing/agreement'):.2f}  " if "routing/agreement" in row else "")
+        + f"tok/s {thousands('throughput/generated_tokens_per_second')}>"
         f"{thousands('throughput/trained_tokens_per_second')}"
     ) + (f"  no update: {why}" if (why := why_no_update(row)) else "")
 

@@ -73,10 +73,10 @@ class RemoteRun:
     def __init__(
         self, address: str, name: str, directory: Path, *, job: str | None = None, headers: dict[str, str] | None = None
     ):
-        from ray.job_submission import JobSubmissionClient
+        from r3async.tools.submit.jobs import open_client
 
         try:
-            self._client = JobSubmissionClient(address, headers=headers)
+            self._client = open_client(address, headers)
             environment = self._environment(job)
             code = f"import base64;exec(base64.b64decode('{_encoded()}'))"
             self._id = self._client.submit_job(
@@ -144,10 +144,10 @@ class RemoteRun:
 
     def _write(self, kind: str, data: bytes) -> None:
         if kind == "missing":
-            self._problem = data.decode()
+            self._problem = data.decode(errors="replace")
             self._known.set()
         elif kind == "name":
-            self.run_dir = self.directory / Path(data.decode()).name
+            self.run_dir = self.directory / Path(data.decode(errors="replace")).name
             self.run_dir.mkdir(parents=True, exist_ok=True)
         elif kind in ("config.toml", "events.jsonl", "metrics.jsonl", EVALUATION) and self.run_dir is not None:
             with (self.run_dir / kind).open("ab") as file:

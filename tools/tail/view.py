@@ -12,7 +12,6 @@ import numpy as np
 from rich.text import Text
 
 from r3async.record.catalogue import METRICS, Metric, in_order
-from r3async.record.events import event_details
 from r3async.schedule.health import why_no_update
 from r3async.tools.tail.draw import bar, plot, spark
 from r3async.views.charts import CHARTS, EVALUATED, PASSES, Chart, numbers_after
@@ -235,14 +234,14 @@ def overview(run: FollowedRun, width: int, window: int | None = None) -> list[Te
     return lines
 
 
-def event_line(event: dict[str, Any]) -> Text:
+def event_line(run: FollowedRun, event: dict[str, Any]) -> Text:
     level = str(event.get("level", ""))
     at = event.get("time")
     clock = time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, (int, float)) else "--:--:--"
     line = Text(f" {clock} ", style="dim")
     line.append(f"{event.get('role', '')!s} ", style="not dim")
     line.append(f"{event.get('event', '')!s}", style=f"not dim bold {LEVELS.get(level, '')}")
-    details = " ".join(event_details(event).split())
+    details = " ".join(run.history.details(event).split())
     return line.append(f" {details}") if details else line
 
 
@@ -251,7 +250,7 @@ def event_lines(run: FollowedRun, width: int, count: int, *, loud: bool = False)
     shown = [e for e in run.events if not loud or e.get("level") in LEVELS]
     if not shown:
         return [Text(" no warnings" if loud else " no events yet", style="dim")]
-    return [clip(event_line(event), width) for event in shown[-count:]]
+    return [clip(event_line(run, event), width) for event in shown[-count:]]
 
 
 def rule(title: str, width: int) -> Text:

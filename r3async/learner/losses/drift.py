@@ -19,7 +19,7 @@ value; its gradient is that of KL(ref || pi), which agrees with KL(pi || ref)'s 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from r3async.config import CorrectionConfig, RolloutKLConfig
 from r3async.learner.losses.policy_loss import bounded_exp, episode_sums
 
 TANGENT_FROM = 20.0
+SERIES_UP_TO = 1e-2
 PROBABILITY_LIMIT = 1e-6
 REACH_DOWN, REACH_UP = 0.7, 1.15
 """Of what a step tries first: the least that it is multiplied with after a step that was shortened, and with after one that was
@@ -49,11 +50,15 @@ def k3(delta: Tensor) -> Tensor:
     Computed by `expm1`, and near 0 by its series up to the fourth order (relative error below 1e-7): there the two terms
     cancel, and in float32 would leave little of the value below 1e-5 and nothing of the gradient below 1e-7. The tangent
     keeps a token that mu would sample once in 5e8 from overflowing, and its gradient from vanishing as a clamp's would.
+
+    The branch that is not taken has a gradient too, times 0, which is 0 only if that is finite: so the series sees no more than
+    it is for.
     """
     bounded = delta.clamp(max=TANGENT_FROM)
     tangent = torch.where(delta > TANGENT_FROM, math.expm1(TANGENT_FROM) * (delta - TANGENT_FROM), 0.0)
-    series = 0.5 * delta.square() * (1 + delta / 3 * (1 + delta / 4))
-    return torch.where(delta.abs() < 1e-2, series, torch.expm1(bounded) - bounded + tangent)
+    near = delta.clamp(-SERIES_UP_TO, SERIES_UP_TO)
+    series = 0.5 * near.square() * (1 + near / 3 * (1 + near / 4))
+    return torch.where(delta.abs() < SERIES_UP_TO, series, torch.expm1(bounded) - bounded + tangent)
 
 
 def measured_k3(delta: Tensor, limit: float) -> Tensor:
@@ -181,7 +186,8 @@ class TrustRegion:
     def __init__(self, config: RolloutKLConfig):
         self._config = config
         self._error: float | None = None
-        self._above: float | None = None
+        self._gaps: list[float | None] = []
+        """By age: how far served drift was above the replayed one when it was last measured."""
         self.coef = config.coef
         """Of the next step."""
         self.reach = 1.0
@@ -193,11 +199,14 @@ class TrustRegion:
         late: lengths that go up and down made an oscillation. What was too far once is tried again step by step."""
         self.reach = min(1.0, max(LEAST_REACH, self.reach * (max(share, REACH_DOWN) if share < 1 else REACH_UP)))
 
-    def update(self, measured: float, above: float | None = None) -> None:
-        """Once after each step. A measurement that is not finite changes nothing. `above`: of the served drift over the replayed
-        one, if this step measured it."""
-        if above is not None and math.isfinite(above):
-            self._above = above
+    def update(self, measured: float, gaps: Sequence[float | None] | None = None) -> None:
+        """Once after each step. A measurement that is not finite changes nothing. `gaps`: of each age, how far served drift is
+        above the replayed one, if this step measured it; None for an age without probed tokens."""
+        if gaps is not None:
+            before = self._gaps or [None] * len(gaps)
+            self._gaps = [
+                new if new is not None and math.isfinite(new) else old for new, old in zip(gaps, before, strict=True)
+            ]
         target = self._config.target
         if target is None or not math.isfinite(measured):
             return
@@ -211,10 +220,23 @@ class TrustRegion:
         known of it."""
         return replayed if served is None or self._config.measure == "replayed" else served
 
-    def estimate(self, replayed: float) -> float | None:
-        """Of the served drift of a step that did not measure it: as far above the replayed one, which is of this step, as it was
-        when it last was measured. None: it never was."""
-        return None if self._above is None else max(replayed + self._above, 0.0)
+    def estimate(self, replayed: float, tokens_by_age: Sequence[float]) -> float | None:
+        """Estimate the served drift of a step that did not measure it, from its replayed drift and its trained tokens' ages.
+
+        At each age it is as far above the replayed one as it was when that age was last measured, or the nearest age that was.
+        What was measured at age 0 stands for age 0 alone: there engine and learner have the same weights, so it says nothing of
+        what updates do to routers. None where nothing was measured that stands for all tokens.
+        """
+        measured = {age: gap for age, gap in enumerate(self._gaps) if gap is not None}
+        above = 0.0
+        for age, tokens in enumerate(tokens_by_age):
+            if not tokens:
+                continue
+            near = {abs(other - age): gap for other, gap in measured.items() if other == age or other > 0}
+            if not near:
+                return None
+            above += tokens * near[min(near)]
+        return max(replayed + above / max(sum(tokens_by_age), 1.0), 0.0)
 
     def breaks(self, measured: float) -> bool:
         """Whether a step with that drift must make no optimizer update: above `max`, or not finite. Never without `max`."""
@@ -223,11 +245,11 @@ class TrustRegion:
 
     def state(self) -> TrustRegionState:
         """What `restore` reads."""
-        return {"coef": self.coef, "error": self._error, "above": self._above, "reach": self.reach}
+        return {"coef": self.coef, "error": self._error, "gaps": self._gaps, "reach": self.reach}
 
     def restore(self, state: TrustRegionState) -> None:
         """Continue from a `state`, within the bounds of this configuration; without a `target` its coefficient holds."""
-        self._above, self.reach = state.get("above"), state.get("reach", 1.0)
+        self._gaps, self.reach = list(state.get("gaps", [])), state.get("reach", 1.0)
         if self._config.target is not None:
             self.coef, self._error = self._bounded(state["coef"]), state["error"]
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from r3async.learner import LearnerError
+from r3async.untrusted import decode_python_json
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The `config.json` of a Hugging Face model directory. Raises `LearnerError` if there is none that could be trained."""
     try:
-        config = json.loads((path / "config.json").read_text())
+        config = decode_python_json((path / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise LearnerError(
             f"`model.path` = {path} is not a Hugging Face model directory: config.json: {error}"

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import inspect
 import os
-import pkgutil
 import shutil
 import signal
 import sys
@@ -23,17 +22,21 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
+import psutil
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, Secret, ServingConfig, did_you_mean, revealed
+from r3async.config.places import resolve_name
 from r3async.data.records import Trajectory
 from r3async.envs.pool import passed_on
 from r3async.rollout.agents.session import Session
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeError, EpisodeTask
+from r3async.untrusted import Malformed, decode_object
 from r3async.world import World
 from r3async.world.appending import RETRY_SECONDS
 from r3async.world.files import replace_file
+from r3async.world.processes import processes_with
 from r3async.world.real import REAL
 
 if TYPE_CHECKING:
@@ -44,7 +47,10 @@ COMMAND, OUTSIDE = "agent-command", "agent-outside"
 KINDS = (COMMAND, OUTSIDE)
 TAIL_BYTES = 16_384
 ENDING_SECONDS = 5.0
-"""What a process may take to end after SIGTERM, before it is killed."""
+"""What processes may take to end after SIGTERM, before they are killed."""
+POLL_SECONDS = 0.05
+PIPE_BYTES = 2**20
+"""What a pipe holds at most."""
 
 Play = Callable[[EpisodeTask], Awaitable[Trajectory]]
 Agent = Callable[["AgentServer", Session], Awaitable[float | None]]
@@ -79,7 +85,7 @@ class FunctionAgent:
         if ":" not in path:
             raise ConfigError(f"`env.name` = {name!r} must be agent:module:function")
         try:
-            self._play = pkgutil.resolve_name(path)
+            self._play = resolve_name(path)
             inspect.signature(self._play).bind(base_url="", api_key="", task_seed=0, **args)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"`env.name` = {name!r} cannot be loaded: {error}") from error
@@ -97,7 +103,10 @@ class FunctionAgent:
             **self._env.arguments(),
         }
         if inspect.iscoroutinefunction(self._play):
-            return await self._play(**arguments)
+            try:
+                return await self._play(**arguments)
+            except SystemExit as error:  # which would end this process, and every episode in it
+                raise EpisodeError(f"the agent of {session.task.trajectory_id} ended with {error!r}") from error
         return await in_thread(lambda: self._play(**arguments), name=session.task.trajectory_id)
 
 
@@ -118,7 +127,9 @@ async def in_thread(work: Callable[[], Any], name: str) -> Any:
         try:
             result = work()
         except (SystemExit, KeyboardInterrupt, StopIteration) as error:
-            report(done.set_exception, EpisodeError(f"the agent of {name} ended with {error!r}"))
+            ended = EpisodeError(f"the agent of {name} ended with {error!r}")
+            ended.__cause__ = error
+            report(done.set_exception, ended)
         except BaseException as error:
             report(done.set_exception, error)
         else:
@@ -160,7 +171,7 @@ class CommandAgent:
     environment, beside `environment` and what `passed_on(variables)` lets it have of ours.
 
     The reward is the last line of its output, if that is `{"reward": x}`. Raises `EpisodeError` with the end of its stderr if it
-    exits with another code than 0. Cancelling ends it, and all that it started.
+    exits with another code than 0. When it exits, and when this is cancelled, all that it started is ended.
     """
 
     def __init__(
@@ -176,29 +187,28 @@ class CommandAgent:
 
     async def __call__(self, server: AgentServer, session: Session) -> float | None:
         program = shutil.which(self._command[0], path=_search_path()) or self._command[0]
-        process = await asyncio.create_subprocess_exec(
-            program,
-            *self._command[1:],
-            cwd=self._directory,
-            env=self._variables(server, session),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        try:
-            output, errors = await asyncio.gather(_tail(process.stdout), _tail(process.stderr))
-            code = await process.wait()
-        finally:
-            await _end(process)
-        if code:
-            output_end = (
-                errors.decode(errors="replace").strip() or output.decode(errors="replace").strip() or "no output"
+        with contextlib.closing(_Tail()) as output, contextlib.closing(_Tail()) as errors:
+            process = await asyncio.create_subprocess_exec(
+                program,
+                *self._command[1:],
+                cwd=self._directory,
+                env=self._variables(server, session),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output.entrance,
+                stderr=errors.entrance,
+                start_new_session=True,
             )
-            raise EpisodeError(f"{' '.join(self._command)!r} exited with {code}: {output_end[-1000:]}")
-        return last_reward(output.decode(errors="replace"))
+            try:
+                code = await process.wait()
+                # Before anything else is ended, which may write too.
+                said, complained = output.read(), errors.read()
+            finally:
+                await _end_all(process, session.key)
+        if code:
+            output_end = (complained.strip() or said.strip() or "no output")[-1000:]
+            *before, last = output_end.splitlines()  # of a traceback, the last line says what it was
+            raise EpisodeError("\n".join([f"{' '.join(self._command)!r} exited with {code}: {last}", *before]))
+        return last_reward(said)
 
     def _variables(self, server: AgentServer, session: Session) -> dict[str, str]:
         host = urlsplit(server.base_url).hostname or ""
@@ -218,34 +228,62 @@ class CommandAgent:
         }
 
 
-async def _tail(stream: asyncio.StreamReader) -> bytes:
-    """The last `TAIL_BYTES` of it."""
-    kept = b""
-    while chunk := await stream.read(TAIL_BYTES):
-        kept = (kept + chunk)[-TAIL_BYTES:]
-    return kept
+class _Tail:
+    """A pipe of which the last `TAIL_BYTES` are kept. Its end is not waited for: whatever a program started may hold that for
+    ever."""
+
+    def __init__(self) -> None:
+        self._exit, self.entrance = os.pipe()
+        os.set_blocking(self._exit, False)
+        self._kept = b""
+        asyncio.get_running_loop().add_reader(self._exit, self._take)
+
+    def read(self) -> str:
+        """The end of all that was written until now."""
+        self._take()
+        return self._kept.decode(errors="replace")
+
+    def _take(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self._exit, PIPE_BYTES)
+            self._kept = (self._kept + data)[-TAIL_BYTES:]
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._exit)
+        os.close(self._exit)
+        os.close(self.entrance)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """End the process and its group: asked first, then killed."""
+async def _end_all(process: asyncio.subprocess.Process, key: str) -> None:
+    """End a program and all that it started: asked first, then killed. They are known by its group, and by the `key` of the
+    episode in their environment where they have a session of their own."""
     for how in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, how)
-        if process.returncode is not None:
-            return
+        _signal_group(process.pid, how)
+        told: set[psutil.Process] = set()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), ENDING_SECONDS)
-            return
+            async with asyncio.timeout(ENDING_SECONDS):
+                while (left := await asyncio.to_thread(processes_with, key)) or process.returncode is None:
+                    for other in set(left) - told:
+                        with contextlib.suppress(psutil.Error):
+                            other.send_signal(how)
+                    told.update(left)
+                    await asyncio.sleep(POLL_SECONDS)
+                break
+    _signal_group(process.pid, signal.SIGKILL)
+
+
+def _signal_group(group: int, how: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, how)
 
 
 def last_reward(output: str) -> float | None:
     """The reward in the last line of a program's output, if that has one."""
     lines = output.strip().splitlines()
     try:
-        value = msgspec.json.decode(lines[-1]) if lines else None
-    except msgspec.DecodeError:
+        return decode_object(lines[-1]).get("reward") if lines else None
+    except Malformed:
         return None
-    return value.get("reward") if isinstance(value, dict) else None
 
 
 async def outside(server: AgentServer, session: Session) -> float | None:
@@ -323,6 +361,7 @@ async def agent_player(
     clock = world.clock.time
     server = AgentServer(engine, renderer, episode, serving, generator_id=generator_id, report=report, clock=clock)
     await server.start()
+    _reach_without_proxy(str(urlsplit(server.base_url).hostname))
     writing: asyncio.Task[None] | None = None
     try:
         if serving.enabled and directory is not None:
@@ -336,6 +375,15 @@ async def agent_player(
         if writing is not None:
             writing.cancel()
         await server.stop()
+
+
+def _reach_without_proxy(host: str) -> None:
+    """Have agents in this process, and programs that it starts, ask `host` itself: a proxy (HTTP_PROXY) would look for the
+    endpoint on its own machine."""
+    for name in ("NO_PROXY", "no_proxy"):
+        known = [each for each in os.environ.get(name, "").split(",") if each]
+        if host not in known:
+            os.environ[name] = ",".join([*known, host])
 
 
 async def _write_private(path: Path, data: bytes, report: Callable[..., object], world: World) -> None:

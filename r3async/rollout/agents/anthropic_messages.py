@@ -22,6 +22,7 @@ from r3async.rollout.agents.protocol import (
     stop_strings,
 )
 from r3async.rollout.agents.rendering import with_effort
+from r3async.untrusted import decode_object
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -177,7 +178,7 @@ def anthropic_answer(asked: Asked, answer: Answer) -> dict[str, Any]:
         content.append({"type": "text", "text": answer.message["content"]})
     for call in answer.calls:
         function = call["function"]
-        given = msgspec.json.decode(function["arguments"])
+        given = decode_object(function["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})
     sampled = answer.sampled
     ended = "stop_sequence" if sampled.stop else {"stop": "end_turn", "length": "max_tokens"}[sampled.finish]

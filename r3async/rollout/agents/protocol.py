@@ -19,6 +19,7 @@ import numpy as np
 
 from r3async.config import EpisodeConfig
 from r3async.envs import Message
+from r3async.untrusted import Malformed, decode_json
 
 
 class Refused(Exception):
@@ -48,9 +49,9 @@ def openai_error(refused: Refused) -> dict[str, Any]:
 
 class Sampled(msgspec.Struct, frozen=True):
     """One answer. `own_words`: what the policy sampled, without its stop token. `stop`: the stop string of the request that ended
-    it, if one did. `finish` is `stop` or `length`; `turn` counts the answers of the session."""
+    it, if one did. `finish` is `stop` or `length`. `name`: by it the session knows which turn it became."""
 
-    turn: int
+    name: str
     prompt_tokens: int
     token_ids: list[int]
     logprobs: np.ndarray
@@ -266,8 +267,8 @@ def _structured(call: Mapping[str, Any]) -> dict[str, Any]:
     """With arguments as an object, which is what templates write best; where they are none, as they are."""
     arguments = call["function"].get("arguments", {})
     if isinstance(arguments, str):
-        with contextlib.suppress(msgspec.DecodeError):
-            arguments = msgspec.json.decode(arguments)
+        with contextlib.suppress(Malformed):
+            arguments = decode_json(arguments)
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 

@@ -6,13 +6,13 @@ import asyncio
 import functools
 import itertools
 import json
+import logging
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from r3async.config import ConfigError, EpisodeConfig, ServingConfig, bare_host, in_url
@@ -40,13 +40,16 @@ from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeTask
 from r3async.transport.sockets import off_loop
+from r3async.untrusted import Malformed, decode_json, whole_number
 from r3async.world.real import REAL
 
 STOP_SECONDS = 2.0
 MAX_HEADERS = 64
 MAX_HEADER_BYTES = 8190
 """Of one header, and of the request line."""
-
+AIOHTTP_LOG = logging.getLogger(f"{__name__}.aiohttp")
+AIOHTTP_LOG.setLevel(logging.CRITICAL)
+"""What handlers raise is reported. The rest is what comes from strangers and is no HTTP, with a traceback each."""
 
 EDGES = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
 COUNT = "/v1/messages/count_tokens"
@@ -62,16 +65,26 @@ class OutsideTask(EpisodeTask, frozen=True):
         return f"outside{self.group_index}"
 
 
-def limit_connections(server: web.Server, most: int) -> None:
-    """Have `server` close at once every connection beyond `most`."""
-    accept = server.connection_made
+def limit_connections(server: web.Server, most: int) -> set[web.RequestHandler]:
+    """Have `server` keep at most `most` connections: beyond them, each new one takes the place of the oldest that is not in the
+    set which this returns, and is closed at once if all are."""
+    admitted: set[web.RequestHandler] = set()
+    accept, forget = server.connection_made, server.connection_lost
 
     def connection_made(handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        if len(server.connections) >= most:
-            transport.abort()
+        transports = {other: other.transport for other in server.connections}
+        open_ones = {other: at for other, at in transports.items() if at is not None and not at.is_closing()}
+        if len(open_ones) >= most:
+            next((at for other, at in open_ones.items() if other not in admitted), transport).abort()
         accept(handler, transport)
 
+    def connection_lost(handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        admitted.discard(handler)
+        forget(handler, exc)
+
     server.connection_made = connection_made  # type: ignore[method-assign]
+    server.connection_lost = connection_lost  # type: ignore[method-assign]
+    return admitted
 
 
 class AgentServer:
@@ -105,6 +118,8 @@ class AgentServer:
         self._offered: deque[Session] = deque()
         self._serial = itertools.count()
         self._runner: web.AppRunner | None = None
+        self._admitted: set[web.RequestHandler] = set()
+        """Connections that have shown a key, or the token."""
 
     async def start(self) -> None:
         """Listen. Raises `ConfigError` if `serving.host` and `serving.port`, or `serving.tool_parser`, cannot be had."""
@@ -124,6 +139,7 @@ class AgentServer:
             app,
             handler_cancellation=True,
             access_log=None,
+            logger=AIOHTTP_LOG,
             shutdown_timeout=STOP_SECONDS,
             keepalive_timeout=self.serving.read_timeout,
             max_line_size=MAX_HEADER_BYTES,
@@ -133,7 +149,7 @@ class AgentServer:
         )
         await self._runner.setup()
         assert self._runner.server is not None
-        limit_connections(self._runner.server, self.serving.max_connections)
+        self._admitted = limit_connections(self._runner.server, self.serving.max_connections)
         host, port = self.serving.host, self.serving.port
         try:
             await web.TCPSite(self._runner, bare_host(host), port, backlog=self.serving.max_connections).start()
@@ -195,12 +211,18 @@ class AgentServer:
         except web.HTTPException as error:
             refused = Refused(f"{request.method} {request.path}: {error.reason}", status=error.status)
         except Exception as error:
-            self._report("serving_failed", path=request.path, error=repr(error))
+            if not _has_gone(request):
+                self._report("serving_failed", path=request.path, error=repr(error))
             refused = Refused(f"internal error: {error!r}", status=500, kind="server_error")
         # What the official clients look at before they try again by themselves.
         headers = {"x-should-retry": "true" if refused.again else "false"}
         write = anthropic_error if _is_anthropic(request) else openai_error
-        return web.json_response(write(refused), status=refused.status, headers=headers)
+        response = web.json_response(write(refused), status=refused.status, headers=headers)
+        if refused.status == 401:
+            self._admitted.discard(request.protocol)
+        if request.protocol not in self._admitted:
+            response.force_close()  # whoever has no key has no use for one of `serving.max_connections`
+        return response
 
     def _bearer(self, request: web.Request) -> str:
         if "x-api-key" in request.headers:
@@ -212,6 +234,7 @@ class AgentServer:
         session = self._sessions.get(self._bearer(request))
         if session is None:
             raise closed_refusal()
+        self._admitted.add(request.protocol)
         return session
 
     async def _body(self, request: web.Request) -> Any:
@@ -222,8 +245,8 @@ class AgentServer:
         except TimeoutError:
             raise Refused(f"the body took longer than serving.read_timeout = {seconds:g} s", status=408) from None
         try:
-            return await off_loop(REAL.threads, len(body), msgspec.json.decode, body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return await off_loop(REAL.threads, len(body), decode_json, body)
+        except Malformed as error:
             raise Refused(f"the body is not JSON: {error}") from error
 
     def _refuse_many(self, **lists: Sequence[Any]) -> None:
@@ -237,23 +260,23 @@ class AgentServer:
         session = self._session(request)
         asked = edge.read(await self._body(request), self.settings, session.remembered)
         self._refuse_many(messages=asked.messages, tools=asked.tools)
-        sampled, message = await session.chat(session.read(asked.messages), asked)
-        answer = self._answer(edge.kind, session, sampled, message)
-        if asked.remembered is not None:
-            session.remembered[answer.id] = [*asked.remembered, message]
-        body = edge.write(asked, answer)
-        if asked.stream:
-            return await self._stream(request, list(edge.events(asked, body)), edge.end)
-        return web.json_response(body)
+        async with session.chat(session.read(asked.messages), asked) as (sampled, message):
+            answer = self._answer(edge.kind, sampled, message)
+            body = edge.write(asked, answer)
+            response = _stream(edge.events(asked, body), edge.end) if asked.stream else web.json_response(body)
+            await _hand_out(request, response)
+            if asked.remembered is not None:
+                session.remembered[answer.id] = [*asked.remembered, message]
+        return response
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         asked = read_completion(await self._body(request), self.settings)
-        sampled = await session.complete(asked.one_prompt, asked.max_tokens, stop_strings(asked.stop))
-        body = completion_answer(asked, self._answer("cmpl", session, sampled, {}))
-        if asked.stream:
-            return await self._stream(request, list(completion_events(asked, body)), DONE)
-        return web.json_response(body)
+        async with session.complete(asked.one_prompt, asked.max_tokens, stop_strings(asked.stop)) as sampled:
+            body = completion_answer(asked, self._answer("cmpl", sampled, {}))
+            response = _stream(completion_events(asked, body), DONE) if asked.stream else web.json_response(body)
+            await _hand_out(request, response)
+        return response
 
     async def _count(self, request: web.Request) -> web.Response:
         session = self._session(request)
@@ -261,28 +284,14 @@ class AgentServer:
         self._refuse_many(messages=asked.messages, tools=asked.tools)
         return web.json_response({"input_tokens": await session.count(asked)})
 
-    def _answer(self, kind: str, session: Session, sampled: Sampled, message: dict[str, Any]) -> Answer:
+    def _answer(self, kind: str, sampled: Sampled, message: dict[str, Any]) -> Answer:
         return Answer(
-            f"{kind}-{session.task.trajectory_id}-{sampled.turn}",
+            f"{kind}-{sampled.name}",
             self.serving.model_name,
             sampled,
             message,
             lambda: [self._renderer.decode([token]) for token in sampled.token_ids],
         )
-
-    async def _stream(
-        self, request: web.Request, events: list[tuple[str, dict[str, Any]]], end: bytes
-    ) -> web.StreamResponse:
-        """The engine answers at the end of an answer, so nothing can fail any more once this begins."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        for name, data in events:
-            head = f"event: {name}\n" if name else ""
-            await response.write(f"{head}data: {json.dumps(data)}\n\n".encode())
-        if end:
-            await response.write(end)
-        await response.write_eof()
-        return response
 
     async def _models(self, request: web.Request) -> web.Response:
         if not self._has_token(request):
@@ -330,7 +339,12 @@ class AgentServer:
         }
 
     def _has_token(self, request: web.Request) -> bool:
-        return self.serving.enabled and secrets.compare_digest(self._bearer(request).encode(), self.token.encode())
+        # A header may be any bytes; those that are no text are surrogates.
+        shown = self._bearer(request).encode(errors="surrogateescape")
+        admitted = self.serving.enabled and secrets.compare_digest(shown, self.token.encode())
+        if admitted:
+            self._admitted.add(request.protocol)
+        return admitted
 
     async def _begin(self, request: web.Request) -> web.Response:
         """With `task_seed`: a session that is not trained. Without: the next episode that waits for an agent."""
@@ -350,8 +364,10 @@ class AgentServer:
                 )
             session = self._offered.popleft()
         else:
-            if isinstance(seed, bool) or not isinstance(seed, int):
-                raise Refused(f"task_seed must be an integer, not {seed!r}", param="task_seed")
+            try:
+                seed = whole_number(seed, 0, 2**63 - 1)
+            except ValueError as error:
+                raise Refused(f"task_seed {error}", param="task_seed") from error
             if len(self._outside) >= self.serving.max_sessions:
                 raise Refused(
                     f"serving.max_sessions = {self.serving.max_sessions} are open", status=429, code="too_many_sessions"
@@ -359,7 +375,35 @@ class AgentServer:
             session = self.open(OutsideTask(next(self._serial), 0, seed))
             self._outside.add(session.key)
             asyncio.get_running_loop().call_later(self.settings.timeout, self.close, session)
-        return web.json_response({"key": session.key, "base_url": self.base_url, **self._summary(session)})
+        response = web.json_response({"key": session.key, "base_url": self.base_url, **self._summary(session)})
+        try:
+            await _hand_out(request, response)
+        except BaseException:
+            # Nobody has its key: it waits for the next one, or ends.
+            if session.key in self._outside:
+                self.close(session)
+            elif not session.closed.is_set():
+                self._offered.appendleft(session)
+            raise
+        return response
+
+
+def _stream(events: Iterable[tuple[str, dict[str, Any]]], end: bytes) -> web.Response:
+    """In one piece: the engine answers at the end of an answer, and half of one is none."""
+    named = [(f"event: {name}\n" if name else "", json.dumps(data)) for name, data in events]
+    text = "".join(f"{head}data: {data}\n\n" for head, data in named)
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    return web.Response(body=text.encode() + end, headers=headers)
+
+
+async def _hand_out(request: web.Request, response: web.Response) -> None:
+    """Send it. Raises `ConnectionError` if who asked has gone."""
+    await response.prepare(request)
+    await response.write_eof()
+
+
+def _has_gone(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
 
 
 def _is_anthropic(request: web.Request) -> bool:
@@ -369,8 +413,8 @@ def _is_anthropic(request: web.Request) -> bool:
 
 def _turn_of(answer_id: Any, session: Session) -> int:
     """Raises `Refused` for what is no answer's id, or that of an answer in another episode."""
-    kind, _, rest = str(answer_id).partition("-")
-    episode, _, turn = rest.rpartition("-")
-    if kind not in _KINDS or episode != session.task.trajectory_id or not turn.isdecimal():
+    kind, _, name = str(answer_id).partition("-")
+    turn = session.turn_of(name) if kind in _KINDS else -1
+    if turn < 0:
         raise Refused(f"{str(answer_id)[:100]!r} is not the id of an answer in this episode", param="id")
-    return int(turn)
+    return turn

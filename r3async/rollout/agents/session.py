@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
+import itertools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,7 +16,8 @@ import numpy as np
 
 from r3async.config import EpisodeConfig
 from r3async.data.records import Trajectory
-from r3async.envs import Message
+from r3async.data.routes import RoutingError
+from r3async.envs import MAX_REWARD, Message
 from r3async.rollout.agents.protocol import (
     Asked,
     MessageReader,
@@ -28,9 +29,10 @@ from r3async.rollout.agents.protocol import (
 from r3async.rollout.agents.rendering import rendering
 from r3async.rollout.agents.tool_parsers import Parse, builtin
 from r3async.rollout.chat import ChatRenderer, Conversation, Piece, Prompt, TemplateError, TextTooLong
-from r3async.rollout.engines import Engine, EngineError
+from r3async.rollout.engines import Engine, EngineError, Generation
 from r3async.rollout.episode import EngineCalls, EpisodeError, EpisodeTask, answer_capacity
-from r3async.rollout.samples import EpisodeSamples, PrefixBroken
+from r3async.rollout.samples import EngineCall, EpisodeSamples, PrefixBroken
+from r3async.untrusted import finite_number, shown_value, whole_number
 from r3async.world.real import REAL
 
 _TOKENIZER = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -66,8 +68,9 @@ class Session:
     """Everything that one key caused.
 
     A request is a whole conversation. What it repeats of earlier answers keeps the tokens that were sampled; what extends a
-    recorded sample continues it, and everything else branches (`EpisodeSamples`). Requests may overlap. `key` authenticates
-    requests for this episode. Belongs to one event loop.
+    recorded sample continues it, and everything else branches (`EpisodeSamples`). An answer is of the episode once somebody has
+    it: one that nobody could be given is no turn of it, and its prompt may be asked again. Requests may overlap. `key`
+    authenticates requests for this episode. Belongs to one event loop.
     """
 
     def __init__(
@@ -93,19 +96,24 @@ class Session:
         """What the engine failed with, too often."""
         self.remembered: dict[str, Sequence[Mapping[str, Any]]] = {}
         """Conversations that a request may go on from by the id of their last answer."""
-        self._generator_id, self._clock = generator_id, clock
+        self._generator_id, self._clock, self._report = generator_id, clock, report
         self._unrewarded, self._parse = unrewarded, parse
         self._samples = EpisodeSamples(engine.routing, settings.rows, settings.keeps_mask)
         name = task.trajectory_id
-        self._engine = EngineCalls(name, engine, self._samples, settings, renderer.stop_token_ids, report)
+        self._engine = EngineCalls(name, engine, settings, renderer.stop_token_ids, report)
         self._talks: list[_Talk] = []
         """Of the tokenizer's thread. The one that was answered last is the last."""
-        self._answers: dict[str, Piece] = {}
+        self._answers: dict[str, list[Piece]] = {}
         self._reader = MessageReader()
         self._spoken = SpokenMessages()
         self._texts: list[tuple[str, list[int]]] = []
         """What was completed, prompt and answer together, without its stop token."""
         self._calls: set[asyncio.Task[Any]] = set()
+        self._unanswered = 0
+        """Requests whose answers nobody has yet."""
+        self._numbers = itertools.count()
+        self._turns: dict[str, int] = {}
+        """Of answers that somebody has, by their names."""
         self._reward: float | None = None
         self._turn_rewards: dict[int, float] = {}
         self._preview: list[dict[str, str]] = []
@@ -118,29 +126,37 @@ class Session:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    async def chat(self, messages: Sequence[Message], asked: Asked = PLAIN) -> tuple[Sampled, dict[str, Any]]:
-        """The answer to the `messages` that `read` made of those of `asked`, and the message that it is handed out as. Raises
-        `Refused`. Cancelling it aborts the request."""
+    @contextlib.asynccontextmanager
+    async def chat(
+        self, messages: Sequence[Message], asked: Asked = PLAIN
+    ) -> AsyncIterator[tuple[Sampled, dict[str, Any]]]:
+        """The answer to the `messages` that `read` made of those of `asked`, and the message that it is handed out as, which has
+        to happen within the block (`_answer`). Raises `Refused`. Cancelling it aborts the request."""
         try:
             # Rendering and tokenising take a second a MiB: off the event loop, which others wait for too.
             talk, prompt = await in_tokenizer(self._conversation, messages, asked.tools, asked.template_args)
         except TextTooLong as error:
             raise self._too_long(f"{error.characters} characters") from error
-        sampled = await self._sample(prompt, asked.limit, asked.stop)
+        async with self._answer(prompt, asked.limit, asked.stop) as sampled:
+            content, calls = await self._parsed(sampled.text, asked, prompt.thinking)
+            message: dict[str, Any] = {"role": "assistant", "content": content}
+            if calls:
+                message |= {"content": content or None, "tool_calls": calls}
+            yield sampled, message
+        self._spoken.add(sampled.own_words, Message("assistant", content, tool_calls=_with_objects(calls)))
+        self._show(messages[-1].role, messages[-1].content, sampled.own_words)
+        # The next request waits for it in that thread, also where this one is cancelled now.
+        await asyncio.shield(in_tokenizer(self._answered, talk, sampled))
+
+    async def _parsed(self, text: str, asked: Asked, thinking: bool) -> tuple[str, list[dict[str, Any]]]:
         try:
-            content, calls = await self._parse(sampled.text, asked.tools)
+            content, calls = await self._parse(text, asked.tools, thinking)
         except (EngineError, TimeoutError) as error:
             self.failure = error
             raise Refused(f"the engine failed: {error!r}", status=500, kind="server_error") from error
-        if asked.one_call:
-            calls = calls[:1]
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if calls:
-            message |= {"content": content or None, "tool_calls": calls}
-        await in_tokenizer(self._answered, talk, sampled)
-        self._spoken.add(sampled.own_words, Message("assistant", content, tool_calls=_with_objects(calls)))
-        self._show(messages[-1].role, messages[-1].content, sampled.own_words)
-        return sampled, message
+        if self.closed.is_set():
+            raise closed_refusal()
+        return content, calls[:1] if asked.one_call else calls
 
     def read(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Those of a request; see `read_messages`."""
@@ -152,10 +168,14 @@ class Session:
 
         def counted() -> int:
             renderer = rendering(self.renderer, asked.template_args)
-            return len(renderer.encode(renderer.render(messages, asked.tools)))
+            text = renderer.render(messages, asked.tools)
+            renderer.check_length(len(text), self.settings.max_prompt_tokens)
+            return len(renderer.encode(text))
 
         try:
             return await in_tokenizer(counted)
+        except TextTooLong as error:
+            raise self._exceeds(f"{error.characters} characters") from error
         except TemplateError as error:
             raise Refused(str(error), param="messages") from error
 
@@ -217,14 +237,16 @@ class Session:
 
     def _answered(self, talk: _Talk, sampled: Sampled) -> None:
         """In the tokenizer's thread. The answer may be continued if the template is shown it in the policy's own words."""
-        text = talk.conversation.answered(sampled.token_ids, turn=sampled.turn)
+        text = talk.conversation.answered(sampled.token_ids, turn=self.turn_of(sampled.name))
         talk.answer = Message("assistant", text)
         self._talks = [*(other for other in self._talks if other is not talk), talk]
 
+    @contextlib.asynccontextmanager
     async def complete(
         self, prompt: str | Sequence[int], max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> Sampled:
-        """Continue a text, or token ids. What a text repeats from its beginning, with its answer, keeps its tokens."""
+    ) -> AsyncIterator[Sampled]:
+        """Continue a text, or token ids; what is sampled has to be handed out within the block. What a text repeats from its
+        beginning, with its answer, keeps its tokens."""
         most = self.settings.max_prompt_tokens
         if isinstance(prompt, str):
             by_length = sorted(self._texts, key=lambda known: len(known[0]), reverse=True)
@@ -238,28 +260,53 @@ class Session:
             if len(prompt) > most:
                 raise self._too_long(f"{len(prompt)} tokens")
             ids = list(prompt)
-            prompt = self.renderer.decode(ids)
         if not ids or min(ids) < 0 or max(ids) >= len(self.renderer.tokenizer):
             raise Refused(f"the prompt must be text or ids of 0..{len(self.renderer.tokenizer) - 1}", param="prompt")
-        sampled = await self._sample(Prompt(np.asarray(ids, np.int32)), max_tokens, stop)
+        if not isinstance(prompt, str):
+            prompt = self.renderer.decode(ids)
+        async with self._answer(Prompt(np.asarray(ids, np.int32)), max_tokens, stop) as sampled:
+            yield sampled
         ended = sampled.token_ids[-1] in self.renderer.stop_token_ids
         spoken = sampled.token_ids[:-1] if ended else sampled.token_ids
         self._texts.append((prompt + sampled.own_words, [*ids, *spoken]))
         self._show("user", prompt, sampled.own_words)
-        return sampled
 
     def _show(self, role: str, content: str, answer: str) -> None:
         if self.task.episode_index == 0:
             self._preview += [{"role": role, "content": content}, {"role": "assistant", "content": answer}]
 
-    async def _sample(self, prompt: Prompt, max_tokens: int | None, stop: Sequence[str]) -> Sampled:
+    @contextlib.asynccontextmanager
+    async def _answer(self, prompt: Prompt, max_tokens: int | None, stop: Sequence[str]) -> AsyncIterator[Sampled]:
+        """An answer, to be handed out within the block. Whoever leaves that by an exception has nobody to give it to: then the
+        episode is as if nothing had been asked."""
         capacity = self._capacity(len(prompt.token_ids), max_tokens)
-        asking = asyncio.ensure_future(self._engine.answer(prompt, capacity, stop))
-        self._calls.add(asking)
         try:
-            turn, generation = await asking
+            call = self._samples.begin(prompt.token_ids, prompt.turn, prompt.shared)
         except PrefixBroken as error:
             raise Refused(str(error), code="prefix_broken") from error
+        self._unanswered += 1
+        sampled = None
+        try:
+            generation = await self._generated(call, capacity, stop)
+            sampled = self._sampled(len(prompt.token_ids), generation, stop)
+            yield sampled
+        except BaseException as error:
+            self._samples.cancel(call)
+            if sampled is not None and not isinstance(error, Refused) and not self.closed.is_set():
+                self._report("answer_undelivered", episode=self.task.trajectory_id, tokens=len(sampled.token_ids))
+            raise
+        finally:
+            self._unanswered -= 1
+        try:
+            self._turns[sampled.name] = self._samples.end(call, generation)
+        except RoutingError as error:
+            self.failure = error  # whoever asked has his answer, and cannot be told any more
+
+    async def _generated(self, call: EngineCall, capacity: int, stop: Sequence[str]) -> Generation:
+        asking = asyncio.ensure_future(self._engine.answer(call, capacity, stop))
+        self._calls.add(asking)
+        try:
+            return await asking
         except asyncio.CancelledError:
             if self.closed.is_set():
                 raise closed_refusal() from None
@@ -269,12 +316,14 @@ class Session:
             raise Refused(f"the engine failed: {error}", status=500, kind="server_error") from error
         finally:
             self._calls.discard(asking)
+
+    def _sampled(self, prompt_tokens: int, generation: Generation, stop: Sequence[str]) -> Sampled:
         ids = generation.token_ids.tolist()
         text = self.renderer.text(ids)
         places = sorted((text.find(one), one) for one in stop if one in text)
         return Sampled(
-            turn=turn,
-            prompt_tokens=len(prompt.token_ids),
+            name=f"{self.task.trajectory_id}-{next(self._numbers)}",
+            prompt_tokens=prompt_tokens,
             token_ids=ids,
             logprobs=generation.logprobs,
             own_words=text,
@@ -289,8 +338,7 @@ class Session:
         if max_tokens is not None and max_tokens < 1:
             raise Refused(f"max_tokens = {max_tokens} must be at least 1", param="max_tokens")
         settings = self.settings
-        # One that has been answered is in `turns` already, though its caller has not seen it.
-        if self.turns + sum(not call.done() for call in self._calls) >= settings.max_turns:
+        if self.turns + self._unanswered >= settings.max_turns:
             self.limit = "turns"
             raise Refused(
                 f"this episode has had its episode.max_turns = {settings.max_turns} answers", code="max_turns_exceeded"
@@ -302,6 +350,9 @@ class Session:
 
     def _too_long(self, what: str) -> Refused:
         self.limit = "length"
+        return self._exceeds(what)
+
+    def _exceeds(self, what: str) -> Refused:
         most = min(self.settings.max_prompt_tokens, self.settings.max_total_tokens - 1)
         return Refused(
             f"This model's maximum context length is {most} tokens of prompt (episode.max_prompt_tokens, "
@@ -315,17 +366,28 @@ class Session:
     def reward(self, reward: float, turn: int | None = None) -> None:
         """What the episode earned in the end, or what the answer `turn` earned. They add up; saying either again replaces it.
 
-        What the episode earned is credited at its last answer. Raises `ValueError` for a reward that is not a finite number or
-        a turn that there is not.
+        What the episode earned is credited at its last answer. Raises `ValueError` for a reward that is not a finite number, for
+        rewards that are beyond `MAX_REWARD` together, and for a turn that there is not.
         """
-        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise ValueError(f"a reward must be a finite number, not {reward!r}")
+        try:
+            if isinstance(reward, bool):
+                raise TypeError(f"must be a finite number, not {reward}")
+            earned = finite_number(reward, MAX_REWARD)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a reward {error}") from error
+        try:
+            turn = None if turn is None else whole_number(turn, 0, self.turns - 1)
+        except ValueError as error:
+            raise ValueError(
+                f"there is no turn {shown_value(turn)}: the episode has {self.turns} so far, counted from 0"
+            ) from error
+        whole, by_turn = (earned, {}) if turn is None else (self._reward or 0.0, {turn: earned})
+        if (total := abs(whole) + sum(map(abs, {**self._turn_rewards, **by_turn}.values()))) > MAX_REWARD:
+            raise ValueError(f"a reward of {earned:g} makes {total:g} together, and {MAX_REWARD:g} is the most")
         if turn is None:
-            self._reward = float(reward)
-        elif isinstance(turn, bool) or not isinstance(turn, int) or not 0 <= turn < self.turns:
-            raise ValueError(f"there is no turn {turn!r}: the episode has {self.turns} so far, counted from 0")
+            self._reward = earned
         else:
-            self._turn_rewards[turn] = float(reward)
+            self._turn_rewards[turn] = earned
 
     @property
     def rewarded(self) -> bool:
@@ -339,6 +401,10 @@ class Session:
     @property
     def total_reward(self) -> float:
         return (self._reward or 0.0) + sum(self._turn_rewards.values())
+
+    def turn_of(self, name: str) -> int:
+        """Of the answer of that name (`Sampled`); -1 if nobody was given one."""
+        return self._turns.get(name, -1)
 
     def close(self) -> None:
         """Answer nothing more; running requests are aborted."""

@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from r3async.config import ConfigError
-from r3async.envs.tool_calls import parse_answer
+from r3async.envs.tool_calls import offered_names, parse_answer, split_thoughts
 from r3async.rollout.agents.protocol import chat_call
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine, EngineError
+from r3async.untrusted import Malformed, decode_object
 
 BUILT_IN, BY_MODEL = "builtin", "auto"
 Calls = list[dict[str, Any]]
-Parse = Callable[[str, Sequence[Mapping[str, Any]]], Awaitable[tuple[str, Calls]]]
-"""`content, tool_calls` of an answer, in OpenAI's shape."""
+Parse = Callable[[str, Sequence[Mapping[str, Any]], bool], Awaitable[tuple[str, Calls]]]
+"""`content, tool_calls` of an answer, in OpenAI's shape; True: the answer begins within a thought."""
 
 FORMS = (
     ("<parameter=", "qwen3_coder"),
@@ -35,8 +34,8 @@ FORMS = (
 """What a chat template writes around a call, and vLLM's parser of that form. The first that a template has counts."""
 
 
-async def builtin(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Calls]:
-    return parse_answer(text, tools)
+async def builtin(text: str, tools: Sequence[Mapping[str, Any]], thinking: bool) -> tuple[str, Calls]:
+    return parse_answer(text, tools, thinking=thinking)
 
 
 def form_of(template: str) -> str:
@@ -69,19 +68,22 @@ async def tool_parser(
         report("tool_parser_unavailable", parser=wanted, error=str(error))
         return builtin
 
-    async def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Calls]:
+    async def parse(text: str, tools: Sequence[Mapping[str, Any]], thinking: bool) -> tuple[str, Calls]:
         if not tools:
             return text, []
-        content, calls = await of_engine(wanted, text, tools)
-        if not all(_is_object(arguments) for _, _, arguments in calls):
+        thoughts, spoken = split_thoughts(text, thinking=thinking)
+        content, calls = await of_engine(wanted, spoken, tools)
+        offered = offered_names(tools)
+        if not calls or not all(name in offered and _is_object(arguments) for _, name, arguments in calls):
             return text, []
-        return content.strip() if calls else text, [chat_call(*call) for call in calls]
+        return (thoughts + content).strip(), [chat_call(*call) for call in calls]
 
     return parse
 
 
 def _is_object(arguments: str) -> bool:
     try:
-        return isinstance(msgspec.json.decode(arguments), dict)
-    except msgspec.DecodeError:
+        decode_object(arguments)
+    except Malformed:
         return False
+    return True

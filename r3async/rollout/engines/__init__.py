@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -17,6 +15,8 @@ from r3async.data.supports import Supports
 from r3async.data.versions import VersionSpan
 from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.probe import SampledProbe, probe_positions
+from r3async.world import World
+from r3async.world.real import REAL
 
 NAMES = "tensor-names.json"
 """In a model directory without weights: the names of its tensors, a list. An engine then begins with made-up weights."""
@@ -136,14 +136,14 @@ class Engine(Protocol):
     async def stop(self) -> None: ...
 
 
-def build_engine(config: Config, model_path: str, seed: int, clock: Callable[[], float] = time.perf_counter) -> Engine:
+def build_engine(config: Config, model_path: str, seed: int, world: World = REAL) -> Engine:
     """Not started. `seed`: of what a model samples. Raises `ValueError` for `generator.engine_args` that it does not know."""
     settings = config.generator
     # Each takes what the other does without.
     if settings.engine == "scripted":
         from r3async.rollout.engines.scripted import scripted_engine
 
-        return scripted_engine(model_path, clock, **settings.engine_args)
+        return scripted_engine(model_path, world, **settings.engine_args)
     from r3async.rollout.engines.vllm import VllmEngine
 
     return VllmEngine(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import itertools
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,20 +18,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 
+from r3async.data.container import decode_header
 from r3async.data.model_shape import RoutingShape, moe_geometry
 from r3async.data.routes import route_dtype
 from r3async.data.supports import Supports
 from r3async.data.versions import SpanRecorder, expand
 from r3async.rollout.engines import EngineError, Generation, GenerationRequest, InstallReport
-from r3async.weights.manifest import Difference, WeightManifest
+from r3async.untrusted import decode_python_json
+from r3async.weights.manifest import Difference, WeightError, WeightManifest
+from r3async.world import Files, World
+from r3async.world.real import REAL
 
 Script = Callable[[GenerationRequest, int], Sequence[int]] | Sequence[Sequence[int]]
 """The answer to call number `call_index`, or a table of answers that is begun again at its end."""
 
 
 DIGEST = "scripted.digest"
-"""Tensor of the scripted learner: its weights, of which the engine knows the checksum."""
+"""Tensor of the scripted learner: its weights, of which the engine reads the checksum from the version's file."""
 
 MASK = 0xFFFFFFFF
 
@@ -77,7 +82,8 @@ class ScriptedEngine:
     token ends as if its last token were one. `pace` is awaited before each token: a test that holds it back can
     install new weights, abort or cancel in the middle of an answer. Or `seconds(tokens, running)` gives how long so many tokens
     take while so many calls run: one wait for the whole answer. `before_install` is awaited while installing, and
-    what it raises is the installation's failure. `rows` is how many of the routes come back. `clock`: in seconds.
+    what it raises is the installation's failure. Then the version's file is read from `files`, and compared with its manifest,
+    if it is the scripted learner's. `rows` is how many of the routes come back. `clock`: in seconds.
     """
 
     def __init__(
@@ -91,6 +97,7 @@ class ScriptedEngine:
         rows: Literal["all", "half", "none"] = "all",
         keep_calls: bool = True,
         clock: Callable[[], float] = time.perf_counter,
+        files: Files = REAL.files,
     ):
         self.version = -1
         self.routing = routing
@@ -101,7 +108,7 @@ class ScriptedEngine:
         """Versions in the order of their installation."""
         self._keys: dict[int, int] = {}
         """By version: what stands for its weights."""
-        self._script, self._clock = script, clock
+        self._script, self._clock, self._files = script, clock, files
         self._pace, self._seconds = pace, seconds
         self._before_install = before_install or (lambda manifest: _no_pause())
         self._rows = rows
@@ -202,6 +209,8 @@ class ScriptedEngine:
             try:
                 async with asyncio.timeout(timeout):
                     await self._before_install(manifest)
+                if DIGEST in manifest.tensors:
+                    self._keys[manifest.version] = self._read(manifest)
             except Exception as error:
                 self._started = False
                 raise EngineError(f"installing version {manifest.version} failed: {error!r}") from error
@@ -209,12 +218,19 @@ class ScriptedEngine:
             self._install(manifest, started, seconds)
             return InstallReport(manifest.version, update_seconds=seconds, pause_seconds=seconds)
 
+    def _read(self, manifest: WeightManifest) -> int:
+        """The key of the weights in the version's file. Raises `WeightError` if they are not those of the manifest."""
+        key = weights_key(Path(manifest.path), self._files)
+        if key != manifest.tensors[DIGEST].checksum:
+            raise WeightError(
+                f"{manifest.path}: tensor {DIGEST!r} is corrupt: its checksum differs from the published one"
+            )
+        return key
+
     def _install(self, manifest: WeightManifest, began: float, seconds: float) -> None:
         self.version = manifest.version
         self.installed.append(manifest.version)
         self._paused += seconds
-        if DIGEST in manifest.tensors:
-            self._keys[manifest.version] = manifest.tensors[DIGEST].checksum
         for calls in self._running.values() if self._seconds is not None else ():
             for call in calls:
                 if call.seconds:  # else it has not begun
@@ -293,23 +309,45 @@ class ScriptedEngine:
         return rows.astype(route_dtype(self.routing.num_experts))
 
 
+def weights_key(path: Path, files: Files) -> int:
+    """Checksum of the scripted learner's weights as they are in the file of a version. Raises `WeightError`."""
+    try:
+        with files.open(path) as file:
+            content = file.map()
+            found, begin = decode_header(content)
+            start, stop = found[DIGEST].data_offsets
+            return xxhash.xxh3_64_intdigest(content[begin + start : begin + stop])
+    except (OSError, ValueError, KeyError) as error:
+        raise WeightError(f"{path} cannot be read: {error}") from error
+
+
 def scripted_engine(
-    model_path: str, clock: Callable[[], float] = time.perf_counter, token_seconds: float = 0.0, **unknown: Any
+    model_path: str, world: World = REAL, token_seconds: float = 0.0, install_seconds: float = 0.0, **unknown: Any
 ) -> ScriptedEngine:
     """Answers in letters that nobody thought about, with routes of the model's geometry; `token_seconds` a token. The same call
-    of the same episode has the same answer, whoever plays it, and however often."""
+    of the same episode has the same answer, whoever plays it, and however often. Weights take up to `install_seconds` to
+    install: the first ones anything up to that, later ones mostly much less."""
     if unknown:
         raise ValueError(
-            f"`generator.engine_args` has {', '.join(map(repr, unknown))}: the scripted engine knows `token_seconds` only"
+            f"`generator.engine_args` has {', '.join(map(repr, unknown))}: the scripted engine knows `token_seconds` and "
+            "`install_seconds` only"
         )
-    routing, _ = moe_geometry(json.loads((Path(model_path) / "config.json").read_text()))
+    routing, _ = moe_geometry(decode_python_json((Path(model_path) / "config.json").read_bytes()))
+
+    installed = itertools.count()
+
+    async def install(manifest: WeightManifest) -> None:
+        share = scripted_hash(zlib.crc32(world.unique().encode()), manifest.version, 0) / 2**32
+        await asyncio.sleep(install_seconds * (share**3 if next(installed) else share))
 
     return ScriptedEngine(
         lambda request, index: babble(request, zlib.crc32(request.request_id.encode())),
         routing=routing,
         seconds=(lambda tokens, running: token_seconds * tokens) if token_seconds else None,
+        before_install=install if install_seconds else None,
         keep_calls=False,
-        clock=clock,
+        clock=world.clock.monotonic,
+        files=world.files,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from r3async.rollout.engines import NAMES, EngineError, Generation, GenerationRe
 from r3async.rollout.engines.vllm_client import Core
 from r3async.rollout.engines.vllm_messages import sampling
 from r3async.rollout.engines.vllm_requests import CALL_TIMEOUT, Requests, Running, differences, install
+from r3async.untrusted import decode_json, decode_python_json
 from r3async.weights.manifest import Difference, WeightManifest
 from r3async.world.stages import begin_task
 
@@ -57,7 +57,9 @@ class VllmEngine:
         engine_args: Mapping[str, Any] | None = None,
     ):
         self.version = -1
-        self.routing, self._moe_layers = moe_geometry(json.loads((Path(model_path) / "config.json").read_text()))
+        self.routing, self._moe_layers = moe_geometry(
+            decode_python_json((Path(model_path) / "config.json").read_bytes())
+        )
         self._threads = threads
         self._kv_cache_bytes = int(kv_cache_gib * 2**30)
         own = ours(
@@ -338,7 +340,7 @@ def checkpoint_names(directory: Path) -> frozenset[str]:
 
     names: set[str] = set()
     if (directory / NAMES).is_file():
-        names.update(json.loads((directory / NAMES).read_text()))
+        names.update(decode_json((directory / NAMES).read_bytes(), list[str]))
     for path in directory.glob("*.safetensors"):
         with safe_open(path, framework="np") as file:
             names.update(file.keys())

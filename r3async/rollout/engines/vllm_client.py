@@ -39,6 +39,7 @@ from r3async.rollout.engines.vllm_messages import (
     Returned,
     Sampling,
 )
+from r3async.untrusted import decode_msgpack
 from r3async.world.processes import collector_paused, program_apart
 
 KILL_SECONDS = 5.0
@@ -95,7 +96,7 @@ class Core:
             await starting.send_multipart([name, self._encoder.encode({"addresses": addresses, "parallel_config": {}})])
             self._engine, ready = await self._received(self._input)
             await self._received(starting)
-        facts = msgspec.msgpack.decode(ready, type=Ready)
+        facts = decode_msgpack(ready, Ready)
         self.max_model_len, self.block_size = facts.max_model_len, facts.block_size
 
     async def add(self, request_id: str, prompt_ids: list[int], params: Sampling, salt: str | None) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from r3async.data.supports import Supports
 from r3async.data.versions import SpanRecorder
 from r3async.rollout.engines import CorruptWeights, EngineError, InstallReport
+from r3async.untrusted import decode_msgpack
 from r3async.weights.manifest import Difference, WeightError, WeightManifest
 from r3async.weights.reading import verify
 
@@ -283,7 +284,7 @@ async def differences(requests: Requests, manifest: WeightManifest, timeout: flo
         async with asyncio.timeout(timeout):
             await requests.llm.pause_generation(mode="keep", clear_cache=False)
             answers = await requests.llm.collective_rpc("r3_differences", args=(msgspec.msgpack.encode(manifest),))
-            found = [d for answer in answers for d in msgspec.msgpack.decode(answer, type=list[Difference])]
+            found = [d for answer in answers for d in decode_msgpack(answer, list[Difference])]
             if not found:
                 await requests.llm.resume_generation()
     except BaseException as error:

@@ -21,6 +21,7 @@ from r3async.rollout.engines.vllm_cpu import repack_cpu_experts, repack_cpu_tied
 from r3async.rollout.engines.vllm_masks import keep_masks
 from r3async.rollout.engines.vllm_plan import Plan, Watch, digests
 from r3async.rollout.engines.vllm_sender import check_group, published_names
+from r3async.untrusted import decode_msgpack
 from r3async.weights.manifest import WeightError, WeightManifest
 from r3async.weights.nccl import ask
 from r3async.weights.reading import VersionFile, map_privately
@@ -110,7 +111,7 @@ class WorkerExtension:
         vLLM's loader and for a module that the loader did not fill, or whatever the loader raises; the model then holds neither
         version and must not be run.
         """
-        published = msgspec.msgpack.decode(manifest, type=WeightManifest)
+        published = decode_msgpack(manifest, WeightManifest)
         self.r3_holds = (-1, 0)
         if published.source is None:
             self.r3_load(published)
@@ -222,7 +223,7 @@ class WorkerExtension:
 
     def r3_differences(self, manifest: bytes) -> bytes:
         """See `differences`; msgpack."""
-        published = msgspec.msgpack.decode(manifest, type=WeightManifest)
+        published = decode_msgpack(manifest, WeightManifest)
         runner = self.model_runner  # type: ignore[attr-defined]
 
         def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

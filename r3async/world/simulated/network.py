@@ -27,7 +27,17 @@ from typing import Any
 
 from r3async.world import OnMessage
 from r3async.world.simulated.loop import Process, Timer, VirtualLoop
-from r3async.world.simulated.sockets import ANY, Connection, Dealer, Observe, Router, SimulatedSocket, parse
+from r3async.world.simulated.sockets import (
+    ANY,
+    Connection,
+    Dealer,
+    Frames,
+    Observe,
+    Route,
+    Router,
+    SimulatedSocket,
+    parse,
+)
 
 FIRST_PORT = 49152
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -53,6 +63,8 @@ class SimulatedNetwork:
         self.loop, self.rng, self.observe = loop, rng, observe
         self.delay: Callable[[Random], float] = lambda rng: draw(Delays.message, rng)
         self.damage = 0.0
+        self.spoils: Callable[[Route, Frames], bool] = self._spoils
+        """Whether one bit of a message that arrives has changed."""
         self.bandwidth: float | None = None
         self.busy: dict[tuple[str, str], float] = {}
         """Until when each link sends what it has."""
@@ -62,6 +74,9 @@ class SimulatedNetwork:
         self._ports = itertools.count(FIRST_PORT)
         self._bound: dict[tuple[str, int], Router] = {}
         self._faults: list[Fault] = []
+
+    def _spoils(self, route: Route, frames: Frames) -> bool:
+        return bool(self.damage) and self.rng.random() < self.damage
 
     @property
     def now(self) -> float:

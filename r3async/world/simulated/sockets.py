@@ -141,7 +141,7 @@ class Way:
         if self.target.closed:
             network.observe("lost", self.route, frames)
             return
-        if network.damage and network.rng.random() < network.damage:
+        if network.spoils(self.route, frames):
             frames = flip_bit(network.rng, frames)
         network.observe("arrived", self.route, frames)
         self.target.on_message([Received(self.route.identity), *frames] if self.route.to_router else list(frames))

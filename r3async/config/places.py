@@ -1,0 +1,133 @@
+"""Where a configuration's files are, and what a name in one of them stands for."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from r3async.config.generation import MIX
+from r3async.config.section import did_you_mean
+from r3async.config.short import DATASET
+
+USER_PATH = "R3ASYNC_USER_PATH"
+"""Environment variable of every process of a run: where it was started, and so where the user's own modules and files are."""
+
+
+def find_file(path: str) -> Path:
+    """A relative path is one from where the run was started."""
+    return Path(os.environ.get(USER_PATH, os.getcwd())) / Path(path).expanduser()
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def resolve_name(path: str) -> Any:
+    """What `module:name`, or `file.py:name`, stands for. Raises `ImportError`, `AttributeError` or `ValueError` if there is no
+    such thing, and what the module raises."""
+    place, _, name = path.rpartition(":")
+    if not place.endswith(".py"):
+        return pkgutil.resolve_name(path)
+    module = _load_module(place)
+    if not hasattr(module, name):
+        own = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
+        hint = did_you_mean(name, own, f"it has {', '.join(own) or 'none'}")
+        raise AttributeError(f"{place} has no {name!r}; {hint}")
+    return getattr(module, name)
+
+
+@functools.cache
+def _load_module(place: str) -> ModuleType:
+    """That of a file, which may import what lies beside it."""
+    file = find_file(place)
+    if not file.is_file():
+        raise ImportError(f"there is no file {file}")
+    spec = importlib.util.spec_from_file_location(f"user_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    finally:
+        sys.path.remove(str(file.parent))
+    return module
+
+
+# -- paths in a TOML file ----------------------------------------------------------------------------------------------
+
+
+def beside(layer: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """What a TOML file in `directory` says, with the files that lie beside it by their paths from here. What does not lie there
+    is looked for where the command is typed, and so is left as it is."""
+
+    def path(value: Any) -> Any:
+        return str(directory / value) if isinstance(value, str) and value and (directory / value).exists() else value
+
+    def file(value: Any) -> Any:
+        """What may be a name of something else as well: a preset, a split."""
+        return path(value) if isinstance(value, str) and (directory / value).is_file() else value
+
+    def name(value: Any) -> Any:
+        """`module:name` or `file.py:name`, with what may stand before it (`agent:`)."""
+        if not isinstance(value, str) or ":" not in value:
+            return value
+        head, _, last = value.rpartition(":")
+        kind, colon, place = head.rpartition(":")
+        source = directory / (place if place.endswith(".py") else f"{place}.py")
+        return f"{kind}{colon}{source}:{last}" if source.is_file() else value
+
+    def reward(value: Any) -> Any:
+        if isinstance(value, list):
+            return [{**each, "fn": name(each.get("fn"))} if isinstance(each, Mapping) else name(each) for each in value]
+        return name(value)
+
+    def environment(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        called, args = value.get("name"), value.get("args")
+        out = dict(value)
+        if called == MIX and isinstance(args, Mapping):
+            return {**out, "args": {label: environment(each) for label, each in args.items()}}
+        if isinstance(called, str):
+            kind, colon, rows = called.partition(":")
+            out["name"] = f"{kind}{colon}{path(rows)}" if kind == DATASET else name(called)
+            if kind == DATASET and isinstance(args, Mapping):
+                out["args"] = _changed(args, {"path": path, "eval": file, "reward": reward})
+        return out
+
+    def sets(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {label: _changed(each, {"env": environment}) for label, each in value.items()}
+
+    return _changed(
+        layer,
+        {
+            "extends": file,
+            "env": environment,
+            "model": lambda section: _changed(section, {"path": path}),
+            "transport": lambda section: _changed(section, {"keys": path}),
+            "evaluation": lambda section: _changed(section, {"env": environment, "sets": sets}),
+            "algorithm": lambda section: _changed(
+                section, {"policy_loss": name, "distillation": lambda inner: _changed(inner, {"teacher": path})}
+            ),
+        },
+    )
+
+
+def _changed(section: Any, how: Mapping[str, Callable[[Any], Any]]) -> Any:
+    """With what each of these makes of its key, as far as the section has it."""
+    if not isinstance(section, Mapping):
+        return section
+    return {key: how[key](value) if key in how else value for key, value in section.items()}

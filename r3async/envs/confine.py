@@ -1,0 +1,93 @@
+"""The program between the sandbox and a command: it takes limits, has mounts of its own, and then becomes the command.
+
+It runs by itself (`python -I -S confine.py SETTINGS COMMAND…`) inside the namespaces that `unshare` made, so it imports the
+standard library only. A function called between fork and exec would do the same, but a process with threads must run no Python
+there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDERS = ("work", "home", "tmp")
+"""Of a sandbox: where its commands start, their HOME, and their TMPDIR."""
+
+_MS_NOSUID, _MS_NODEV, _MS_BIND = 2, 4, 4096
+_AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR, _READ_ONLY = -100, 0x8000, 442, 1
+_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 24, 38, 47, 4
+_CAPABILITIES = 64
+"""More than there are: those that the kernel does not know are refused, which is no harm."""
+_CAPABILITY_VERSION = 0x20080522
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _MountAttributes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "user_namespace")]
+
+
+def main() -> None:
+    settings: dict[str, Any] = json.loads(sys.argv[1])
+    if settings["root"]:
+        confine_writes(Path(settings["root"]), settings["shm_bytes"])
+    for name, most in settings["limits"].items():
+        resource.setrlimit(getattr(resource, name), (most, most))
+    os.execvp(sys.argv[2], sys.argv[2:])
+
+
+def confine_writes(root: Path, shm_bytes: int) -> None:
+    """Make all files read-only, but for the folders in `root`, for /tmp, which is the sandbox's own, and for an empty /dev/shm.
+
+    A folder that is a mount cannot be removed, renamed or replaced. Raises `OSError` where the kernel does not allow all of it.
+    """
+    sources = {name: os.open(root / name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW) for name in FOLDERS}
+    _set_read_only("/", True, _AT_RECURSIVE)
+    _mount("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={shm_bytes}")
+    _mount_writable(sources["tmp"], Path("/tmp"))
+    for name in FOLDERS:
+        if Path("/tmp") in root.parents:  # it is hidden by the mount above
+            (root / name).mkdir(parents=True, exist_ok=True)
+        _mount_writable(sources[name], root / name)
+    os.chdir(root / "work")  # the folder as it is mounted, and not what is below
+    _drop_capabilities()
+
+
+def _mount_writable(source: int, target: Path) -> None:
+    _mount(f"/proc/self/fd/{source}", str(target), "", _MS_BIND)
+    _set_read_only(str(target), False)
+
+
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    _check(_libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()), target)
+
+
+def _set_read_only(path: str, read_only: bool, flags: int = 0) -> None:
+    attributes = _MountAttributes(_READ_ONLY if read_only else 0, 0 if read_only else _READ_ONLY, 0, 0)
+    pointer, size = ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes))
+    _check(_libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, pointer, size), path)
+
+
+def _drop_capabilities() -> None:
+    """What allows to mount would allow to undo it."""
+    for capability in range(_CAPABILITIES):
+        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    none = (ctypes.c_uint32 * 6)()  # of two words each: effective, permitted, inheritable
+    _check(_libc.capset(header, none), "capset")
+    _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def _check(result: int, path: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), path)
+
+
+if __name__ == "__main__":
+    main()

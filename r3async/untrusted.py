@@ -1,0 +1,188 @@
+"""Decodes what comes from outside: text of models, agents and strangers, rows, files of runs, settings.
+
+The decoders below raise many kinds of errors, depending on what the bytes happen to be: their own, `ValueError` for an integer
+of 5,000 digits, `UnicodeDecodeError`, `OverflowError`, and `RecursionError` for a thousand open brackets. Here there is one,
+`Malformed`. `tools/lint_seam.py` refuses the direct calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import operator
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+DEEPEST = 128
+"""So many lists and objects within each other are read. Python reads nearly a thousand, but then fails at what comes later (a
+copy, a comparison, a template, JSON again), depending on how deep its own stack is by then."""
+PRINTED = 10**sys.int_info.default_max_str_digits
+"""Integers from here on Python refuses to print; hexadecimal ones it reads."""
+
+T = TypeVar("T")
+Data = bytes | bytearray | memoryview | str
+
+_RAISED = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
+"""What decoders raise for malformed data; msgspec's own errors, and those of Unicode, are `ValueError`s."""
+
+
+class Malformed(ValueError):
+    """Bytes or text that are not what they should be; the message says why."""
+
+
+@overload
+def decode_json(data: Data) -> Any: ...
+@overload
+def decode_json(data: Data, kind: type[T]) -> T: ...
+def decode_json(data: Data, kind: Any = Any) -> Any:
+    """Return the JSON value in `data`, as a `kind`. Raises `Malformed`, and nothing else, for whatever else it is."""
+    try:
+        value = msgspec.json.decode(data, type=kind)
+    except _RAISED as error:
+        raise Malformed(_reason(error)) from error
+    _check_depth(value)
+    return value
+
+
+def decode_object(data: Data) -> dict[str, Any]:
+    """Return the JSON object in `data`. Raises `Malformed`, and nothing else, for whatever else it is."""
+    value = decode_json(data)
+    if not isinstance(value, dict):
+        raise Malformed(f"a JSON {_JSON_NAMES.get(type(value), 'value')} where an object is expected")
+    return value
+
+
+def decode_python_json(data: bytes | str) -> Any:
+    """Return the JSON value in what Python may have written, such as a `config.json`, or a file of rows: `NaN` and `Infinity` are
+    numbers too. Raises `Malformed`, and nothing else."""
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8-sig")
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text that a tokenizer takes
+    except _RAISED as error:
+        raise Malformed(_reason(error)) from error
+    _check_depth(value)
+    return value
+
+
+@overload
+def decode_msgpack(data: Data, kind: type[T], hook: Callable[[type, Any], Any] | None = None) -> T: ...
+@overload
+def decode_msgpack(data: Data, kind: Any, hook: Callable[[type, Any], Any] | None = None) -> Any: ...
+def decode_msgpack(data: Any, kind: Any, hook: Callable[[type, Any], Any] | None = None) -> Any:
+    """Return the `kind` that is in `data`. Raises `Malformed`, and nothing else, for whatever else it is."""
+    try:
+        if hook is not None:
+            return msgspec.msgpack.decode(data, type=kind, dec_hook=hook)
+        return _msgpack_decoder(kind).decode(data)
+    except _RAISED as error:
+        raise Malformed(_reason(error)) from error
+
+
+@functools.cache
+def _msgpack_decoder(kind: Any) -> Any:
+    """Return the decoder of a kind of message. msgspec would look at each member of a union again for every message."""
+    return msgspec.msgpack.Decoder(kind)
+
+
+def decode_toml(data: bytes | str) -> dict[str, Any]:
+    """Return the tables of a TOML document. Raises `Malformed`, and nothing else, for whatever else it is."""
+    try:
+        value = tomllib.loads(data if isinstance(data, str) else data.decode())
+    except _RAISED as error:
+        raise Malformed(_reason(error)) from error
+    _check_depth(value)
+    if any(isinstance(each, int) and abs(each) >= PRINTED for each in _leaves(value)):
+        raise Malformed(f"an integer of more than {sys.int_info.default_max_str_digits} digits")
+    return value
+
+
+def decode_text(data: bytes | bytearray) -> str:
+    """Return UTF-8 as text. Raises `Malformed` for what is none."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise Malformed(f"not UTF-8 text: {error}") from error
+
+
+def _reason(error: BaseException) -> str:
+    return _TOO_DEEP if isinstance(error, RecursionError) else str(error) or type(error).__name__
+
+
+_TOO_DEEP = f"more than {DEEPEST} lists and objects within each other"
+_JSON_NAMES = {str: "string", int: "number", float: "number", bool: "boolean", list: "list", type(None): "null"}
+
+
+def _check_depth(value: Any) -> None:
+    """Raise `Malformed` for a value that is too deep. Of plain decoders, whose lists and dictionaries are of no subclass."""
+    level = [value] if type(value) in (dict, list) else []
+    for _ in range(DEEPEST if level else 0):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if type(each) is dict else each)
+            if type(inner) is dict or type(inner) is list
+        ]
+        if not level:
+            return
+    if level:
+        raise Malformed(_TOO_DEEP)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(inner)
+    else:
+        yield value
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def finite_number(value: object, most: float = sys.float_info.max) -> float:
+    """Return a number of Python, NumPy or torch as a float. Raises `TypeError` for what is no number, such as a text or a list,
+    and `ValueError` for one that is not finite, or beyond `most` by size; the message continues a sentence that begins with the
+    number's name."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError("a text is no number")
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.inf
+    except Exception as error:  # whatever an object's own `__float__` raises
+        raise TypeError(
+            f"must be a finite number, not {shown_value(value)}: a {type(value).__name__} where one number is expected"
+        ) from error
+    if not math.isfinite(number):
+        raise ValueError(f"must be a finite number, not {shown_value(value)}")
+    if abs(number) > most:
+        raise ValueError(f"must be at most {most:g} by size, not {shown_value(value)}")
+    return number
+
+
+def whole_number(value: object, low: int, high: int) -> int:
+    """Return an integer of Python or NumPy from `low` to `high`; a boolean is none. Raises `ValueError`, whose message continues
+    a sentence that begins with the number's name."""
+    try:
+        number = low - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = low - 1
+    if not low <= number <= high:
+        raise ValueError(f"must be a whole number from {low} to {high}, not {shown_value(value)}")
+    return number
+
+
+def shown_value(value: object, most: int = 100) -> str:
+    """Return how a value looks, in at most `most` characters; also of one that Python refuses to print."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of 5,000 digits, and whatever an object's own `__repr__` raises
+        return f"a {type(value).__name__} that cannot be printed"
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,0 +1,55 @@
+"""A judge that is asked over one connection, which the module keeps: as a person's reward with an HTTP client of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socketserver
+import threading
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+
+PORT = "R3ASYNC_TEST_JUDGE"
+_kept: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+
+class Answers(socketserver.StreamRequestHandler):
+    def _line(self) -> bytes:
+        try:
+            return self.rfile.readline()
+        except ConnectionResetError:
+            return b""
+
+    def handle(self) -> None:
+        while self._line():
+            self.wfile.write(b"1.0\n")
+            self.server.asked.append(1)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def judge_answers() -> Iterator[list[int]]:
+    """A server for `asked`; what it was asked so far."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answers) as server:
+        server.daemon_threads, server.block_on_close = True, False
+        server.asked = []  # type: ignore[attr-defined]
+        os.environ[PORT] = str(server.server_address[1])
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        _kept.clear()
+        try:
+            yield server.asked  # type: ignore[attr-defined]
+        finally:
+            del os.environ[PORT]
+            server.shutdown()
+
+
+async def asked(completion: str, answer: str) -> float:
+    if not _kept:
+        _kept.append(await asyncio.open_connection("127.0.0.1", int(os.environ[PORT])))
+    reader, writer = _kept[0]
+    writer.write(b"what is it worth?\n")
+    return float(await reader.readline())
+
+
+def asked_elsewhere(completion: str, answer: str) -> Awaitable[float]:
+    """No `async def` to who looks, as with many a decorator: it is called in a process of the pool."""
+    return asked(completion, answer)

@@ -1,0 +1,141 @@
+"""Supervised rows in the chat templates of published models: each is text that the template writes, or it is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from r3async.config import DataConfig
+from r3async.envs.conversations import conversation_of, tools_of
+from r3async.envs.rows import Found
+from r3async.rollout.chat import Conversation, TemplateError
+from r3async.rollout.demonstrations import demonstrate
+from tests.helpers.published import ENDS, published, published_names
+
+
+def asked(text):
+    return {"role": "user", "content": text}
+
+
+def said(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+CALL = {"type": "function", "id": "call_abcde", "function": {"name": "add", "arguments": '{"a": 2, "b": "two"}'}}
+ADD = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+THOUGHTS = [asked("2+2?"), said("<think>\nwhy not\n</think>\n\nIt is 4.")]
+THOUGHTS += [asked("and 3?"), said("<think>\nadd on\n</think>\n\nIt is 7.")]
+CONVERSATIONS = {
+    "plain": [asked("2+2?"), said("It is 4.")],
+    "turns": [
+        {"role": "system", "content": "Be brief."},
+        asked("2+2?"),
+        said("It is 4."),
+        asked("and 3?"),
+        said("It is 7."),
+    ],
+    "thought": THOUGHTS[:2],
+    "thoughts": THOUGHTS,
+    "thought beside": [asked("2+2?"), said("It is 4.", reasoning_content="why not")],
+    "call": [
+        asked("2+2?"),
+        said(None, tool_calls=[CALL]),
+        {"role": "tool", "name": "add", "tool_call_id": "call_abcde", "content": "4"},
+        said("It is 4."),
+    ],
+}
+NO_THOUGHT_BESIDE = (
+    "cohere cohere2 deepseek_r1_distill deepseek_r1_distill_training deepseekv3 gemma gemma3 gemma4 lfm2 llama3 \
+llama3_1 llama3_2 phi3 phi3_5 qwen2_5 qwen2_5_vl qwen3_instruct_2507 template_chatml template_deepseek_vl2"
+)
+NO_CALLS = (
+    "cohere cohere2 deepseek_r1_distill deepseek_r1_distill_training deepseekv3 gemma gemma3 lfm2 llama3 phi3 phi3_5 \
+qwen2_5_vl template_chatml template_deepseek_vl2"
+)
+NO_TEXT = "smolvlm llava_next template_basic"
+REFUSED = {
+    **dict.fromkeys(CONVERSATIONS, NO_TEXT),
+    "turns": f"{NO_TEXT} gemma",
+    "thought": f"{NO_TEXT} deepseek_r1_distill deepseekv3 qwen3_8",
+    "thoughts": f"{NO_TEXT} deepseek_r1_distill deepseekv3 qwen3_8",
+    "thought beside": f"{NO_TEXT} {NO_THOUGHT_BESIDE}",
+    "call": f"{NO_TEXT} {NO_CALLS}",
+}
+"""Templates that drop a thought or a call, know no system message, take no text, or end no answer."""
+NEXT = {"glm4moe": "<|user|>", "template_chatml": "<|im_end|>"}
+"""Where the template leaves the end of the last answer to the message behind it: what that begins with."""
+
+
+def task_of(name):
+    row = {
+        "messages": CONVERSATIONS[name],
+        "tools": [{"type": "function", "function": ADD}] if name == "call" else None,
+    }
+    return conversation_of(Found(row, "rows.jsonl", "line", 1), DataConfig(path="rows.jsonl"))
+
+
+def learnt(chat, ids, mask):
+    return chat.decode([i for i, m in zip(ids, mask, strict=True) if m])
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", published_names())
+def test_a_row_is_the_beginning_of_the_template_s_own_text_or_refused(name, conversation):
+    chat, task = published(name), task_of(conversation)
+    if name in REFUSED[conversation].split():
+        with pytest.raises(TemplateError, match=r"chat template (leaves|refuses|reads no|writes no|writes a thought)"):
+            demonstrate(chat, task.messages, tools_of(task))
+        return
+    rows = demonstrate(chat, task.messages, tools_of(task)).rows
+    given = [
+        m.for_template() | ({"thinking": thought, "reasoning": thought} if (thought := m.reasoning_content) else {})
+        for m in task.messages
+    ]
+    whole = chat.tokenizer.apply_chat_template(given, tools=tools_of(task) or None, tokenize=False)
+    assert (whole + NEXT.get(name, "")).startswith(chat.decode(rows[-1][0]))
+    answers = [m for m in task.messages if m.role == "assistant"]
+    trained = "".join(learnt(chat, *row) for row in rows)
+    assert len(chat.ends.findall(trained)) == len(answers)
+    assert chat.ends.search(trained[-25:])
+    for words in ("It is 4.", *re.findall("why not|add on|It is 7.", str(answers))):
+        assert trained.count(words) == 1
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize(
+    "name", ["glm4moe", "qwen3", "qwen3_5_think", "qwen3_5_nothink", "template_minicpmv45", "nemotron_3_nano"]
+)
+def test_a_row_is_the_template_s_text_however_it_is_asked_to_think(name, thinks):
+    chat, task = published(name, enable_thinking=thinks), task_of("thoughts")
+    rows = demonstrate(chat, task.messages).rows
+    given = [m.for_template() for m in task.messages]
+    whole = chat.tokenizer.apply_chat_template(given, tokenize=False, enable_thinking=thinks)
+    assert (whole + NEXT.get(name, "")).startswith(chat.decode(rows[-1][0]))
+
+
+@pytest.mark.parametrize("name", published_names())
+def test_an_answer_is_learnt_behind_the_prompt_that_an_episode_has(name):
+    """Or the demonstration says what of the prompt the template does not write before it."""
+    chat, task = published(name), task_of("plain")
+    if name in REFUSED["plain"].split():
+        pytest.skip("refused")
+    demonstration = demonstrate(chat, task.messages)
+    ((ids, mask),) = demonstration.rows
+    prompt = Conversation(chat, task.messages[:1]).prompt().token_ids.tolist()
+    left_out = chat.encode(demonstration.unasked)
+    assert ids[: mask.index(True)] + left_out == prompt
+    assert bool(left_out) == (
+        name in ("deepseek_r1_distill", "deepseek_r1_distill_training", "deepseekv3") or "nemotron" in name
+    )
+
+
+def test_an_episode_s_answer_ends_where_a_learnt_one_does():
+    """Also with a base model, whose end of sequence is another than the template's."""
+    for name in set(published_names()) - set(NO_TEXT.split()):
+        chat = published(name)
+        ((ids, _),) = demonstrate(chat, task_of("plain").messages).rows
+        assert ids[-1] in chat.stop_token_ids
+    assert published("qwen2_5").stop_token_ids == tuple(
+        published("qwen2_5").tokenizer.convert_tokens_to_ids([*ENDS["qwen2_5"], "<|im_end|>"])
+    )

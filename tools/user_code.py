@@ -1,0 +1,74 @@
+"""Code that a configuration names, and whether a command may import it.
+
+A configuration can come from somebody else, and to import a module runs it. So a command that only shows imports no module that a
+file alone names. `r3async train … --dry-run` does where the person typed the name, or confirms it. What runs, imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import typer
+
+from r3async.config import DATASET, MIX, Config, EnvConfig, data_config, environments, rewards_of
+from r3async.envs.factory import BUILT_IN
+from r3async.envs.objects import is_object
+from r3async.rollout.agents.agents import FUNCTION, is_agent
+
+
+def named_code(config: Config) -> dict[str, str]:
+    """Every name by which a run with `config` would import somebody's code, with the setting that has it."""
+    found: dict[str, str] = {}
+    for each in environments(config):
+        found |= _named_by_environment(each.env, f"env.args.{each.label}." if each.label else "env.")
+    for name, settings in config.evaluation.each().items():
+        if settings.env.name not in ("", MIX):
+            prefix = "evaluation.env." if settings is config.evaluation else f"evaluation.sets.{name}.env."
+            found |= _named_by_environment(settings.env, prefix)
+    if ":" in config.algorithm.policy_loss:
+        found["algorithm.policy_loss"] = config.algorithm.policy_loss
+    return found
+
+
+def _named_by_environment(env: EnvConfig, prefix: str) -> dict[str, str]:
+    kind, colon, target = env.name.partition(":")
+    if kind == DATASET:
+        named = []
+        with contextlib.suppress(ValueError):  # what cannot be read is refused where it is used
+            rewards = rewards_of(data_config(env.args).reward)
+            named = [each.fn for each in rewards if ":" in each.fn and not is_object(each.fn)]
+        return {"reward": ", ".join(named)} if named else {}
+    if kind == "mcp":
+        task = env.args.get("task")
+        args = task if isinstance(task, dict) else {}
+        return _named_by_environment(msgspec.structs.replace(env, name=target, args=args), prefix)
+    if kind == "textarena":
+        opponent = str(env.args.get("opponent", ""))
+        return {f"{prefix}args.opponent": opponent} if ":" in opponent else {}
+    ours = env.name in BUILT_IN or is_object(env.name) or kind == "reasoning-gym"
+    if not colon or ours or (is_agent(env) and not env.name.startswith(FUNCTION)):
+        return {}
+    if kind == "gymnasium" and ":" not in target:  # of the installed package
+        return {}
+    return {f"{prefix}name": env.name}
+
+
+def may_import(config: Config, overrides: Sequence[str]) -> bool:
+    """Whether the code that `config` names may be imported to check it: all of it was typed, in `overrides`, or the person at the
+    terminal confirms."""
+    files_name = {
+        setting: names
+        for setting, names in named_code(config).items()
+        if not all(any(name in text for text in overrides) for name in names.split(", "))
+    }
+    if not files_name or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return not files_name
+    typer.echo(f"{describe_code(files_name)}. To import it runs it.", err=True)
+    return typer.confirm("Import it, to check that it can be played?", err=True)
+
+
+def describe_code(code: Mapping[str, str]) -> str:
+    return "The configuration names code: " + ", ".join(f"`{setting}` = {name}" for setting, name in code.items())

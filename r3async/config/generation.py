@@ -215,7 +215,7 @@ class GeneratorConfig(Section):
     """Whose GPUs engines use. `off`: their own. `share`: where there are too few for both, those of the learner's ranks; what
     an engine takes of one says `engine_args.gpu_memory_utilization`. Has no effect without GPUs."""
     max_restarts: int = 8
-    """Times one generator process is restarted before the run goes on without it; without the last one it stops."""
+    """Times one generator process is restarted before the run continues without it; without the last one it stops."""
     start_timeout: Positive = 600.0
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Passed to vLLM's AsyncEngineArgs as they are; refused where r3async sets or relies on a value of its own. The scripted

@@ -8,10 +8,15 @@ never gets that far; the socket's monitor reports it. Neither learns anything of
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
+import os
 import struct
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from socket import SOL_SOCKET
+from socket import socket as OsSocket
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -41,6 +46,8 @@ ENCRYPTED = 64
 """More than what CURVE adds to a frame."""
 HANDSHAKE_MS = 5000
 """A peer that has not proved its key by then is disconnected."""
+NEW_PEERS = 256
+"""Connections that one socket lets in within `HANDSHAKE_MS`, about: those of a moment are seen together."""
 CLOSE_SECONDS = 5.0
 # Plain numbers: a flag of pyzmq costs as much to put together as a small frame to send.
 ONE = int(zmq.DONTWAIT)
@@ -52,6 +59,12 @@ EVENT = struct.Struct("=HI")
 # Values of zmq.h: ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC and _MECHANISM_MISMATCH.
 CRYPTOGRAPHIC = 0x11000001
 MECHANISM_MISMATCH = 0x11000002
+
+# Of Linux, which Python has no names for.
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
+_RETURN_NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
+DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_RETURN_NOTHING))
+"""A program of the kernel's packet filter, of one instruction."""
 
 
 class ZeroMqSockets:
@@ -247,6 +260,57 @@ class DealerSocket(LoopSocket):
             self.denied = "this connection: what listens there has no keys, so it is no learner of this version"
 
 
+class Door:
+    """Of a socket that listens: a connection is let in only if fewer than `NEW_PEERS` were within the time of a handshake. So as
+    many, at most, are there of peers that have not proved their key, and others have descriptors. Who waits outside is let in
+    when the kernel tries again.
+
+    A filter on the listening socket drops what would open a connection; those that are open do not see it. On the loop's
+    thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._came: deque[float] = deque()
+        self._descriptor: int | None = None
+        self._opening: asyncio.TimerHandle | None = None
+
+    def listening(self, descriptor: int) -> None:
+        """ZeroMQ's own, which stays until `close`."""
+        self._descriptor = descriptor
+
+    def accepted(self) -> None:
+        """One more has come in."""
+        self._came.append(self._loop.time())
+        if len(self._came) >= NEW_PEERS and self._opening is None and self._descriptor is not None:
+            self._filter(SO_ATTACH_FILTER, DROP_ALL)
+            self._wait()
+
+    def close(self) -> None:
+        """Before the socket is closed."""
+        self._descriptor = None
+        if self._opening is not None:
+            self._opening.cancel()
+
+    def _wait(self) -> None:
+        self._opening = self._loop.call_at(self._came[-NEW_PEERS] + HANDSHAKE_MS / 1000, self._open)
+
+    def _open(self) -> None:
+        self._opening = None
+        since = self._loop.time() - HANDSHAKE_MS / 1000
+        while self._came and self._came[0] <= since:
+            self._came.popleft()
+        if len(self._came) >= NEW_PEERS:  # they had connected when it was closed
+            self._wait()
+        else:
+            self._filter(SO_DETACH_FILTER, bytes(4))
+
+    def _filter(self, option: int, value: bytes) -> None:
+        if self._descriptor is None:
+            return
+        with contextlib.suppress(OSError), OsSocket(fileno=os.dup(self._descriptor)) as listener:
+            listener.setsockopt(SOL_SOCKET, option, value)  # a kernel that knows no filters lets all in
+
+
 class Authenticator:
     """Guards one server socket of `context`, from before it binds until `close`. `refused` counts by reason."""
 
@@ -259,10 +323,13 @@ class Authenticator:
         server.zap_domain = b"r3async"
         apply_server_keys(server, keys)
         self._server = server
-        self._monitor = LoopSocket(server.get_monitor_socket(FAILED), self._handshake_failed)
+        self._door = Door()
+        watched = FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_LISTENING
+        self._monitor = LoopSocket(server.get_monitor_socket(watched), self._happened)
 
     def close(self) -> None:
         """Before the server's socket is closed. Idempotent."""
+        self._door.close()
         if not self._server.closed:
             self._server.disable_monitor()
         self._monitor.close()
@@ -277,9 +344,13 @@ class Authenticator:
         status = (b"200", b"OK", b"generator") if known else (b"400", b"unknown key", b"")
         self._zap.send([version, request, *status, b""])
 
-    def _handshake_failed(self, frames: list[zmq.Frame]) -> None:
+    def _happened(self, frames: list[zmq.Frame]) -> None:
         event, value = EVENT.unpack(frames[0].bytes)
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        if event == zmq.EVENT_LISTENING:
+            self._door.listening(value)
+        elif event == zmq.EVENT_ACCEPTED:
+            self._door.accepted()
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._refused[{MECHANISM_MISMATCH: NO_KEY, CRYPTOGRAPHIC: OTHER_LEARNER}.get(value, BROKEN)] += 1
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._refused[NO_KEY] += 1  # It left first: a client without keys notices the mismatch as soon as this end.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import random
+import socket
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -105,6 +106,35 @@ async def test_a_stranger_that_says_nothing_is_disconnected(monkeypatch):
                 while await reader.read(4096):
                     pass
         writer.close()
+
+
+async def test_thousands_of_strangers_do_not_take_the_descriptors_of_the_process(monkeypatch):
+    """They connect and say nothing. As many as may be are let in, and who has a key is, when those have had their time."""
+    monkeypatch.setattr("r3async.world.zeromq.HANDSHAKE_MS", 1500)
+    monkeypatch.setattr("r3async.world.zeromq.NEW_PEERS", 50)
+    inbox, process = Inbox(), psutil.Process()
+    async with receiving(inbox, TransportConfig(ack_timeout=0.3)) as (_, endpoint):
+        address, strangers = ("127.0.0.1", int(endpoint.rsplit(":", 1)[1])), list[socket.socket]()
+        before, most = process.num_fds(), 0
+        try:
+            for _ in range(1500):
+                stranger = socket.socket()
+                stranger.setblocking(False)
+                stranger.connect_ex(address)
+                strangers.append(stranger)
+                if not len(strangers) % 25:
+                    await asyncio.sleep(0)
+            for _ in range(20):
+                most = max(most, process.num_fds() - before - len(strangers))
+                await asyncio.sleep(0.02)
+            async with sending(endpoint) as sender:
+                await send_all(sender, [make_trajectory(1, 20_000)])
+                assert await sender.flush(LIMIT) == 0
+        finally:
+            for stranger in strangers:
+                stranger.close()
+    assert 50 <= most < 400, most
+    assert inbox.once({"t1"})
 
 
 WINDOW, SAMPLES, LARGEST, CREDIT = 2, 3, 50, 100

@@ -179,7 +179,7 @@ class Conductor:
             watching = begin_task("watch", self._watch(installer).run())
             background += [delivering, watching, begin_task("watch", self.tasks.watch())]
             background.append(begin_task("deliver", self.members.run()))
-            self.evaluator.after(self.made, self.version)
+            self.evaluator.start(self.made, self.version)
             await self._train(installer, list(background))
             self._phase = "writing a checkpoint"
             if self.made != self._due.last:
@@ -189,12 +189,13 @@ class Conductor:
             enter = partial(setattr, self, "_phase")
             updates = await save_model(self.config, self.learner, self.run_dir, enter) if self.made else 0
             self._phase = "evaluating"
-            await self.evaluator.finish(self.made, self.version, lambda: self.stopping)
-            if not updates and not self.stopping and (failure := self._updates.failure()):
+            undone = await self.evaluator.finish(self.made, self.version, lambda: self.stopping)
+            stopped = self.stopping and (undone or self.made < self.config.steps)  # and not when all was done
+            if not updates and not stopped and (failure := self._updates.failure()):
                 raise RunFailed(f"{failure}. The last one: {self.tasks.last_failure}")
             ended = {
                 "steps": self.made,
-                "stopped": self.stopping,
+                "stopped": stopped,
                 "updates": updates,
                 "without_update": self._updates.without(),
                 "model": str(self.run_dir / "model") if updates else None,
@@ -276,9 +277,8 @@ class Conductor:
     async def _deliver_first(self, way: Way, tokens: list[int] | None) -> Installer:
         self._phase = "delivering weights"
         published = await self.learner.call("publish")
-        clock, put = self.world.clock.monotonic, self.world.actors.put
-        learner, wake = self.learner, self._wake
-        installer = Installer(self.config, self.events, self.fleet, learner, way, tokens, published, clock, wake, put)
+        known = self.config, self.events, self.fleet, self.learner, way, tokens, published
+        installer = Installer(*known, world=self.world, wake=self._wake)
         await installer.begin()
         self.admission.published(published.version)
         self._delivered(published.version, no_delivery())  # of a resumed run's last step

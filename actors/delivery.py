@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from r3async.weights.publish import (
 from r3async.weights.sending import DeltaPublisher
 from r3async.weights.tcp import TcpReceiver, TcpServer
 from r3async.world import Lane, World
+from r3async.world.disk_waits import DiskWait
 from r3async.world.keys import ClientKeys, ServerKeys
 from r3async.world.real import REAL
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from r3async.actors.ranks import LocalLearner
 
 _WILDCARDS = ("*", "0.0.0.0", "::")
+DISK_HINT = "the run waits, and nothing is lost: free bytes there, or file descriptors of this process"
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -58,7 +60,8 @@ class Published(msgspec.Struct, frozen=True):
 class Publishing:
     """Versions at the learner: copied between two steps, written beside those that follow. One copy waits at most.
 
-    `torch` makes the calls of `backend`, and `writer` writes. `watched` int32 `[T]`: the tokens of the probe's text
+    `torch` makes the calls of `backend`, and `writer` writes. A disk that does not take a version is tried again until it does,
+    and `report` is told when that begins and ends. `watched` int32 `[T]`: the tokens of the probe's text
     (`r3async.actors.probing.probe`); None: there is no probe. `server` gives what is written to other hosts, if any."""
 
     world: World
@@ -70,9 +73,13 @@ class Publishing:
     writer: Lane
     watched: np.ndarray | None
     server: TcpServer | None = None
+    report: Callable[..., object] = lambda event, **facts: None
 
     def __post_init__(self) -> None:
         self._clock = self.world.clock.monotonic
+        self.disk = DiskWait(
+            self.world, self.report, "weights_stalled", "weights_go_on", directory=str(directory(self.config))
+        )
         self._copied = -1
         """Version of the copy."""
         self._scores: np.ndarray | None = None
@@ -89,13 +96,15 @@ class Publishing:
         """Copy the current weights as `version`, for `write`, as soon as the version before them is written. With `scored`, they
         score the probe's text."""
         limit = self.config.weights.write_timeout
-        try:
-            await asyncio.wait_for(self._nothing_to_write.wait(), limit)
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"version {version} has to wait for version {version - 1}, which was not written within "
-                f"{limit:g} s (weights.write_timeout)"
-            ) from error
+        while self.writing:
+            try:
+                await asyncio.wait_for(self._nothing_to_write.wait(), limit)
+            except TimeoutError as error:
+                if self.disk.waits is None:  # else the disk is waited for, however long it takes
+                    raise TimeoutError(
+                        f"version {version} has to wait for version {version - 1}, which was not written within "
+                        f"{limit:g} s (weights.write_timeout)"
+                    ) from error
         await self.torch.run(self.backend.snapshot, version)
         self._copied = version
         self._nothing_to_write.clear()
@@ -118,14 +127,20 @@ class Publishing:
         """Write the copy where engines find it. Versions that engines are `reading` stay."""
         began, scores = self._clock(), self._scores
         try:
-            with self.timeline.span("write", version=self._copied):
-                writing = self.writer.run(self.backend.write, reading)
-                publication = await asyncio.wait_for(writing, self.config.weights.write_timeout)
+            publication = await self.disk.insist(DISK_HINT, self._write, reading)
+            named = msgspec.structs.replace(publication.manifest, lineage=self.lineage.number)
+            parts = await self.disk.insist(DISK_HINT, self._offer, named, publication.parts)
         finally:
             self._nothing_to_write.set()  # whether or not it succeeded, no step waits for it any more
-        named = msgspec.structs.replace(publication.manifest, lineage=self.lineage.number)
-        parts = publication.parts if self.server is None else [self.server.offer(named, *publication.parts)]
         return Published(Publication(named, parts), scores, self._clock() - began)
+
+    async def _write(self, reading: Sequence[int]) -> Publication:
+        with self.timeline.span("write", version=self._copied):
+            writing = self.writer.run(self.backend.write, reading)
+            return await asyncio.wait_for(writing, self.config.weights.write_timeout)
+
+    async def _offer(self, manifest: WeightManifest, parts: list[Any]) -> list[Any]:
+        return parts if self.server is None else [self.server.offer(manifest, *parts)]
 
     async def keep(self, manifest: WeightManifest, model: Path, directory: Path) -> None:
         """Write a version whose file is here as a model directory, with configuration and tokenizer of the start `model`. Raises
@@ -158,7 +173,8 @@ def sender(config: Config, backend: str, world: World = REAL) -> WeightSender:
     """The learner's end of `backend`."""
     if backend == "nccl":
         weights = config.weights
-        return NcclSender(directory(config), config.transport.host, weights.bucket_bytes, weights.install_timeout)
+        limit = partial(weights.install_seconds, first=True)
+        return NcclSender(directory(config), config.transport.host, weights.bucket_bytes, limit)
     if backend == "tcp":
         return DeltaPublisher(directory(config), config.weights.bucket_bytes, world)
     return Publisher(directory(config), bucket_bytes=config.weights.bucket_bytes, world=world)

@@ -57,6 +57,12 @@ class Generator(msgspec.Struct):
     asked: int = 0
     """Questions about weights (installing them, probing) that it has not answered."""
     answered: int = 0
+    answers_in: float = 0.0
+    """Seconds that it has for the last of them."""
+    waits_for_disk: bool = False
+    """Its host does not take the file of a version."""
+    trouble: str = ""
+    """What it was lost by last."""
     installing: asyncio.Task[InstallReport] | None = None
     """A delivery to its present process that has not ended, or was not looked at yet."""
     described: dict[str, Any] = {}
@@ -250,6 +256,7 @@ class Fleet:
         generator.generated_tokens, generator.lost_tokens = generator.lost_tokens, 0
 
     def report_lost(self, generator: Generator, error: BaseException, leased_again: Sequence[int]) -> None:
+        generator.trouble = str(error)
         self.events.warning(
             "generator_lost",
             generator=generator.generator_id,

@@ -28,7 +28,7 @@ from r3async.record.routes import recording
 from r3async.record.timeline import LagMeter, StageSeconds, Timeline, timed
 from r3async.rollout.agents.agents import agent_player, is_agent
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines import Engine, InstallReport, build_engine, sample_probe
+from r3async.rollout.engines import CorruptWeights, Engine, InstallReport, build_engine, sample_probe
 from r3async.rollout.episode import EpisodeTask, failed_trajectory
 from r3async.rollout.evaluation import drop_long_prompts, evaluate_all, task_counts
 from r3async.rollout.group import GroupPlayer
@@ -199,18 +199,29 @@ class GeneratorActor:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     async def install(self, publication: Publication) -> InstallReport:
-        """Fetch and install published weights while episodes continue."""
+        """Fetch and install published weights while episodes continue. A file that is not what was published is fetched again,
+        once."""
         weights, clock = self._ready(self._connected).weights, self.world.clock
         if (of := publication.manifest.lineage) != self.lineage:
             raise WeightError(
                 f"version {publication.manifest.version} is of lineage {of}, and {self.generator_id} is of {self.lineage}"
             )
-        limit, before = self.config.weights.install_timeout, clock.monotonic()
+        before, first = clock.monotonic(), self._engine.version < 0
+        deadline = before + self.config.weights.install_seconds(publication.manifest.nbytes, first)
+        left = lambda: max(0.0, deadline - clock.monotonic())  # noqa: E731
         with stage("install"):
-            manifest = await weights.fetch(publication.manifest, publication.parts, limit)
-            self._installed = manifest
-            fetched = clock.monotonic() - before
-            report = await self._engine.install(manifest, max(0.0, limit - fetched))
+            for last in (False, True):
+                manifest = await weights.fetch(publication.manifest, publication.parts, left())
+                self._installed = manifest
+                fetched = clock.monotonic() - before
+                try:
+                    report = await self._engine.install(manifest, left())
+                    break
+                except CorruptWeights as error:
+                    await weights.discard(manifest)
+                    if last:
+                        raise
+                    self._events.warning("weights_fetched_again", version=manifest.version, error=str(error))
         ended = clock.time()
         self._timeline.add("pause", ended - report.pause_seconds, ended, version=manifest.version)
         self._wake()
@@ -218,7 +229,10 @@ class GeneratorActor:
 
     async def differences(self) -> list[Difference]:
         """Which tensors of the version that was installed last the engine does not hold; see `Engine.differences`."""
-        return await self._engine.differences(self._ready(self._installed), self.config.weights.install_timeout)
+        manifest = self._ready(self._installed)
+        return await self._engine.differences(
+            manifest, self.config.weights.install_seconds(manifest.nbytes, first=True)
+        )
 
     async def cached_from_older(self, token_ids: list[int]) -> int:
         """See `Engine.cached_from_older`."""

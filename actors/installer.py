@@ -4,29 +4,56 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from r3async.actors.delivery import Published, no_delivery
 from r3async.actors.fleet import Fleet, Generator, Way
 from r3async.actors.probing import ProbeFailed, probe
-from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed, ask
+from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed, ask, end_process
 from r3async.config import Config
 from r3async.rollout.engines import InstallReport
 from r3async.schedule.health import HealthState, RestartsExhausted
 from r3async.weights.probe import KEPT
-from r3async.world import ActorLost, ActorRef
+from r3async.world import ActorLost, ActorRef, World
+from r3async.world.disk_waits import DiskWait, is_disk_trouble
 from r3async.world.real import REAL
+
+T = TypeVar("T")
 
 LOOK_SECONDS = 0.5
 """Between two looks, at most, at who still answers during a delivery."""
+REFUSALS = 2
+"""So often each generator has to refuse a version, in a process of its own each time, until nobody can install it."""
+DISK_HINT = "free bytes there, or file descriptors of this process: the others play on, and nothing is lost"
+
+
+class NotInstalled(ActorLost):
+    """A generator did not install weights, or did not answer the probe, by that `cause`: its process is ended, as if it were
+    lost."""
+
+    def __init__(self, generator: Generator, cause: Exception):
+        super().__init__(f"{generator.generator_id}: {str(cause) or repr(cause)}")
+        self.cause = cause
+
+    @property
+    def refused(self) -> bool:
+        """It answered that it cannot. Else no answer came in time, or a disk did not take them."""
+        return not isinstance(self.cause, OSError)
+
+
+class Exhausted(RunFailed):
+    """A generator was lost more often than it may be restarted."""
 
 
 class Installer:
     """Lives on the conductor's event loop, from the first version on. `published`: the `learner`'s newest version, the only one
-    that is still delivered. `tokens`: the probe's text, if there is a probe. `events`: a structlog logger. `clock`: in seconds.
-    `wake()` is called when `deliver` has something to do again. `put(value)`: see `world.Actors`."""
+    that is still delivered. `tokens`: the probe's text, if there is a probe. `events`: a structlog logger. `wake()` is called
+    when `deliver` has something to do again.
+
+    An installation that fails is the loss of its generator, which is restarted, and ends the run only where that has no end: no
+    generator can install the version, or none is left. What an engine installed and is not what was published ends it at once."""
 
     def __init__(
         self,
@@ -37,13 +64,12 @@ class Installer:
         way: Way,
         tokens: Sequence[int] | None,
         published: Published,
-        clock: Callable[[], float] = REAL.clock.monotonic,
+        world: World = REAL,
         wake: Callable[[], object] = lambda: None,
-        put: Callable[[Any], Any] = lambda value: value,
     ):
         self._config, self._events, self.fleet, self._learner, self.way = config, events, fleet, learner, way
         self._tokens, self.published = tokens, published
-        self._clock, self._wake, self._put = clock, wake, put
+        self._world, self._clock, self._wake = world, world.clock.monotonic, wake
         self._shared: tuple[Published, Any] | None = None
         self._scored = published.version
         """The last version that the learner was asked to score the probe's text with."""
@@ -52,6 +78,8 @@ class Installer:
         """Of all generators it was last seen which lack version `_looked`; since then, these ended a delivery."""
         self._reading: Counter[int] = Counter()
         """By version: how many engines read it now."""
+        self._refused: tuple[int, Counter[str]] = -1, Counter()
+        """The version that was refused last, and how often by each generator."""
 
     @property
     def reading(self) -> list[int]:
@@ -73,10 +101,8 @@ class Installer:
 
     async def begin(self) -> None:
         """Deliver the first version the way every later one goes. Raises what an installation raised; those that are lost
-        meanwhile are left to `supervise`, as long as one is not."""
+        meanwhile are left to `supervise`."""
         await asyncio.gather(*(self._begin(g) for g in self.fleet))
-        if not any(g.live for g in self.fleet):
-            raise ProcessLost("every generator was lost before it had weights; see logs/generator-*.log")
 
     async def _begin(self, generator: Generator) -> None:
         try:
@@ -100,7 +126,7 @@ class Installer:
 
         Returns when all that are not suspect have it. One that is, or becomes so meanwhile, is given it as well, and is not
         waited for. Returns figures of the slowest; None if nobody has it: a generator that is restarted, or recovers,
-        installs it. Raises what an installation raised, and `RunFailed` if a generator does not have what was published.
+        installs it. Raises `RunFailed` if a generator does not have what was published, or nobody can install it.
         """
         version, before = self.published.version, self._clock()
         reports: list[InstallReport] = []
@@ -160,11 +186,12 @@ class Installer:
         One that plays continues with it, whatever is published meanwhile. One that does not play yet starts only with what is the
         newest when it is done: the others may have that by then.
         """
-        published = self.published
+        published, process = self.published, generator.process
         version = published.version
         self._reading[version] += 1
         try:
-            report = await self._ask(generator, "install", self._share(published))
+            given = generator, "install", self._share(published)
+            report: InstallReport = await self._with_its_disk(generator, self._ask, *given)
             if report.version != version:
                 raise RunFailed(
                     f"{generator.generator_id} was given version {version} of the weights, but it has version "
@@ -173,6 +200,10 @@ class Installer:
             generator.paused_for_weights += report.pause_seconds + report.drain_seconds
             if self._due(generator, version):
                 await self._probe(generator, published)
+        except NotInstalled as error:
+            if process == generator.process and generator.state not in (HealthState.LOST, HealthState.STARTING):
+                await self._give_up(generator, version, error)
+            raise
         finally:
             self._reading[version] -= 1
         if generator.state in (HealthState.LOST, HealthState.STARTING):
@@ -182,17 +213,54 @@ class Installer:
         generator.health.installed(version, version if generator.live else self.published.version)
         return report
 
+    async def _with_its_disk(self, generator: Generator, call: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        """What a call to it returns. A disk of its host that does not take weights is tried again: by one that was restarted
+        until it does, by one that others wait for as long as an installation may take."""
+        waited_for = generator.live or not generator.restarts
+        began, limit = self._clock(), self._seconds(generator)
+        told, name = self._events.warning, generator.generator_id
+        wait = DiskWait(self._world, told, "weights_stalled", "weights_go_on", generator=name)
+
+        async def attempt() -> T:
+            try:
+                return await call(*args)
+            except (OSError, NotInstalled) as error:
+                cause = error.cause if isinstance(error, NotInstalled) else error
+                if is_disk_trouble(cause) and waited_for and self._clock() - began > limit:
+                    raise NotInstalled(generator, cause) from error
+                if not is_disk_trouble(cause):
+                    raise
+                generator.waits_for_disk = True
+                raise cause from error
+
+        try:
+            return await wait.insist(DISK_HINT, attempt)
+        finally:
+            generator.waits_for_disk = False
+
+    async def _give_up(self, generator: Generator, version: int, error: NotInstalled) -> None:
+        """End its process; its supervisor does the rest, as for any loss. Raises `RunFailed` if nobody can install the
+        version."""
+        name = generator.generator_id
+        self._events.warning(
+            "install_failed", generator=name, pid=generator.pid, version=version, error=str(error)[:500]
+        )
+        if error.refused:
+            if self._refused[0] != version:
+                self._refused = version, Counter()
+            self._refused[1][name] += 1
+            if all(self._refused[1][g.generator_id] >= REFUSALS for g in self.fleet if not g.finished):
+                raise RunFailed(f"{error} (no generator can install version {version} of the weights)") from error
+        await end_process(self._world, generator.handle, *generator.process)
+
     async def _probe(self, generator: Generator, published: Published) -> None:
         """With what it has installed; or with a later version, if the learner did not score this one and has trained on."""
         scores, version = published.scores, published.version
         if scores is None and generator.probed < 0:
-            failure = "the learner did not score the probe's text"
-            try:
-                scores = await ask(
-                    self._config, "weights.install_timeout", self._learner, "score", version, failure=failure
-                )
+            try:  # without a limit: whether the learner answers at all is for `Watch` to judge
+                scores = await self._learner.call("score", version)
             except ActorLost as error:  # this is not the generator's loss
-                raise ProcessLost(f"{failure}: {error}") from error
+                raise ProcessLost(f"the learner did not score the probe's text: {error}") from error
         if scores is not None:
             engine, name = partial(self._ask, generator), generator.generator_id
             try:
@@ -218,14 +286,14 @@ class Installer:
         """A reference to the publication, made once for all generators: the names and checksums of 18,867 tensors take 20 ms to
         pickle."""
         if self._shared is None or self._shared[0] is not published:
-            self._shared = published, self._put(published.publication)
+            self._shared = published, self._world.actors.put(published.publication)
         return self._shared[1]
 
     async def _ask(self, generator: Generator, method: str, *args: Any) -> Any:
-        """A generator's answer about its weights. Raises `ActorLost`, or `RunFailed` with its name and the reason."""
-        limit = (
-            self._config.weights.install_timeout + RPC_SECONDS
-        )  # its own limit comes first, and its message is better
+        """A generator's answer about its weights. Raises `ActorLost`; as `NotInstalled`, with its name and the reason, for
+        anything but its loss."""
+        generator.answers_in = self._seconds(generator)
+        limit = generator.answers_in + RPC_SECONDS  # its own limit comes first, and its message is better
         call = asyncio.ensure_future(generator.handle.call(method, *args))
         generator.asked += 1
         try:
@@ -236,13 +304,17 @@ class Installer:
         except ActorLost:
             raise
         except Exception as error:
-            reason = str(error) or repr(error)
             if isinstance(error, TimeoutError) and not str(error):
-                reason = f"no answer to `{method}` within {limit:g} s (weights.install_timeout)"
-            raise RunFailed(f"{generator.generator_id}: {reason}") from error
+                error = TimeoutError(f"no answer to `{method}` within {limit:g} s (weights.install_timeout)")
+            raise NotInstalled(generator, error) from error
         finally:
             generator.asked -= 1
             call.cancel()
+
+    def _seconds(self, generator: Generator) -> float:
+        """That it has to install the newest version, or to answer anything about it."""
+        nbytes = self.published.publication.manifest.nbytes
+        return self._config.weights.install_seconds(nbytes, first=generator.version < 0)
 
     @staticmethod
     async def _answer(generator: Generator, call: asyncio.Future[Any], limit: float) -> Any:
@@ -266,7 +338,7 @@ class Installer:
         """Keep one generator playing until it has nothing more to play, or is lost while it leaves.
 
         A loss returns its leases; the restarted process installs current weights first. `lost` returns the leases, and says which
-        groups are leased again. Raises `RunFailed` after `generator.max_restarts`, and what the generator itself raised.
+        groups are leased again. Raises `Exhausted` after `generator.max_restarts`, and what the generator itself raised.
         """
         while True:
             try:
@@ -286,8 +358,7 @@ class Installer:
                     return
 
     async def settle(self, generator: Generator) -> None:
-        """It has loaded its engine: connect it to the learner, and install the current weights."""
-        await self.fleet.connect_one(generator, self.way)
+        """It has loaded its engine, and is connected: install the current weights."""
         # A version that is published meanwhile frees slots when the others have it: this one may not play with an older one.
         while generator.state is HealthState.STALE:
             await self._install(generator)
@@ -302,13 +373,13 @@ class Installer:
         try:
             health.restarting()
         except RestartsExhausted as error:
-            raise RunFailed(
+            raise Exhausted(
                 f"{generator.generator_id} was lost {generator.restarts + 1} times (generator.max_restarts = "
-                f"{self._config.generator.max_restarts}); see logs/{generator.generator_id}.log"
+                f"{self._config.generator.max_restarts}), the last time by: {generator.trouble or 'its end'}; see "
+                f"logs/{generator.generator_id}.log"
             ) from error
         await asyncio.sleep(wait)
-        await self._wait_until_alive(generator, self._clock() + self._config.generator.start_timeout)
-        await self.fleet.load_one(generator)
+        await self._load_again(generator)
         if generator.process == process:
             self.fleet.found(generator)
         await self.settle(generator)
@@ -328,6 +399,18 @@ class Installer:
             waited=round(wait, 2),
             seconds=round(self._clock() - began, 2),
         )
+
+    async def _load_again(self, generator: Generator) -> None:
+        """Its process is restarted: have it load its engine, and connect. What prevents that is its loss, once more."""
+        try:
+            await self._wait_until_alive(generator, self._clock() + self._config.generator.start_timeout)
+            await self.fleet.load_one(generator)
+            await self._with_its_disk(generator, self.fleet.connect_one, generator, self.way)
+        except ActorLost:
+            raise
+        except Exception as error:
+            await end_process(self._world, generator.handle, *generator.process)
+            raise ActorLost(f"{generator.generator_id} was restarted and did not load: {error}") from error
 
     async def _wait_until_alive(self, generator: Generator, deadline: float) -> None:
         """Calls to an actor that is being restarted fail at once; wait until one is answered."""

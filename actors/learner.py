@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from r3async.actors.away import sees_run
-from r3async.actors.delivery import Published, Publishing, server
+from r3async.actors.delivery import DISK_HINT, Published, Publishing, server
 from r3async.actors.process import NotLoaded, begin, whereabouts
 from r3async.actors.ranked import RankedLearner, load_learner
 from r3async.actors.ranks import LocalLearner
@@ -188,10 +188,10 @@ class LearnerActor:
         checkpoints = CheckpointWriter(config, self.run_id, self.model_path, self.run_dir, self.events, world=world)
         text = None if watched is None else np.asarray(watched, np.int32)
         given = server(config, transport, reception.keys, world)
-        await self._torch.run(model.backend.publish_through, transport)
-        publishing = Publishing(
-            world, config, self.lineage, self._timeline, model.backend, self._torch, self._writer, text, given
-        )
+        lanes = self._torch, self._writer
+        known = world, config, self.lineage, self._timeline, model.backend, *lanes, text, given
+        publishing = Publishing(*known, self.events.warning)
+        await publishing.disk.insist(DISK_HINT, self._torch.run, model.backend.publish_through, transport)
         self._work = Work(reception, trainer, Ahead(reception, self._packer, trainer.prepared), checkpoints, publishing)
         found = {"endpoint": await reception.start(), "keys": reception.keys_for_generators}
         self._mark, _ = self._now(), self._stages.take()
@@ -222,14 +222,15 @@ class LearnerActor:
     # -- how it is -------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """For the watch; cheap. `writing`: a version that engines are to have is not written yet. `storing`: see
-        `Spool.waits`."""
+        """For the watch; cheap. `writing`: a version that engines are to have is not written yet; `weights_wait`: the disk does
+        not take it, see `DiskWait.waits`. `storing`: see `Spool.waits`."""
         work = self.work
         return {
             **whereabouts(self.world),
             "doing": self._doing,
             "steps": self.model.counts.steps,
             "writing": work.publishing.writing,
+            "weights_wait": work.publishing.disk.waits,
             **work.reception.status(),
         }
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from r3async.actors.delivery import joins
 from r3async.actors.fleet import Fleet, Generator
-from r3async.actors.installer import Installer
+from r3async.actors.installer import Exhausted, Installer
 from r3async.actors.leasing import Dispatch
 from r3async.actors.process import ProcessLost, RunFailed
 from r3async.config import Config
@@ -74,14 +74,26 @@ class Members:
         try:
             while True:
                 self._ended.clear()
-                for task in self._playing.values():
+                for name, task in list(self._playing.items()):
                     if task.done() and not task.cancelled():
-                        task.result()
+                        self._look_at(name, task)
                 await self._ended.wait()
         finally:
             for task in self._playing.values():
                 task.cancel()
             await asyncio.gather(*self._playing.values(), return_exceptions=True)
+
+    def _look_at(self, name: str, ended: asyncio.Task[None]) -> None:
+        """Go on without one that was lost too often, if another one plays. Raises what it failed with, if that ends the run."""
+        try:
+            ended.result()
+        except Exhausted as error:
+            if not any(g.generator_id != name and not g.finished and not g.leaving for g in self._fleet):
+                raise
+            generator = self._fleet[name]
+            self._events.error("generator_excluded", generator=name, pid=generator.pid, error=str(error))
+            self._kill(generator.handle)
+            self._forget(generator)
 
     def _play(self, generator: Generator) -> None:
         start = self._start
@@ -98,6 +110,7 @@ class Members:
         try:
             info = await self._fleet.load_one(generator)
             self._fits(info)
+            await self._fleet.connect_one(generator, start.installer.way)
             await start.installer.settle(generator)
         except ProcessLost:
             raise

@@ -24,12 +24,20 @@ RPC_SECONDS = 30.0
 """An actor that is well has answered by then."""
 
 
+KILL_SECONDS = 5.0
+"""A process that Ray has not ended by then is killed from here, if it is on this host."""
+
+
 class RunFailed(RuntimeError):
     """The run cannot continue; the message is for the person who started it."""
 
 
 class NotTrained(RunFailed):
     """The run made all its steps, and none of them an update: its weights are those that it started with."""
+
+
+class StoppedBeforeStep(RunFailed):
+    """A stop was requested before the run had made a step: there is nothing of it."""
 
 
 class ProcessLost(RunFailed, ActorLost):
@@ -105,6 +113,18 @@ class Question:
         if self._call is not None:
             self._call.cancel()
             await asyncio.gather(self._call, return_exceptions=True)
+
+
+async def end_process(world: World, actor: ActorRef, pid: int, host: str) -> None:
+    """End the process of an actor, which is then restarted. One that was paused gets no request, and is killed from here, if it
+    is on this host."""
+    world.actors.kill(actor, restart=True)
+    deadline = world.clock.monotonic() + KILL_SECONDS
+    while world.processes.alive(pid, host):
+        if world.clock.monotonic() > deadline:
+            world.processes.kill(pid, host)
+            return
+        await asyncio.sleep(0.1)
 
 
 async def together(*calls: Awaitable[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from r3async.actors.ranks import RankActor
 from r3async.config import Config, to_dict
 from r3async.learner import LearnerError
 from r3async.world import ActorLost, ActorRef, Actors, Placement, World
+from r3async.world.disk_waits import is_disk_trouble
 
 NOTICE_SECONDS = 10.0
 """A rank whose connection broke learns of it at once; that the process at its other end has ended is known a little later."""
@@ -49,8 +50,8 @@ class RankCalls:
 
     def wait(self, calls: Sequence[Any], timeout: float | None = None, *, alone: bool = False) -> list[Any]:
         """What the calls return; the first is of rank 0, and so on. `alone`: they need no other rank, so one that fails ends
-        nothing, and what it failed with is raised when all have ended."""
-        waiting, failed = list(calls), list[LearnerError]()
+        nothing, and what it failed with is raised when all have ended; where its disk did not take something, as `OSError`."""
+        waiting, failed = list(calls), list[Exception]()
         while waiting:
             ready, waiting = self._actors.wait(waiting, timeout)
             if not ready:
@@ -60,6 +61,9 @@ class RankCalls:
                 try:
                     self._actors.get(call)
                 except Exception as error:
+                    if alone and is_disk_trouble(error):
+                        failed.append(error)
+                        continue
                     cause = self._cause(calls.index(call), error, {calls.index(other): other for other in waiting})
                     if not alone or isinstance(cause, RankLost):
                         self.kill()

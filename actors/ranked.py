@@ -213,15 +213,12 @@ class RankedLearner:
 
     def write(self, reading: Sequence[int] = ()) -> Publication:
         """See `LocalLearner.write`: each rank writes what it hands in. By NCCL the first one sends it, from its GPU."""
-        began_with = self._ranks
-        try:
-            return self._made(lambda calls: self._write(calls, reading))
-        finally:
-            with self._lock:
-                self._log.wrote(SNAPSHOT)
-                if self._ranks is not began_with:  # they may have copied it again, just when it was written
-                    with contextlib.suppress(LearnerError):
-                        self._ranks.calls.on_all("call", "let_go", lane=WRITE)
+        publication = self._made(lambda calls: self._write(calls, reading))
+        with self._lock:
+            self._log.wrote(SNAPSHOT)
+            with contextlib.suppress(LearnerError):  # one that is lost has let go of it
+                self._ranks.calls.on_all("call", "let_go", lane=WRITE)
+        return publication
 
     def _write(self, calls: RankCalls, reading: Sequence[int]) -> Publication:
         if self._publisher is None:

@@ -132,11 +132,11 @@ class LocalLearner:
         self._snapshot = None
 
     def write(self, reading: Sequence[int] = ()) -> Publication:
-        """Write the snapshot for the engines and let go of it; see `WeightSender.send`. From any thread, beside a step."""
-        try:
-            return self._sender.send(*self._taken, self._dtype, reading)
-        finally:
-            self._snapshot = None
+        """Write the snapshot for the engines and let go of it; see `WeightSender.send`. From any thread, beside a step. If it
+        could not be written it stays, to be written again."""
+        publication = self._sender.send(*self._taken, self._dtype, reading)
+        self._snapshot = None
+        return publication
 
     def describe_share(self) -> Described:
         """Of the snapshot: this rank's part, see `ShardedPublisher`."""
@@ -144,13 +144,10 @@ class LocalLearner:
         return Described(version, share.described(self._dtype))
 
     def write_share(self, path: str, start: int) -> dict[str, TensorEntry]:
-        """Write the snapshot into its region of the file, and let go of it."""
+        """Write the snapshot into its region of the file. It stays until all ranks have: `let_go`."""
         version, share = self._taken
-        try:
-            bucket_bytes = self._config.weights.bucket_bytes
-            return write_region(path, start, EncodedWeights(version, share, self._dtype, bucket_bytes)) if share else {}
-        finally:
-            self._snapshot = None
+        bucket_bytes = self._config.weights.bucket_bytes
+        return write_region(path, start, EncodedWeights(version, share, self._dtype, bucket_bytes)) if share else {}
 
     def write_delta(self, before: WeightManifest, manifest: WeightManifest, first: int, last: int, path: str) -> None:
         """A part of a delta; see `write_delta_part`."""

@@ -19,9 +19,10 @@ from r3async.checkpoint.directory import RunLock, silent
 from r3async.checkpoint.resume import mark, origin_of, read_starts
 from r3async.checkpoint.state import RECORDS
 from r3async.config import Config, ConfigError, config_from_dict, to_dict, to_toml
-from r3async.record.events import open_events
-from r3async.record.reading import QUARANTINE
+from r3async.record.events import EVENTS, open_events
+from r3async.record.reading import QUARANTINE, read_objects
 from r3async.untrusted import decode_toml
+from r3async.views.summary import NOT_TRAINED, UNFINISHED, status_after
 from r3async.weights.probe import KEPT
 from r3async.world import Files, World
 from r3async.world.appending import Report
@@ -176,6 +177,7 @@ async def restart_run(
     checkpoints = Checkpoints.of(config, run.path, report=report, files=world.files)
     checkpoints.clean()
     resume = checkpoints.newest() or run.resume
+    checkpoints.take_back(resume)
     _take_back(run.path, resume, world.files)
     _share(run.lock, run.path)
     return RunDir(run.path, resume, run.lock, began=resume is None)
@@ -198,10 +200,11 @@ def _resume(
         opened = _checked(config, checkpoints, directory, files)
         checkpoints.clean()
         checkpoints.supersede(opened.state.steps)
+    checkpoints.take_back(opened)
     if opened is None:
         return None
     say(f"resumes from step {opened.state.steps} ({opened.path})")
-    for key, (was, now) in _check(opened, config).items():
+    for key, (was, now) in _check(opened, config, directory).items():
         say(f"changed since the checkpoint: {key} was {was!r}, is {now!r}")
     if opened.path.parent.absolute() != checkpoints.directory.absolute():  # of another run
         source = opened.path.parent.parent
@@ -215,7 +218,7 @@ def _resume(
 def _checked(config: Config, checkpoints: Checkpoints, directory: Path, files: Files) -> Opened:
     """That of the path `resume`, or the newest one of the run there. Raises if this run cannot resume from it."""
     found = find_checkpoint(Path(config.resume), files=files)
-    _check(found, config)
+    _check(found, config, directory)
     if not checkpoints.empty and found.path.parent.absolute() != checkpoints.directory.absolute():
         raise ConfigError(
             f"`resume` = {config.resume!r} is of another run than {directory}, which has checkpoints of its own: choose "
@@ -239,10 +242,23 @@ def _take_back(directory: Path, resume: Opened | None, files: Files) -> None:
     rewind(directory, dict.fromkeys(RECORDS, 0) | lengths, kept, files=files)
 
 
-def _check(opened: Opened, config: Config) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ. Raises if the run cannot resume with them, or is over."""
+def _lacks_end(opened: Opened, config: Config, directory: Path) -> bool:
+    """Whether the run in `directory`, to which the checkpoint belongs, was stopped or lost, or failed, behind its last step."""
+    ours = Checkpoints.of(config, directory).directory
+    if opened.path.parent.absolute() != ours.absolute():
+        return False
+    events = read_objects(directory / EVENTS, files=opened.files)
+    status, _ = next((end for event in reversed(events) if (end := status_after(event))), (UNFINISHED, ""))
+    return status not in ("finished", NOT_TRAINED)
+
+
+def _check(opened: Opened, config: Config, directory: Path) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ. Raises if the run cannot resume with them, or is over. One that made its steps, and was stopped
+    or lost while it evaluated or saved, is not."""
     changed = check_settings(opened.state.config, config)
-    if opened.state.steps >= config.steps:
+    if opened.state.steps > config.steps or (
+        opened.state.steps == config.steps and not _lacks_end(opened, config, directory)
+    ):
         raise ConfigError(
             f"the run has made {opened.state.steps} of {config.steps} steps: set `steps` to more, or choose another name"
         )

@@ -15,7 +15,7 @@ from r3async.actors.delivery import check_reach
 from r3async.actors.generator import GeneratorActor, GeneratorParts
 from r3async.actors.learner import LearnerActor
 from r3async.actors.places import Places, take_places
-from r3async.actors.process import NotTrained, ProcessLost, Question, RunFailed
+from r3async.actors.process import NotTrained, ProcessLost, Question, RunFailed, StoppedBeforeStep
 from r3async.actors.run_dir import RunDir, restart_run
 from r3async.checkpoint import Checkpoints, Opened
 from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
@@ -295,8 +295,8 @@ async def supervise(
     """The run, and again from its newest checkpoint if a process that it cannot do without is lost. `kind`: with other actors
     than usual.
 
-    Raises `RunFailed` with what to do about it, or `NotTrained`, which is one, if no step made an update; and what `restart_run`
-    raises.
+    Raises `RunFailed` with what to do about it, which `NotTrained` (no step made an update) and `StoppedBeforeStep` are; and
+    what `restart_run` raises.
     """
     allowed = config.supervise.max_run_restarts
     restarts = 0
@@ -356,7 +356,7 @@ async def _show(running: Running, person: Person, timeout: float) -> None:
 
 
 def _report(result: Mapping[str, Any], running: Running, person: Person) -> None:
-    """How the run ended. Raises `NotTrained`."""
+    """How the run ended. Raises `NotTrained` and `StoppedBeforeStep`."""
     steps, name = result["steps"], running.run_dir.name
     if result["model"]:
         person.say(f"trained model: {running.run_dir / 'model'}")
@@ -364,7 +364,7 @@ def _report(result: Mapping[str, Any], running: Running, person: Person) -> None
         done = f"{steps} of {running.config.steps} steps" + (" without an update" if result.get("updates") == 0 else "")
         person.say(f"stopped after {done}; to resume: the same command with name={name}")
     elif result["stopped"]:
-        person.say(f"stopped before a step was made; to resume: the same command with name={name}")
+        raise StoppedBeforeStep(f"stopped before a step was made; to resume: the same command with name={name}")
     elif steps and not result["updates"]:
         raise NotTrained(
             f"none of {steps} steps made an update ({result['without_update']}); the weights are those that the run began "

@@ -14,10 +14,10 @@ import msgspec
 from r3async.actors.fleet import Fleet, Generator
 from r3async.actors.process import RPC_SECONDS, RunFailed
 from r3async.checkpoint import Checkpoints, RunState
-from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path, write_evaluation
+from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path, read_evaluation_files, write_evaluation
 from r3async.config import Config, environments
 from r3async.envs.raised import describe_raised
-from r3async.record.reading import EVALUATION, QUARANTINE, QuarantinedTask, read_quarantine
+from r3async.record.reading import EVALUATION, QUARANTINE, QuarantinedTask, read_objects, read_quarantine
 from r3async.rollout.outcomes import figures_of
 from r3async.schedule.admission import slots_of
 from r3async.schedule.difficulty import NO_SIZE, Score, TaskHistory
@@ -110,7 +110,7 @@ class Tasks:
             if failed is not None and failed.task_seed not in self._quarantined:
                 self._quarantine(failed, next_group)
             if end.failed_by is not None and self._failures.too_many(end.failed_by):
-                self._stop(end.failed_by)
+                self._stop(end.failed_by, end)
 
     def _quarantine(self, failed: FailedTask, next_group: int) -> None:
         error = failed.error.partition("\n")[0][:ERROR_CHARACTERS]
@@ -125,9 +125,9 @@ class Tasks:
         self._quarantined[task.task_seed] = task.from_group
         self._file.append(msgspec.json.encode(task))
 
-    def _stop(self, by: By, end: EpisodeEnd) -> None:
+    def _stop(self, by: By) -> None:
         self._reason = (
-            self._reason or f"too many tasks fail: {self._failures.describe(by)}. The last one: {end.described}"
+            self._reason or f"too many tasks fail: {self._failures.describe(by)}. The last one: {self.last_failure}"
         )
         self._too_many.set()
 
@@ -153,23 +153,43 @@ class Evaluator:
     def __init__(self, config: Config, run_dir: Path, events: Any, fleet: Fleet, *, world: World = REAL):
         self.config, self.settings = config, config.evaluation
         self._world, self._clock, self._events, self._fleet = world, world.clock, events, fleet
-        self._file = AppendFile(run_dir / EVALUATION, world=world)
+        self._run_dir, self._file = run_dir, AppendFile(run_dir / EVALUATION, world=world)
         self._directory = Checkpoints.of(config, run_dir, files=world.files).directory
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         """The last rows of `evaluation.jsonl`, of this start."""
         self._task: asyncio.Task[None] | None = None
         self._evaluated = -1
         """The step after which the last one began."""
+        self._abandoned = False
 
     @property
     def running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def after(self, step: int, version: int = 0) -> None:
-        """Step `step` has been made (0: none yet), and its weights are `version`. Begins an evaluation if one is due; returns at
-        once."""
+    def start(self, step: int, version: int) -> None:
+        """The run begins, or resumes after `step`, with weights `version`. Writes rows again that the resume took back though
+        their evaluations had ended. Begins an evaluation if the last one that was due is not there: it was played when the run
+        was stopped or lost, or was skipped. Returns at once."""
+        every, row_steps = self.settings.every, self._written()
+        for one in read_evaluation_files(self._directory, files=self._world.files).values():
+            if one.finished and one.step <= step and one.step not in row_steps:
+                self._write(one)
+                row_steps.add(one.step)
+        if step in row_steps:
+            self._evaluated = step
+        due = step - step % every if every else 0
+        if every and (due or self.settings.at_start) and not any(due <= written <= step for written in row_steps):
+            self._begin(step, version)
+
+    def _written(self) -> set[int]:
+        """Steps that have a row in the run's record."""
+        rows = read_objects(self._run_dir / EVALUATION, files=self._world.files)
+        return {row["step"] for row in rows if isinstance(row.get("step"), int)}
+
+    def after(self, step: int, version: int) -> None:
+        """Step `step` has been made, and its weights are `version`. Begins an evaluation if one is due; returns at once."""
         every = self.settings.every
-        if every and (step % every == 0 if step else self.settings.at_start):
+        if every and step % every == 0:
             self._begin(step, version)
 
     def _begin(self, step: int, version: int) -> None:
@@ -191,11 +211,16 @@ class Evaluator:
                     self._world.files.remove(evaluation_path(self._directory, step))
         if result is None:
             return
-        figures, now = figures_of(result), self._clock.time()
-        row = {"step": step, "time": now, **{f"evaluation/{name}": value for name, value in figures.items()}}
+        made = EvaluationFile(step, self._clock.time(), figures_of(result), result)
+        self._write(made)
+        await self._keep(made)
+
+    def _write(self, made: EvaluationFile) -> None:
+        """Its row."""
+        figures = {f"evaluation/{name}": value for name, value in made.figures.items()}
+        row = {"step": made.step, "time": made.time, **figures}
         self._file.append(msgspec.json.encode(row))
         self.recent.append(row)
-        await self._keep(EvaluationFile(step, now, figures, result))
 
     async def _keep(self, evaluation: EvaluationFile) -> None:
         try:
@@ -204,12 +229,8 @@ class Evaluator:
             self._events.warning("evaluation_not_kept", step=evaluation.step, error=str(error))
 
     async def _installed(self, version: int) -> None:
-        """Wait until a healthy generator has these weights, if there is one, but no longer than installing them may take."""
-        deadline = self._clock.monotonic() + self.config.weights.install_timeout
-        while True:
-            newest = self._able()[:1]
-            if not newest or newest[0].version >= version or self._clock.monotonic() > deadline:
-                return
+        """Wait until a healthy generator has these weights, if there is one. One that does not install them in time is lost."""
+        while (newest := self._able()[:1]) and newest[0].version < version:  # noqa: ASYNC110
             await asyncio.sleep(POLL_SECONDS)
 
     def _able(self) -> list[Generator]:
@@ -267,15 +288,17 @@ class Evaluator:
                 await asyncio.Event().wait()
             await asyncio.sleep(PING_SECONDS)
 
-    async def finish(self, step: int, version: int, stopping: Callable[[], bool]) -> None:
+    async def finish(self, step: int, version: int, stopping: Callable[[], bool]) -> bool:
         """The run has made its last step: wait for what is running, then evaluate the last weights if that has not been done.
 
-        A run that is stopped begins nothing, and waits `supervise.stop_grace_seconds` at most.
+        A run that is stopped begins nothing, and waits `supervise.stop_grace_seconds` at most. Returns whether it left anything
+        undone for that.
         """
         await self._wait(stopping)
         if self.settings.every and step and self._evaluated != step and not stopping():
             self._begin(step, version)
             await self._wait(stopping)
+        return bool(self.settings.every and step) and (self._evaluated != step or self._abandoned)
 
     async def _wait(self, stopping: Callable[[], bool]) -> None:
         deadline: float | None = None
@@ -284,7 +307,10 @@ class Evaluator:
             if stopping() and deadline is None:
                 deadline = self._clock.monotonic() + self.config.supervise.stop_grace_seconds
             if deadline is not None and self._clock.monotonic() > deadline:
-                self._events.warning("evaluation_abandoned", step=self._evaluated)
+                self._events.warning(
+                    "evaluation_abandoned", step=self._evaluated, hint="the same command, to resume, begins it again"
+                )
+                self._abandoned = True
                 await self.cancel()
 
     async def cancel(self) -> None:

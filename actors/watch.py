@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.actors.fleet import Fleet, Generator
-from r3async.actors.process import RPC_SECONDS, ProcessLost, Question, RunFailed
+from r3async.actors.process import RPC_SECONDS, ProcessLost, Question, RunFailed, end_process
 from r3async.config import Config
 from r3async.schedule.admission import Admission
 from r3async.schedule.health import HealthState, Stall, Watchdog
@@ -25,14 +25,12 @@ LOOK_SECONDS = 2.0
 """Between two looks, at most."""
 DUMP_SECONDS = 5.0
 """An actor that has not written its stacks by then is asked by signal."""
-KILL_SECONDS = 5.0
-"""A process that Ray has not ended by then is killed from here, if it is on this host."""
 
-STAGES = ("playing", "sending", "installing")
+STORING = "storing"
+STAGES = ("playing", "sending", "installing", STORING)
 """Of a generator."""
 RUN = "run"
 ANSWERING = "answering/learner"
-STORING = "storing"
 
 
 class Watch:
@@ -41,7 +39,8 @@ class Watch:
     `resting()`, work that nobody has begun waits for nobody: the run is ending, or generators evaluate.
 
     Stages: `playing/G`, `sending/G` and `installing/G` of each generator, `training`, `publishing`, `storing` (the spool's disk
-    takes nothing), whether the learner answers at all, and `run`: everybody waits for somebody.
+    takes nothing), `storing/weights` and `storing/G` (that of weights at the learner, and at a generator), whether the learner
+    answers at all, and `run`: everybody waits for somebody.
     """
 
     def __init__(
@@ -66,9 +65,8 @@ class Watch:
         self._question = Question(partial(learner.call, "status"))
         self._releasing: asyncio.Task[None] | None = None
         weights, supervise = config.weights, config.supervise
-        # What has a limit of its own fails by that, and its message is better. An installation is judged before its own.
+        # What has a limit of its own fails by that, and its message is better.
         limits = {"training": supervise.step_seconds, "publishing": weights.write_timeout + RPC_SECONDS}
-        limits["installing"] = weights.install_timeout + RPC_SECONDS / 2
         self.dog = Watchdog(self._clock, supervise.stall_seconds, limits)
         self._looked: dict[str, None] = {}
         """Generators that were looked at last."""
@@ -126,8 +124,10 @@ class Watch:
         self.dog.see(STORING, status.get("received", 0), int(waits))
         doing = status.get("doing")
         self.dog.see(ANSWERING, self._question.answers, int(self._question.waiting))
-        self.dog.see("training", status.get("steps", 0), int(doing == "training"))
-        self.dog.see("publishing", self._published(), int(bool(status.get("writing"))))
+        weights_wait = bool(status.get("weights_wait"))  # then nothing is published, and a step waits for that
+        self.dog.see(f"{STORING}/weights", self._published(), int(weights_wait))
+        self.dog.see("training", status.get("steps", 0), int(doing == "training" and not weights_wait))
+        self.dog.see("publishing", self._published(), int(bool(status.get("writing")) and not weights_wait))
         done, with_work = self.dog.totals(besides=RUN)
         # Nobody has work though the learner waits for some: an episode is lost, or somebody does not continue.
         loading = any(not g.live for g in self._fleet)
@@ -140,11 +140,13 @@ class Watch:
 
     def _look_at(self, generator: Generator, *, may_send: bool) -> None:
         name = generator.generator_id
-        playing, sending, installing = (f"{stage}/{name}" for stage in STAGES)
+        playing, sending, installing, storing = (f"{stage}/{name}" for stage in STAGES)
         if generator.state in (HealthState.LOST, HealthState.STARTING) or generator.finished:
             self._forget(name)
             return
-        self.dog.see(installing, generator.answered, generator.asked)
+        # An installation is judged before its own limit.
+        self.dog.see(installing, generator.answered, generator.asked, generator.answers_in + RPC_SECONDS / 2)
+        self.dog.see(storing, generator.version, int(generator.waits_for_disk))
         load = self._loads.get(name)
         if load is None or not generator.live:  # it has not begun to play
             self.dog.forget(playing)
@@ -172,9 +174,10 @@ class Watch:
     async def _act(self, stall: Stall) -> None:
         generator = self._generator(stall)
         action: str = self.config.supervise.on_stall
-        if action == "restart" and generator is None:
-            # A disk cannot be restarted: nothing is acknowledged while it is full, generators wait, and nothing is lost.
-            action = {STORING: "warn", ANSWERING: "restart"}.get(stall.stage, "abort")
+        if action == "restart" and stall.stage.partition("/")[0] == STORING:
+            action = "warn"  # a disk cannot be restarted: who needs it waits, and nothing is lost
+        elif action == "restart" and generator is None and stall.stage != ANSWERING:
+            action = "abort"
         silent = await self._dump(f"{stall.stage} did nothing for {stall.seconds:.0f} s")
         self.events.error(
             "stalled",
@@ -229,14 +232,7 @@ class Watch:
 
     async def _restart(self, generator: Generator) -> None:
         """End its process; its supervisor does the rest, as for any loss."""
-        pid = generator.pid
-        self.world.actors.kill(generator.handle, restart=True)
-        deadline = self._clock() + KILL_SECONDS
-        while generator.live and generator.pid == pid:
-            if self._clock() > deadline:
-                self.world.processes.kill(*generator.process)  # one that was paused gets no request
-                return
-            await asyncio.sleep(0.1)
+        await end_process(self.world, generator.handle, *generator.process)
 
 
 def describe(stall: Stall) -> str:
@@ -245,8 +241,9 @@ def describe(stall: Stall) -> str:
     waited = f"for {stall.seconds:.0f} s (limit {stall.limit:g} s)"
     if stall.stage == RUN:
         return f"the learner waits for trajectories, nobody has work, and nothing has moved {waited}"
-    if stall.stage == STORING:
-        return f"the spool's disk has taken nothing {waited}, and generators wait"
+    if stage == STORING:
+        disk = {"": "the spool's disk", "weights": "the disk of weights"}.get(name, f"the disk of weights at {name}")
+        return f"{disk} has taken nothing {waited}, and generators wait"
     if stall.stage == ANSWERING:
         return f"the learner has not answered {waited}"
     who = f"{name}, in `{stage}`," if name else f"the learner, in `{stage}`,"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from r3async.actors.process import NotTrained as NotTrained
     from r3async.actors.process import RunFailed as RunFailed
+    from r3async.actors.process import StoppedBeforeStep as StoppedBeforeStep
     from r3async.api import evaluate as evaluate
     from r3async.api import train as train
     from r3async.config import Config as Config
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "r3async.actors.process": ("NotTrained", "RunFailed"),
+    "r3async.actors.process": ("NotTrained", "RunFailed", "StoppedBeforeStep"),
     "r3async.api": ("evaluate", "train"),
     "r3async.config": ("Config", "ConfigError", "load_config"),
     "r3async.data.records": ("SCHEMA", "Column", "Sample", "TokenTable", "Trajectory", "Turn"),

@@ -40,8 +40,9 @@ def train(
     list of them, or what the setting takes. Wherever a setting is a name, the object may stand. `callbacks`: see `Callback`.
 
     Raises `ConfigError` for a wrong setting or an object that cannot be sent to the generators, `CheckpointError` for a
-    checkpoint that cannot be resumed, `RunFailed` for a run that ended early, `CallbackFailed` and `NotTrained` (no step made an
-    update), which are such. Ctrl-C ends the run in order, and it can resume. Blocking; also in a notebook.
+    checkpoint that cannot be resumed, `RunFailed` for a run that ended early, and `CallbackFailed`, `NotTrained` (no step made
+    an update) and `StoppedBeforeStep`, which are such. Ctrl-C ends the run in order, and it can resume. Blocking; also in a
+    notebook.
     """
     from r3async.actors.supervise import Pipeline
     from r3async.tools.train import StopRequest
@@ -112,7 +113,7 @@ def _spelled(environment: Any, reward: Any, settings: Mapping[str, Any]) -> tupl
 def _config(preset: str | Path | Config, settings: Mapping[str, Any]) -> Config:
     if not isinstance(preset, Config):
         return load_config(str(preset), settings)
-    return with_overrides(preset, settings)
+    return with_overrides(preset, settings, "train")
 
 
 def _blocking(call: Callable[[], T], stop: Callable[[], object]) -> T:

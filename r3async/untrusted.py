@@ -21,8 +21,8 @@ import msgspec
 DEEPEST = 128
 """So many lists and objects within each other are read. Python reads nearly a thousand, but then fails at what comes later (a
 copy, a comparison, a template, JSON again), depending on how deep its own stack is by then."""
-INTEGER = 2**63
-"""Integers of TOML are below it by size, as TOML has it."""
+PRINTED = 10**sys.int_info.default_max_str_digits
+"""Integers from here on Python refuses to print; hexadecimal ones it reads."""
 
 T = TypeVar("T")
 Data = bytes | bytearray | memoryview | str
@@ -98,8 +98,8 @@ def decode_toml(data: bytes | str) -> dict[str, Any]:
     except _RAISED as error:
         raise Malformed(_reason(error)) from error
     _check_depth(value)
-    if any(isinstance(each, int) and not -INTEGER <= each < INTEGER for each in _leaves(value)):
-        raise Malformed("an integer of more than 64 bits")
+    if any(isinstance(each, int) and abs(each) >= PRINTED for each in _leaves(value)):
+        raise Malformed(f"an integer of more than {sys.int_info.default_max_str_digits} digits")
     return value
 
 

@@ -24,6 +24,8 @@ from r3async.world.processes import find_user_modules, printable
 
 UNTRAINED = 4
 """Exit code of a run that made all its steps, and none of them an update."""
+INTERRUPTED = 130
+"""Of a command that was stopped before it had made anything, or at once."""
 
 app = typer.Typer(
     add_completion=False,
@@ -97,9 +99,9 @@ def train(
         print_plan(config, overrides or [], json)
         return
     from r3async.tools.train import train as run
-    from r3async.world.processes import files_survive_full_disk
+    from r3async.world.processes import output_outlives_disk_and_terminal
 
-    files_survive_full_disk()
+    output_outlives_disk_and_terminal()
     run(config, preset, root=runs)
 
 
@@ -304,7 +306,7 @@ def init_model(
     preset: Annotated[str, typer.Option(help="whose model.init and env settings to use")] = "quickstart",
 ) -> None:
     """Make a tiny random Qwen3-MoE with a byte-level tokenizer, warmed up on the environment's oracle."""
-    config = load_command(preset, overrides or [])
+    config = load_command(preset, overrides or [], "init-model")
     from r3async.tools.init_model import init_model as make
     from r3async.tools.run_dir import check_capacity
 
@@ -331,8 +333,8 @@ def keys(
 
 
 def main() -> None:
-    """Entry point: errors that a person can mend are one line on stderr and exit code 2; a failed run is 1, and one that made
-    all its steps without an update is 4."""
+    """Entry point: errors that a person can mend are one line on stderr and exit code 2; a failed run is 1, one that made
+    all its steps without an update is 4, and one that was stopped before its first step 130."""
     find_user_modules()
     try:
         sys.exit(app(prog_name="r3async", standalone_mode=False))
@@ -345,18 +347,20 @@ def main() -> None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
     except KeyboardInterrupt:
-        _fail("interrupted", 130)
+        _fail("interrupted", INTERRUPTED)
     except Exception as error:
         # By name: to import what defines them takes seconds.
         match type(error).__name__:
             case "NotTrained":
                 _fail(f"nothing was trained: {error}", UNTRAINED)
+            case "StoppedBeforeStep":
+                _fail(str(error), INTERRUPTED)
             case "RunFailed" | "ProcessLost":
                 _fail(f"the run failed: {error}", 1)
             case "CheckpointError" | "Unreadable":
                 _fail(f"checkpoint error: {error}", 2)
             case "Abort":
-                _fail("interrupted", 130)
+                _fail("interrupted", INTERRUPTED)
         sys.stderr.write(printable(traceback.format_exc()))
         sys.exit(1)
 

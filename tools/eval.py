@@ -84,7 +84,7 @@ def find_target(name: str, preset: str | None, env: str | None, overrides: Overr
     if (Path(name) / "config.json").is_file():
         if env is None and preset is None and "name" not in nested(overrides).get("env", {}):
             raise ConfigError(f"{name} is a model: say which environment it is to play, with --env NAME, or data=FILE")
-        run, model, base, trained = None, Path(name), load_config(preset) if preset else Config(), None
+        run, model, base, trained = None, Path(name), load_config(preset, command=None) if preset else Config(), None
     else:
         try:
             run = find_run(name, root)
@@ -92,7 +92,7 @@ def find_target(name: str, preset: str | None, env: str | None, overrides: Overr
             raise ConfigError(
                 f"RUN_OR_MODEL = {name!r} is no model directory (no config.json in it), and {error}"
             ) from error
-        base = load_config(preset or str(run / "config.toml"))
+        base = load_config(preset or str(run / "config.toml"), command=None)
         made = [run / "model", Path(base.model.path) if base.model.path else run / "init"]
         found = next((path for path in made if (path / "config.json").is_file()), None)
         if found is None:
@@ -117,7 +117,7 @@ def _override(base: Config, env: str | None, overrides: Overrides) -> Config:
         data["serving"] |= {"token": "", "host": "127.0.0.1"}
     if env is not None and env != data["env"]["name"]:
         data["env"] = {"name": env}  # arguments of another environment are not this one's
-    config = with_overrides(config_from_dict(data), overrides)
+    config = with_overrides(config_from_dict(data), overrides, "eval")
     if not isinstance(overrides, Mapping):
         refuse_spoken(config, overrides)
     return msgspec.structs.replace(config, env=evaluated(config, config.evaluation))
@@ -125,7 +125,7 @@ def _override(base: Config, env: str | None, overrides: Overrides) -> Config:
 
 def without_model(preset: str | None, env: str | None, overrides: Overrides) -> Target:
     """What an environment's own policy plays: the defaults', or a `preset`'s, with `overrides` over that."""
-    return Target(None, _override(load_config(preset) if preset else Config(), env, overrides))
+    return Target(None, _override(load_config(preset, command=None) if preset else Config(), env, overrides))
 
 
 def choose_target(

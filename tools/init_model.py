@@ -315,7 +315,11 @@ def _init_model(
     directory: Path, config: dict[str, Any], objects: dict[str, bytes], owner: int, says: Connection
 ) -> None:
     """Lines of progress go to `says`, then None, or what was raised."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the owner, who ends this process
+    for stop in (
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # a Ctrl-C, or a closed terminal, is for the owner, who ends this process
+        signal.signal(stop, signal.SIG_IGN)
     exit_with(owner)
     find_user_modules()
     hold(objects)

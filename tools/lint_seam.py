@@ -1,8 +1,12 @@
-"""`python -m r3async.tools.lint_seam`: the packages that also run in a simulation touch the outside through their `World` alone.
+"""`python -m r3async.tools.lint_seam`: two rules about what comes from outside.
 
-Names what they call, or name, of the clock, threads, files, sockets, processes, Ray and rngs, with file and line. It reads the
-source, so what it cannot know from that it takes by its form: `x.open("rb")` is a path's, `files.open(path)` the world's.
-Who calls what would take the real world by default hands on its own.
+The packages that also run in a simulation touch the outside through their `World` alone. Names what they call, or name, of the
+clock, threads, files, sockets, processes, Ray and rngs, with file and line. It reads the source, so what it cannot know from that
+it takes by its form: `x.open("rb")` is a path's, `files.open(path)` the world's. Who calls what would take the real world by
+default hands on its own.
+
+Whatever is decoded, in any package that users run, is decoded by `r3async/untrusted.py`: a decoder that is called directly raises
+whatever it likes for what a stranger wrote.
 """
 
 from __future__ import annotations
@@ -38,6 +42,38 @@ PACKAGES = (
 
 EXEMPT = {"r3async/world/keys.py": "makes and converts keys, as only libzmq can"}
 """Files of those packages that no simulation runs, each with the reason."""
+
+DECODING = ("r3async/**/*.py", "actors/*.py", "tools/**/*.py")
+"""Whatever matches decodes through `r3async/untrusted.py` alone."""
+
+DECODES = {
+    "r3async/untrusted.py": "is the decoder",
+    "r3async/rollout/engines/vllm_messages.py": "reads the arrays of the engine's own process, by hooks",
+    "r3async/envs/pool": "exchanges messages with a process that runs the same code",
+    "tools/chaos/": "reads what it wrote itself",
+    "tools/fuzz/": "changes what it decoded itself",
+    "tools/gpu_check/": "reads what it wrote itself, and runs where nothing is installed",
+    "tools/bench/": "reads what it wrote itself",
+    "tools/comparison.py": "reads a page of this repository",
+}
+"""Files and folders that are exempt from that, each with the reason."""
+
+UNTRUSTED = "r3async.untrusted"
+DECODERS = {
+    "ast.literal_eval": "decode_json",
+    "json.JSONDecoder": "decode_json",
+    "json.load": "decode_json",
+    "json.loads": "decode_json",
+    "msgspec.json.Decoder": "decode_json",
+    "msgspec.json.decode": "decode_json",
+    "msgspec.msgpack.Decoder": "decode_msgpack",
+    "msgspec.msgpack.decode": "decode_msgpack",
+    "msgspec.toml.decode": "decode_toml",
+    "msgspec.yaml.decode": "decode_json",
+    "tomllib.load": "decode_toml",
+    "tomllib.loads": "decode_toml",
+}
+"""What may not be named, and what of `r3async/untrusted.py` to call."""
 
 CLOCK, THREADS, FILES, PROCESSES = "world.clock", "world.threads", "world.files", "world.processes"
 
@@ -303,12 +339,29 @@ class _Reader(ast.NodeVisitor):
             self.found.append(found)
 
     def _dotted(self, node: ast.expr) -> str:
-        """The full name of what is imported; "" for anything else."""
-        if isinstance(node, ast.Name):
-            return self._names.get(node.id, "")
-        if isinstance(node, ast.Attribute) and (base := self._dotted(node.value)):
-            return f"{base}.{node.attr}"
-        return ""
+        return _full_name(node, self._names)
+
+
+def _full_name(node: ast.AST, names: dict[str, str]) -> str:
+    """The full name of what is imported as `names`; "" for anything else."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id, "")
+    if isinstance(node, ast.Attribute) and (base := _full_name(node.value, names)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def check_decoding(path: str, source: str) -> list[Found]:
+    """What of a file decodes by itself, in order of lines: a decoder, or `data.decode()` of what no call there has encoded."""
+    tree = ast.parse(source)
+    names, found = _imported(tree), list[Found]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "decode":
+            if not (node.args or node.keywords or isinstance(node.func.value, ast.Call)):
+                found.append(Found(path, node.lineno, ".decode()", f"{UNTRUSTED}.decode_text"))
+        elif isinstance(node, ast.Attribute | ast.Name) and (what := _full_name(node, names)) in DECODERS:
+            found.append(Found(path, node.lineno, what, f"{UNTRUSTED}.{DECODERS[what]}"))
+    return sorted(found, key=lambda each: each.line)
 
 
 def check_source(path: str, source: str, defaults: Defaults) -> list[Found]:
@@ -328,11 +381,21 @@ def files(root: Path = ROOT) -> Iterator[Path]:
             raise ValueError(f"tools/lint_seam.py: {name} is exempt, and not there")
 
 
+def decoding_files(root: Path = ROOT) -> Iterator[Path]:
+    """Those that decode through `r3async/untrusted.py` alone."""
+    for path in sorted({path for pattern in DECODING for path in root.glob(pattern)}):
+        if not str(path.relative_to(root)).startswith(tuple(DECODES)):
+            yield path
+
+
 def check(root: Path = ROOT) -> list[Found]:
     defaults = Defaults(root)
-    return [
-        found for path in files(root) for found in check_source(str(path.relative_to(root)), path.read_text(), defaults)
-    ]
+    found = [each for path in files(root) for each in check_source(*_read(path, root), defaults)]
+    return found + [each for path in decoding_files(root) for each in check_decoding(*_read(path, root))]
+
+
+def _read(path: Path, root: Path) -> tuple[str, str]:
+    return str(path.relative_to(root)), path.read_text()
 
 
 def main() -> int:

@@ -119,7 +119,7 @@ class LivePages:
         word = request.query.get("run", "" if len(self._runs) > 1 else "0")
         if not word:
             return None
-        if not (word.isdecimal() and int(word) < len(self._runs)):
+        if not (word.isdecimal() and len(word) < 10 and int(word) < len(self._runs)):
             raise web.HTTPNotFound(text=f"there is no run {word}")
         return int(word)
 

@@ -53,12 +53,12 @@ def sft(
     runs: NewRuns = RUNS,
 ) -> None:
     """Supervised training of the answers in your rows: messages, or prompts and answers. The model is in runs/NAME/model."""
-    config = load_command(preset, overrides or [])
+    config = load_command(preset, overrides or [], "sft")
     from r3async.learner import LearnerError
     from r3async.tools.sft import sft as run
-    from r3async.world.processes import files_survive_full_disk
+    from r3async.world.processes import output_outlives_disk_and_terminal
 
-    files_survive_full_disk()
+    output_outlives_disk_and_terminal()
     try:
         run(config, preset, root=runs)
     except LearnerError as error:

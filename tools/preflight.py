@@ -41,6 +41,7 @@ CONNECT_SECONDS = 10.0
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 WEIGHTS = ("*.safetensors", "*.bin")
+INDEX = "model.safetensors.index.json"
 CPU_EXPERT_WIDTH = 32
 """vLLM pads experts to a multiple of it on CPU (0.30), and reloads unpadded ones only."""
 
@@ -54,6 +55,7 @@ def check_start(config: Config) -> None:
         check_supported(config)
     check_teacher(config)
     check_engine_names(config)
+    check_loss(config)
     if address := config.cluster.address or os.environ.get("RAY_ADDRESS"):
         check_cluster(address)
     else:
@@ -104,11 +106,33 @@ def check_files(name: str, setting: str) -> str:
         raise ConfigError(f"{said}: its config.json has no `model_type`, so it is no Hugging Face model")
     if not any(file for pattern in WEIGHTS for file in path.glob(pattern)):
         raise ConfigError(f"{said} has no weights: no *.safetensors in it")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"{said} has no *.safetensors, and its .bin files are not read: `AutoModelForCausalLM.from_pretrained(…)"
+            ".save_pretrained(…)` writes them"
+        )
+    _check_shards(path, said)
     if not any((path / file).exists() for file in TOKENIZERS):
         raise ConfigError(
             f"{said} has no tokenizer: copy tokenizer.json and tokenizer_config.json of the model into it"
         )
     return said
+
+
+def _check_shards(path: Path, said: str) -> None:
+    """All files of a model in several are there, with the index that says what is in which."""
+    index, shards = path / INDEX, sorted(file.name for file in path.glob("*-of-*.safetensors"))
+    if index.is_file():
+        named = _json(index, said).get("weight_map", {})
+        if lacking := sorted({str(name) for name in named.values() if not (path / str(name)).is_file()}):
+            raise ConfigError(
+                f"{said} lacks {len(lacking)} of its files of weights, such as {lacking[0]}: copy them into it"
+            )
+    elif shards and not (path / "model.safetensors").is_file():
+        raise ConfigError(
+            f"{said} has its weights in {len(shards)} files ({shards[0]}, …) and no {INDEX}, which says what is in which: copy "
+            "it into the directory"
+        )
 
 
 def _json(path: Path, said: str) -> dict[str, Any]:
@@ -154,6 +178,15 @@ def check_engine_keys(config: Config) -> None:
                 f"`model.path` = {config.model.path!r}: its config.json has `{key}` = {json.dumps(found.get(key))}, and vLLM "
                 f"computes {known.title} with {json.dumps(needed)} only: add it to that file"
             )
+
+
+def check_loss(config: Config) -> None:
+    """A policy loss of the user's own returns what a step takes."""
+    if ":" not in config.algorithm.policy_loss:
+        return
+    from r3async.learner.losses.policy_loss import check_own_loss
+
+    check_own_loss(config.algorithm)
 
 
 # -- engines and devices -------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ class _Session:
 
     def _settings(self, lineage: int) -> Config:
         config = read_settings(self._run, lineage)
-        return with_overrides(config, self._changed) if self._changed else config
+        return with_overrides(config, self._changed, "train") if self._changed else config
 
     def _load(self) -> tuple[Any, Any]:
         from r3async.actors.loading import load_learner_alone

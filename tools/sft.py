@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from r3async.actors.process import StoppedBeforeStep
 from r3async.checkpoint import CheckpointError, CheckpointWriter, Due, Opened
 from r3async.checkpoint.resume import fingerprint_model, take_lineage
 from r3async.checkpoint.state import TrainingState
@@ -45,7 +46,9 @@ def sft(config: Config, preset: str, console: Console | None = None, root: Path 
         try:
             return _sft(config, preset, view, root, request)
         except StoppedWhileLoading:
-            view.say("stopped while loading, before a step was made")
+            if not view.step:
+                raise StoppedBeforeStep("stopped while loading, before a step was made") from None
+            view.say(f"stopped while loading, after step {view.step}")
             return root / config.name
 
 

@@ -32,8 +32,12 @@ class StoppedWhileLoading(BaseException):
     """A stop was requested before the actors could be told: nothing has to be finished."""
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 class StopRequest:
-    """First Ctrl-C or SIGTERM: end in order, by `StoppedWhileLoading` while `loading`. Second: `KeyboardInterrupt` at once."""
+    """First Ctrl-C, SIGTERM or SIGHUP (the terminal was closed): end in order, by `StoppedWhileLoading` while `loading`. Second
+    Ctrl-C or SIGTERM: `KeyboardInterrupt` at once. The kernel and the shell both send SIGHUP: once more means nothing."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -42,16 +46,20 @@ class StopRequest:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
+            if number == signal.SIGHUP:
+                return
             raise KeyboardInterrupt
         self.requested = True
         if self.loading:
             raise StoppedWhileLoading
 
     def install(self) -> dict[int, Any]:
-        """Obey SIGINT and SIGTERM, if this is the main thread. Returns who did before."""
+        """Obey these signals, if this is the main thread; not a SIGHUP that is ignored, as `nohup` has it. Returns who did
+        before."""
         if threading.current_thread() is not threading.main_thread():
             return {}
-        return {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
+        obeyed = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+        return {number: signal.signal(number, self) for number in obeyed}
 
 
 @contextmanager
@@ -114,21 +122,26 @@ def train(
     """Run to the end; returns the run directory. `pipeline`: with other actors than usual. `callbacks`: see `Callbacks`.
     `request`: by which another thread may ask for a stop.
 
-    Raises `ConfigError`, `CheckpointError` or `RunFailed` with what to do about it; `NotTrained`, which is one, if no step
-    made an update, and `CallbackFailed`, which is one.
+    Raises `ConfigError`, `CheckpointError` or `RunFailed` with what to do about it. `NotTrained` (no step made an update),
+    `StoppedBeforeStep` and `CallbackFailed` are `RunFailed`, too.
     """
+    from r3async.actors.process import StoppedBeforeStep
+
     request, heard = request or StopRequest(), Callbacks(callbacks)
     console = console or Terminal(file=sys.stderr)
     with stop_signals(request), LiveView(console, config.steps) as view:
         try:
-            path = _train(config, preset, view, root, pipeline, request, heard)
+            try:
+                path = _train(config, preset, view, root, pipeline, request, heard)
+            except StoppedWhileLoading:
+                path = root / config.name
+                name = f" with name={config.name}" if config.name else ""
+                resume = f"to resume: the same command{name}"
+                if not view.step:
+                    raise StoppedBeforeStep(f"stopped while loading, before a step was made; {resume}") from None
+                view.say(f"stopped while loading, after step {view.step}; {resume}")
             heard.end(None)
             return path
-        except StoppedWhileLoading:
-            heard.end(None)
-            name = f" with name={config.name}" if config.name else ""
-            view.say(f"stopped while loading, before a step was made; to resume: the same command{name}")
-            return root / config.name
         except Exception as error:
             if error is not heard.failed:
                 heard.end(error)

@@ -144,6 +144,10 @@ class Checkpoints:
                 self._report("checkpoint_remains_removed", path=str(path))
         remove_evaluations(self.directory, files=self.files)  # those that were not finished
 
+    def take_back(self, resume: Opened | None) -> None:
+        """The run goes on from `resume`, or from its start: evaluations of later steps are of weights that no longer exist."""
+        remove_evaluations(self.directory, after=resume.state.steps if resume else 0, files=self.files)
+
     def begin(self, step: int) -> Path:
         """An empty directory, in which all files of that step's checkpoint are to be written."""
         make_directory(self.directory, files=self.files)

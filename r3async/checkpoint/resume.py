@@ -65,9 +65,16 @@ def differences(saved: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, A
     out = {}
     for key in sorted({*old, *new} - {"name", "resume"}):
         was, value = old.get(key, defaults.get(key)), new.get(key, defaults.get(key))
-        if was != value and HIDDEN not in (was, value):  # what a secret was is not known any more
+        if not _may_be_same(was, value):
             out[key] = (was, value)
     return out
+
+
+def _may_be_same(was: Any, value: Any) -> bool:
+    """What a secret was is not known any more."""
+    if isinstance(was, list) and isinstance(value, list) and len(was) == len(value):
+        return all(map(_may_be_same, was, value))
+    return was == value or HIDDEN in (was, value)
 
 
 def check_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:

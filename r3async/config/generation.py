@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -79,26 +80,53 @@ class EnvConfig(Section):
     every program needs (PATH, HOME, LANG, TMPDIR, PYTHON…). No other is passed on."""
 
     def check(self) -> None:
-        self.args = _with_secrets(self.args)
+        self.args = _with_secrets(self.name, self.args)
         if self.name == MIX:
             self.args = {label: _entry_with_secrets(entry) for label, entry in self.args.items()}
 
     def arguments(self, setting: str = "env.args") -> dict[str, Any]:
-        """`args` with the secrets of `args.environment` revealed. Raises `ConfigError`."""
+        """`args` with their secrets revealed. Raises `ConfigError`."""
         return revealed(self.args, setting)
 
 
-def _with_secrets(args: dict[str, Any]) -> dict[str, Any]:
-    """With the values of `args.environment` as secrets."""
-    if not isinstance(environment := args.get("environment"), Mapping):
-        return args
-    hidden = {name: Secret(value) if isinstance(value, str) else value for name, value in environment.items()}
-    return {**args, "environment": hidden}
+def _with_secrets(name: str, args: dict[str, Any]) -> dict[str, Any]:
+    """With the values of `args.environment` as secrets, and what may be one in the servers of `mcp:TASK`."""
+    if isinstance(environment := args.get("environment"), Mapping):
+        args = {**args, "environment": {name: _secret(value) for name, value in environment.items()}}
+    if name.startswith("mcp:") and isinstance(servers := args.get("servers"), Mapping):
+        args = {**args, "servers": {label: _server_with_secrets(server) for label, server in servers.items()}}
+    return args
+
+
+_NAMES_A_VARIABLE = re.compile(r"(?:(?:Bearer|Basic|Token|ApiKey) )?\$(?:\w+|\{\w+\})", re.IGNORECASE)
+_IS_A_FLAG = re.compile(r"-\w|--[\w-]+")
+
+
+def _server_with_secrets(server: Any) -> Any:
+    """Headers that name no variable, the words of a command but for its program and flags, and a URL with a user or a query."""
+    if not isinstance(server, Mapping):
+        return server
+    hidden = dict(server)
+    if isinstance(headers := server.get("headers"), Mapping):
+        hidden["headers"] = {
+            name: value if isinstance(value, str) and _NAMES_A_VARIABLE.fullmatch(value) else _secret(value)
+            for name, value in headers.items()
+        }
+    if isinstance(words := server.get("command"), list):
+        rest = [word if isinstance(word, str) and _IS_A_FLAG.fullmatch(word) else _secret(word) for word in words[1:]]
+        hidden["command"] = [*words[:1], *rest]
+    if isinstance(url := server.get("url"), str) and not {"?", "@"}.isdisjoint(url):
+        hidden["url"] = _secret(url)
+    return hidden
+
+
+def _secret(value: Any) -> Any:
+    return Secret(value) if isinstance(value, str) else value
 
 
 def _entry_with_secrets(entry: Any) -> Any:
     if isinstance(entry, Mapping) and isinstance(args := entry.get("args"), dict):
-        return {**entry, "args": _with_secrets(args)}
+        return {**entry, "args": _with_secrets(str(entry.get("name", "")), args)}
     return entry
 
 
@@ -140,8 +168,8 @@ class EpisodeConfig(Section):
     timeout: Positive = 600.0
     """Seconds one episode may take. One that has answers by then is trained on them; another is tried again."""
     retries: int = 2
-    """Times an episode in which the environment failed is tried again. What becomes of one that fails for good:
-    `supervise.max_failed_fraction`."""
+    """Times an episode in which the environment failed is tried again; not once more where its code raised twice at one place,
+    unless a connection or a time-out is behind it. What becomes of one that fails for good: `supervise.max_failed_fraction`."""
     engine_retries: int = 2
     """Times in an episode that a call at which the engine failed (an error, an aborted request) is made again. The turns before
     it stay; an episode that needs more has failed."""
@@ -187,7 +215,7 @@ class GeneratorConfig(Section):
     """Whose GPUs engines use. `off`: their own. `share`: where there are too few for both, those of the learner's ranks; what
     an engine takes of one says `engine_args.gpu_memory_utilization`. Has no effect without GPUs."""
     max_restarts: int = 8
-    """Times one generator process is restarted before the run stops."""
+    """Times one generator process is restarted before the run goes on without it; without the last one it stops."""
     start_timeout: Positive = 600.0
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Passed to vLLM's AsyncEngineArgs as they are; refused where r3async sets or relies on a value of its own. The scripted
@@ -249,7 +277,8 @@ class ServingConfig(Section):
     max_messages: PositiveInt = 1024
     """In one request, and as many tools; more are refused before the chat template sees them."""
     max_connections: PositiveInt = 512
-    """To one generator's endpoint at once; further ones are closed."""
+    """To one generator's endpoint at once. A further one takes the place of the oldest that has shown no key, and is closed
+    where all have."""
     read_timeout: Positive = 30.0
     """Seconds that a connection may take for the head of a request, and for its body."""
     max_sessions: PositiveInt = 64
@@ -297,6 +326,8 @@ OWNED = {
     "spec_method": _FROM_DRAFTS,
     "spec_model": _FROM_DRAFTS,
     "spec_tokens": _FROM_DRAFTS,
+    "quantization": "engines hold what the learner trains in `generator.dtype`: neither the plan nor the installation of weights "
+    "knows of quantized ones",
     "enable_lora": "every version replaces all weights of the model",
 }
 """Refused in `generator.engine_args`, with the setting to use instead or the reason. The engine takes what it sets itself from

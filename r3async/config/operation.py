@@ -78,6 +78,14 @@ class ScheduleConfig(Section):
             )
 
 
+INSTALL_SECONDS = 120.0
+"""To install any version; beyond that it is a matter of its bytes."""
+FIRST_BYTES_PER_SECOND = 2e8
+"""At least, where all of a file is fetched, and loaded by vLLM's own loader: the 61 GB of 30 B parameters take 100 to 280 s."""
+BYTES_PER_SECOND = 5e8
+"""At least, where what changed is fetched and the file is loaded by the plan."""
+
+
 class WeightsConfig(Section):
     backend: Literal["auto", "shared_memory", "tcp", "nccl"] = "auto"
     """How weights get to the engines. `shared_memory`: a file that engines of the learner's host map. `tcp`: from there to one
@@ -89,8 +97,10 @@ class WeightsConfig(Section):
     there are. They listen on a free port, with the run's keys. One that others cannot reach is left out after two attempts."""
     bucket_bytes: Bytes = 64 * 2**20
     """Weights are converted and sent in pieces of this size, so that no second copy of the model is held on the way."""
-    install_timeout: Positive = 120.0
-    """Seconds that an engine may take to get and install a version; with `generator.on_update = drain`, the wait included."""
+    install_timeout: Positive | None = None
+    """Seconds that an engine may take to get and install a version; with `generator.on_update = drain`, the wait included. Then
+    it is restarted. Default: 120, and by the bytes of a version: 1 for each 200 MB at the first installation of an engine, which
+    fetches and loads all of them, and 1 for each 500 MB at the others. `--dry-run` says how many that are."""
     write_timeout: Positive = 600.0
     """Seconds that writing one version may take. It is written beside the next step; the step after that waits for it."""
     probe: bool = True
@@ -103,6 +113,12 @@ class WeightsConfig(Section):
     """Mean |difference| in nats that the probe accepts. Default: 1e-3 if engine and learner are both float32, else 0.15."""
     directory: str = ""
     """Where published weights live; default: shared memory (`/dev/shm`), or the temporary directory where there is none."""
+
+    def install_seconds(self, nbytes: int, first: bool) -> float:
+        """What `install_timeout` says of a version of so many bytes. `first`: for an engine that has no weights yet."""
+        if self.install_timeout is not None:
+            return self.install_timeout
+        return INSTALL_SECONDS + nbytes / (FIRST_BYTES_PER_SECOND if first else BYTES_PER_SECOND)
 
 
 class TransportConfig(Section):

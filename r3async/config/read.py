@@ -6,7 +6,7 @@ import functools
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -42,13 +42,15 @@ from r3async.config.section import (
     Section,
     Seed,
     did_you_mean,
+    flat,
     plain_type,
     secret_settings,
 )
 from r3async.config.short import DATASET, SHORT, merge, spelled_out
 from r3async.config.supervised import SftConfig
 from r3async.config.training import LearnerConfig, RoutingConfig
-from r3async.untrusted import Malformed, decode_toml
+from r3async.config.unread import Command, reader_elsewhere, why_unread
+from r3async.untrusted import Malformed, decode_toml, shown_value
 
 
 def name_problem(name: str) -> str:
@@ -110,6 +112,11 @@ class Config(Section):
             )
         if self.algorithm.router_aux.coef and self.routing.replay == "off":
             raise ValueError("`algorithm.router_aux.coef` needs the routes of a step beforehand: set `routing.replay`")
+        if not self.model.path and self.model.init.top_k == 1 and self.learner.backend == "megatron":
+            raise ValueError(
+                "`model.init.top_k` = 1: the one gate of a token is always 1, so the router has no gradient, and megatron-core "
+                'refuses it: set `model.init.top_k` to 2 or more, or `learner.backend` = "torch"'
+            )
         if self.algorithm.distillation.teacher and self.learner.backend == "scripted":
             raise ValueError(
                 '`algorithm.distillation.teacher` judges tokens of a model: `learner.backend` = "scripted" has none'
@@ -129,6 +136,9 @@ class Config(Section):
                 "such a sample could not be trained"
             )
 
+
+UNSET = "null"
+"""What unsets a setting that a file below has set: TOML has no word for it."""
 
 FORMER = {
     "algorithm.correction.max_token_age": "it is `schedule.max_token_age` now",
@@ -167,12 +177,14 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
             raise ConfigError(f"`{path}` holds sections by name, not the value {value!r}")
         return {name: _convert(inner, each, f"{path}.{name}") for name, each in value.items()}
     if not _is_section(kind):
+        if value == UNSET and type(None) in (members := typing.get_args(kind)) and str not in members:
+            return None  # what TOML has no word for, over a value below
         try:
             return msgspec.convert(value, kind, dec_hook=_secret)
         except msgspec.ValidationError as error:
             if kind is Secret:  # without the value
                 raise ConfigError(f"`{path}` must be a text") from None
-            raise ConfigError(f"`{path}` = {value!r}: {_problem(kind, str(error))}") from error
+            raise ConfigError(f"`{path}` = {shown_value(value)}: {_problem(kind, str(error))}") from error
     if not isinstance(value, Mapping):
         raise ConfigError(
             f"`{path}` is a section, not the value {value!r}; set one of its keys: {', '.join(_fields(kind))}"
@@ -295,7 +307,16 @@ def find_config(name_or_path: str) -> Path:
     return preset
 
 
-def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+class _Layer(NamedTuple):
+    """What a file, or the overrides, say. `given`: a person set each of it."""
+
+    data: dict[str, Any]
+    given: bool
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> list[_Layer]:
+    """A file and those that it extends, the last of them first. A preset has values for other ways to run, and a run's own
+    `config.toml` says all that there is, so nobody set them one by one."""
     if path in seen:
         raise ConfigError(f"`extends` goes in a circle: {' -> '.join(str(p) for p in (*seen, path))}")
     try:
@@ -305,12 +326,45 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     data = spelled_out(data)
-    if path.parent.resolve() not in (preset_directory().resolve(), Path.cwd()):
+    preset = path.parent.resolve() == preset_directory().resolve()
+    if not preset and path.parent.resolve() != Path.cwd():
         data = beside(data, path.parent)
     base = data.pop("extends", None)
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{path}: `extends` = {base!r} must be a preset's name, or a TOML file")
-    return _over(_read(find_config(base), (*seen, path)), data) if base is not None else data
+    own = _Layer(data, not preset and not set(Config.__struct_fields__) <= data.keys())
+    return [*_read(find_config(base), (*seen, path)), own] if base is not None else [own]
+
+
+def _config_of(layers: Sequence[_Layer]) -> Config:
+    return _convert(Config, functools.reduce(_over, (layer.data for layer in layers)), "")
+
+
+def _refuse_unread(config: Config, layers: Sequence[_Layer], command: Command | None) -> None:
+    """Raise `ConfigError` for what a person set in vain. What a file sets may be turned off by what is over it: it has to have
+    been read there, or to be read now."""
+    if command is None:
+        return
+    *files, overrides = layers
+    for setting, value in flat(overrides.data).items():
+        if value is not None and (elsewhere := reader_elsewhere(setting, command)):
+            raise ConfigError(f"`{setting}` has no effect here: {elsewhere} reads it. Leave it out")
+    if command in ("eval", "init-model"):
+        return
+    for count, layer in enumerate(layers, start=1):
+        for setting, value in flat(layer.data).items() if layer.given else ():
+            in_file = layer is not overrides
+            if value in (None, UNSET) or not (needs := why_unread(setting, config, in_file=in_file)):
+                continue
+            if not in_file or _in_vain(setting, files[:count]):
+                raise ConfigError(f"`{setting}` has no effect: it needs {needs}. Set that, or leave this out")
+
+
+def _in_vain(setting: str, files: Sequence[_Layer]) -> bool:
+    try:
+        return bool(why_unread(setting, _config_of(files), in_file=True))
+    except ConfigError:  # what it lacks is set over it
+        return False
 
 
 Overrides = Sequence[str] | Mapping[str, Any]
@@ -332,16 +386,28 @@ def nested(overrides: Overrides) -> dict[str, Any]:
     return over
 
 
-def load_config(name_or_path: str, overrides: Overrides = ()) -> Config:
-    """The configuration of a preset or TOML file (which may `extends` another), with `overrides` over it.
+def load_config(name_or_path: str, overrides: Overrides = (), command: Command | None = "train") -> Config:
+    """The configuration of a preset or TOML file (which may `extends` another), with `overrides` over it, for a command; None
+    trains nothing, and reads what it needs.
 
-    Raises `ConfigError` that names the setting and the fix."""
-    return checked(_convert(Config, _over(_read(find_config(name_or_path)), nested(overrides)), ""))
+    Raises `ConfigError` that names the setting and the fix, also for a setting that this command does not read beside the
+    others, if a person set it."""
+    config, layers = _loaded(name_or_path, overrides)
+    _refuse_unread(config, layers, command)
+    return config
 
 
-def with_overrides(config: Config, overrides: Overrides) -> Config:
+def _loaded(name_or_path: str, overrides: Overrides) -> tuple[Config, list[_Layer]]:
+    layers = [*_read(find_config(name_or_path)), _Layer(nested(overrides), True)]
+    return checked(_config_of(layers)), layers
+
+
+def with_overrides(config: Config, overrides: Overrides, command: Command | None = None) -> Config:
     """`config` with `overrides` over it. Raises `ConfigError` as `load_config` does."""
-    return checked(_convert(Config, _over(to_dict(config, reveal=True), nested(overrides)), ""))
+    layers = [_Layer(to_dict(config, reveal=True), False), _Layer(nested(overrides), True)]
+    config = checked(_config_of(layers))
+    _refuse_unread(config, layers, command)
+    return config
 
 
 def checked(config: Config) -> Config:
@@ -354,11 +420,12 @@ def checked(config: Config) -> Config:
     return config
 
 
-def load_command(name_or_path: str, overrides: Sequence[str] = ()) -> Config:
+def load_command(name_or_path: str, overrides: Sequence[str] = (), command: Command = "train") -> Config:
     """`load_config` of what a command line says. Raises `ConfigError` also for a secret in it, which other users of the machine,
     and all who see a job of the cluster, could read there."""
-    config = load_config(name_or_path, overrides)
+    config, layers = _loaded(name_or_path, overrides)
     refuse_spoken(config, overrides)
+    _refuse_unread(config, layers, command)
     return config
 
 
@@ -367,7 +434,8 @@ def refuse_spoken(config: Config, overrides: Sequence[str]) -> None:
     keys = [text.partition("=")[0].strip() for text in overrides]
     for setting, secret in secret_settings(config).items():
         given = any(setting == key or setting.startswith(f"{key}.") for key in keys)
-        if given and secret and not secret.reference:
+        # Words of a command can be read in the command line of the program that it starts, wherever they were given.
+        if given and secret and not secret.reference and ".command[" not in setting:
             raise ConfigError(
                 f"`{setting}` is a secret, and command lines can be read by others: put it into an environment variable and "
                 f"set '{setting}=$NAME' (in quotes), or into a TOML file that only you can read"

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from r3async.untrusted import shown_value
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message names the key and the fix."""
@@ -39,10 +41,10 @@ class Range:
     def problem(self, number: float) -> str:
         """Why `number` may not be, after its name; "" if it may."""
         if self.above and number <= self.low:
-            return f"must be greater than {self.low:,}, got {number}"
+            return f"must be greater than {self.low:,}, got {shown_value(number)}"
         if number < self.low:
-            return f"must be {self.low:,} or more, got {number}"
-        return f"must be at most {self.high:,}, got {number}" if number > self.high else ""
+            return f"must be {self.low:,} or more, got {shown_value(number)}"
+        return f"must be at most {self.high:,}, got {shown_value(number)}" if number > self.high else ""
 
 
 NUMBER = Range(0, 10**9)
@@ -62,11 +64,13 @@ Signed = Annotated[float, Range(-(10**9), 10**9)]
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Base of all sections: every number of every field is finite and in the field's `Range`, whatever a section checks itself.
 
-    Numbers in tables (`env.args`) are finite; what they may be is not known here.
+    Numbers in tables (`env.args`) are finite; what they may be is not known here. No value in a table is None: `config.toml` has
+    no word for it, so a run that resumed would have another value there than it began with.
     """
 
     def __post_init__(self) -> None:
         _check_numbers(self)
+        _check_tables(self)
         self.check()
 
     def check(self) -> None:
@@ -94,6 +98,27 @@ def _check_numbers(section: Section) -> None:
                 raise ValueError(f"`{name}` must be a finite number, got {number}")
             if not isinstance(value, Mapping) and (problem := bounds.problem(number)):
                 raise ValueError(f"`{name}` {problem}")
+
+
+def _check_tables(section: Section) -> None:
+    for field in type(section).__struct_fields__:
+        value = getattr(section, field)
+        if isinstance(value, Mapping) and (name := next(_unset(field, value), "")):
+            raise ValueError(
+                f"`{name}` is None, which the run's `config.toml` has no word for: leave it out, or give another value"
+            )
+
+
+def _unset(name: str, value: Any) -> Iterator[str]:
+    """Where in a table something is None."""
+    if value is None:
+        yield name
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _unset(f"{name}.{key}", inner)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _unset(f"{name}[{index}]", inner)
 
 
 @functools.cache
@@ -201,6 +226,8 @@ def revealed(value: Any, setting: str) -> Any:
         return value.reveal(setting)
     if isinstance(value, Mapping):
         return {key: revealed(inner, f"{setting}.{key}") for key, inner in value.items()}
+    if isinstance(value, list):
+        return [revealed(inner, f"{setting}[{at}]") for at, inner in enumerate(value)]
     return value
 
 
@@ -208,6 +235,10 @@ def secret_settings(data: Any, path: str = "") -> dict[str, Secret]:
     """Every secret of a section, or of plain data, by its dotted key."""
     if isinstance(data, Secret):
         return {path: data}
+    if isinstance(data, list):
+        return {
+            at: secret for n, inner in enumerate(data) for at, secret in secret_settings(inner, f"{path}[{n}]").items()
+        }
     fields = data if isinstance(data, Mapping) else getattr(data, "__struct_fields__", ())
     found: dict[str, Secret] = {}
     for name in fields:

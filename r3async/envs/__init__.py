@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import random
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from r3async.untrusted import finite_number
+
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """What rows and chat templates call the thought of a message; the first is its name here."""
+MAX_REWARD = 1e15
+"""Of an episode, all rewards added up by size. Squares of advantages, and their sum over a batch, are then finite in float32."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -54,7 +58,8 @@ class StepResult(msgspec.Struct, frozen=True):
     on (a compacted or summarised history) and not what is new in it; answers that it repeats word for word keep their tokens.
     `metrics`: numbers to look at, by name; those of a step's episodes are in `metrics.jsonl` as `env/NAME_mean` and
     `env/NAME_std`, where a name with a `/` in it is taken as it is.
-    Raises `WrongEnvironment` for a reward or a metric that is not a finite number, or a list of them; numpy's are taken too.
+    Raises `WrongEnvironment` for a reward or a metric that is not a finite number, or a list of them, and for a reward beyond
+    `MAX_REWARD`; numpy's are taken too.
     """
 
     reward: float
@@ -64,22 +69,17 @@ class StepResult(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "reward", _finite("a reward", self.reward))
+        msgspec.structs.force_setattr(self, "reward", _finite("a reward", self.reward, MAX_REWARD))
         if self.metrics:
             told = {name: _finite(f"metric {name!r}", value) for name, value in self.metrics.items()}
             msgspec.structs.force_setattr(self, "metrics", told)
 
 
-def _finite(what: str, value: Any) -> float:
+def _finite(what: str, value: Any, most: float = sys.float_info.max) -> float:
     try:
-        number = float(value)
+        return finite_number(value, most)
     except (TypeError, ValueError) as error:
-        raise WrongEnvironment(
-            f"{what} must be a finite number, not {value!r}: a {type(value).__name__} where one number is expected"
-        ) from error
-    if not math.isfinite(number):
-        raise WrongEnvironment(f"{what} must be a finite number, not {value!r}")
-    return number
+        raise WrongEnvironment(f"{what} {error}") from error
 
 
 def sum_by_name(told: Iterable[Mapping[str, float]]) -> dict[str, float]:

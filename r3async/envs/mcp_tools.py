@@ -27,7 +27,8 @@ ENDING_SECONDS = 10.0
 
 class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`command`: words, with their `directory`; or the `url` of a server that runs, with `headers`, in which `$NAME` stands for a
-    variable of `environment`. `tools`: those that are offered; empty for all."""
+    variable of `environment`. `tools`: those that are offered; empty for all. What may be a secret of it is written nowhere: see
+    `EnvConfig`."""
 
     command: list[str] = []
     directory: str = ""
@@ -39,9 +40,9 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if bool(self.command) == bool(self.url):
             raise ValueError("a server has a `command` or a `url`")
         if self.command and shutil.which(self.command[0]) is None:
-            raise ValueError(f"`command` = {self.command} names no program")
+            raise ValueError(f"`command` = {self.command[:1]} names no program")
         if self.url and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"`url` = {self.url!r} must begin with http:// or https://")
+            raise ValueError("`url` must begin with http:// or https://")
 
     def filled(self, variables: Mapping[str, str]) -> dict[str, str]:
         """The `headers`. Raises `ValueError` for a variable that there is not."""

@@ -20,6 +20,7 @@ from r3async.envs.factory import load
 from r3async.envs.forms import MISSING, Task, names_of
 from r3async.envs.objects import is_object, loaded
 from r3async.envs.rows import INSTALL
+from r3async.untrusted import finite_number, shown_value
 
 # -- built in ----------------------------------------------------------------------------------------------------------
 
@@ -140,25 +141,22 @@ class Reward(NamedTuple):
             made = made.get("score", "a table without `score`")
         if made is None:
             return None
-        if isinstance(made, str | list | tuple | Mapping) or not math.isfinite(value := _number_of(made)):
-            raise WrongEnvironment(f"reward {self.name!r} must return a finite number or None, not {made!r:.200}")
-        return value
+        try:
+            return finite_number(made)
+        except (TypeError, ValueError):
+            raise WrongEnvironment(
+                f"reward {self.name!r} must return a finite number or None, not {shown_value(made, 200)}"
+            ) from None
 
     def _only_one(self, made: Any) -> Any:
         try:
             (one,) = made
         except (TypeError, ValueError):
             raise WrongEnvironment(
-                f"reward {self.name!r} must return a list with one reward for each completion, here one, not {made!r:.200}"
+                f"reward {self.name!r} must return a list with one reward for each completion, here one, not "
+                f"{shown_value(made, 200)}"
             ) from None
         return one
-
-
-def _number_of(made: Any) -> float:
-    try:
-        return float(made)
-    except (TypeError, ValueError):
-        return math.nan
 
 
 def _call_trl(reward: Reward, asked: Asked, logged: dict[str, float]) -> Any:

@@ -14,6 +14,13 @@ from r3async.untrusted import Malformed, decode_python_json
 
 Row = dict[str, Any]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+VALUE_BYTES = 64
+"""Of memory that a value takes besides what is in it."""
+BATCH_ROWS = 256
+PACKED_TIMES = 100
+"""A column of a parquet file that is packed better than this is no text; its rows are made one by one."""
+FREE_BYTES, MOST_TIMES = 64 * 2**20, 1000
+"""Rows of a parquet file may take the former, or so many times the bytes of their file."""
 _TAKE_SOME = "`data.limit` takes the first rows, and `data.eval` a share or a file to evaluate"
 INSTALL = "pip install 'r3async[data]'"
 
@@ -138,15 +145,39 @@ def _parquet(file: Path) -> Numbered:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise ConfigError(f"{file} needs pyarrow, which is not installed: {INSTALL}") from error
-    number = 0
+    number, used = 0, 0
     try:
         with ParquetFile(file) as table:
-            for batch in table.iter_batches():
-                for row in batch.to_pylist():
+            groups = [table.metadata.row_group(at) for at in range(table.num_row_groups)]
+            columns = [group.column(at) for group in groups for at in range(group.num_columns)]
+            _check_size(file, table.metadata.num_rows * VALUE_BYTES + sum(group.total_byte_size for group in groups))
+            packed = any(each.total_uncompressed_size > PACKED_TIMES * each.total_compressed_size for each in columns)
+            for batch in table.iter_batches(1 if packed else BATCH_ROWS):
+                rows = batch.to_pylist()
+                _check_size(file, used := used + _memory_of(rows))
+                for row in rows:
                     number += 1
                     yield "row", number, row
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{file} is no parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _check_size(file: Path, used: int) -> None:
+    """Raise `ConfigError` for rows that take far more memory than their file has bytes: a few hundred may stand for gigabytes."""
+    here = file.stat().st_size
+    if used > max(FREE_BYTES, MOST_TIMES * here):
+        raise ConfigError(
+            f"`data.path`: {file} has {here} bytes and its rows take {used} and more, so it holds the same over and over: write "
+            "the rows that you mean as .jsonl"
+        )
+
+
+def _memory_of(value: Any) -> int:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return VALUE_BYTES + sum(map(_memory_of, value))
+    return VALUE_BYTES + (len(value) if isinstance(value, str | bytes) else 0)
 
 
 READERS: dict[str, Callable[[Path], Numbered]] = {

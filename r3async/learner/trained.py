@@ -162,6 +162,14 @@ def check_model(directory: Path, parallel: ParallelConfig) -> None:
     check_tensors(shape, shapes_of(checkpoint_files(directory)))
 
 
+def _check_gates(shape: TrainedShape, directory: Path) -> None:
+    if shape.moe_layers and shape.top_k == 1 and shape.normalize_gates and shape.architecture.score == "softmax":
+        raise LearnerError(
+            f"{directory}: one expert a token, with gates that are normalised to 1, gives its routers no gradient, and "
+            'megatron-core refuses it: set `learner.backend` = "torch"'
+        )
+
+
 def read_model(directory: Path) -> TrainedShape:
     """Read `config.json`. Raises `LearnerError` naming what this backend does not support."""
     path = directory / "config.json"
@@ -186,7 +194,7 @@ def read_model(directory: Path) -> TrainedShape:
     except ShapeError as error:
         raise LearnerError(f"{directory}: {error}") from error
     padding = config.get("pad_token_id")
-    return TrainedShape(
+    made = TrainedShape(
         **msgspec.structs.asdict(shape),
         rotary=_rotary(directory, loaded, config, shape),
         norm_eps=config["rms_norm_eps"],
@@ -198,6 +206,8 @@ def read_model(directory: Path) -> TrainedShape:
         attention_scale=_attention_scale(config, shape),
         further_layers=bool(config.get("num_nextn_predict_layers")),
     )
+    _check_gates(made, directory)
+    return made
 
 
 TURNED_BY = ("default", "linear", "yarn", "llama3")

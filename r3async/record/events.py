@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from r3async.untrusted import Malformed, decode_object
+from r3async.untrusted import Malformed, decode_object, decode_text
 from r3async.world import World
 from r3async.world.appending import AppendFile, Keeper
 from r3async.world.real import REAL
@@ -41,7 +41,9 @@ def _encode(event: dict[str, Any]) -> bytes:
     try:
         line = _encoder.encode(event)
         if not line.isascii():
-            line.decode()  # msgspec writes lone surrogates (a file name, say) as they are: no reader would take the line
+            decode_text(
+                line
+            )  # msgspec writes lone surrogates (a file name, say) as they are: no reader would take the line
         return line
     except Exception:  # text that is no UTF-8, a key that is no string, an object that contains itself
         plain = {str(key): value if key == "time" else ascii(value).strip("'") for key, value in event.items()}

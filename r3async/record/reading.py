@@ -109,9 +109,11 @@ def read_objects(path: Path, *, files: Files = REAL.files) -> list[dict[str, Any
     return read_lines(path, files=files).objects
 
 
-def read_files(run_dir: Path, *names: str) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
+def read_files(
+    run_dir: Path, *names: str, files: Files = REAL.files
+) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
     """Return the objects of each of a run's files, and the events that say what was passed over."""
-    read = [read_lines(run_dir / name) for name in names]
+    read = [read_lines(run_dir / name, files=files) for name in names]
     told = [skipped_event(name, len(lines.skipped), lines.skipped) for name, lines in zip(names, read, strict=True)]
     return [lines.objects for lines in read], [event for events in told for event in events]
 

@@ -31,10 +31,10 @@ BEGINNING = 3
 """Messages of the beginning of a conversation, at most."""
 CHANGING = ("strftime_now", "now(", "random", "uuid")
 """What a template may call whose text changes with time or by luck."""
-_ANSWER, _NEXT = "quokka", "wombat"
-"""Contents whose places in a template's text are found again."""
 MARKS = range(0xF0000, 0xFFFFE)
 """Characters for private use: each behind one answer, they show where a template writes it."""
+_ANSWER, _NEXT = "quokka", "wombat"
+"""Contents whose places in a template's text are found again."""
 
 
 class TemplateError(ValueError):

@@ -176,6 +176,7 @@ class _Seen(msgspec.Struct):
     done: int
     waiting: int
     since: float
+    limit: float | None = None
     reported: bool = False
 
 
@@ -184,8 +185,7 @@ class Watchdog:
     it has done so far and how much waits for it. A stage with work that has done nothing for its limit has stalled. One without
     work is never blamed: it waits for another.
 
-    `limits`: seconds that each stage may go without progress, or each of a kind: `installing` is that of `installing/G`. A stage
-    that is not named has `default`."""
+    `limits`: seconds that each stage may go without progress. One that is neither named nor seen with a limit has `default`."""
 
     def __init__(self, clock: Callable[[], float], default: float, limits: Mapping[str, float] | None = None):
         self._clock, self._default, self._limits = clock, default, dict(limits or {})
@@ -195,15 +195,16 @@ class Watchdog:
         self._done = self._with_work = 0
         """Of all stages: what they have done, and how many have something waiting."""
 
-    def see(self, stage: str, done: int, waiting: int) -> None:
-        """`done` only grows while a stage's process lives; one that is smaller is a new process, which is progress too."""
+    def see(self, stage: str, done: int, waiting: int, limit: float | None = None) -> None:
+        """`done` only grows while a stage's process lives; one that is smaller is a new process, which is progress too. `limit`:
+        seconds that it may go without from now on."""
         now, seen = self._clock(), self._seen.get(stage)
         if seen is None:
             seen = self._seen[stage] = _Seen(0, 0, now)
         elif done != seen.done or not waiting or not seen.waiting:
             seen.since, seen.reported = now, False
         self._count(seen, -1)
-        seen.done, seen.waiting = done, waiting
+        seen.done, seen.waiting, seen.limit = done, waiting, limit
         self._count(seen, 1)
 
     def forget(self, stage: str) -> None:
@@ -228,8 +229,7 @@ class Watchdog:
         now = self._clock()
         out = []
         for stage, seen in self._seen.items():
-            of_its_kind = self._limits.get(stage.partition("/")[0], self._default)
-            limit = self._limits.get(stage, of_its_kind)
+            limit = self._limits.get(stage, self._default) if seen.limit is None else seen.limit
             if seen.waiting and now - seen.since >= limit:
                 out.append(Stall(stage, now - seen.since, limit, seen.done, seen.waiting))
         return out
@@ -267,7 +267,7 @@ def why_no_update(metrics: Mapping[str, Any]) -> str:
 
 def _ended(metrics: Mapping[str, Any]) -> tuple[int, int]:
     """How many episodes a step took, and how many of them had failed for good."""
-    ended = {name: value for name, value in metrics.items() if name.startswith("episode/ended_")}
+    ended = {name: value for name, value in metrics.items() if "/ended_" in name and name.startswith("episode/")}
     return int(sum(ended.values())), int(ended.get("episode/ended_error", 0))
 
 

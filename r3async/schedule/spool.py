@@ -7,24 +7,21 @@ half-written stays at the end of its file and harms nothing.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from r3async.config import BufferConfig
 from r3async.data.container import Container, Record, Torn, map_file
 from r3async.data.records import SCHEMA, Schema, Trajectory
 from r3async.transport.wire import Frame, WireError, decode_trajectory, decoded_bytes
 from r3async.world import World
+from r3async.world.disk_waits import RETRY_SECONDS, DiskWait
 from r3async.world.files import make_directory
 from r3async.world.real import REAL
 
-R = TypeVar("R")
-
-RETRY_SECONDS = 1.0
 _NAME = re.compile(r"(\d{9,})-(\d{4,})\.spool")
 
 
@@ -61,22 +58,20 @@ class Spool:
         self.memory_bytes = settings.memory_bytes
         self.nbytes = 0
         """Bytes on disk."""
-        self.stalled_seconds = 0.0
-        """How long writing waited for space, or for a device that failed."""
         self.damage: list[Damage] = []
         """What `recover` found that is not a trajectory."""
         self._settings = settings
         self._schema = schema
         self._report = report
         self._aside = aside
-        self._clock, self._disk = world.clock.monotonic, world.files
-        self._retry_seconds = retry_seconds
+        self._disk = world.files
+        self._disk_wait = DiskWait(
+            world, report, "spool_stalled", "spool_goes_on", retry_seconds=retry_seconds, directory=str(directory)
+        )
         self._files: dict[int, dict[Path, int]] = {}
         self._new: dict[int, tuple[Path, int]] = {}
         """By group: the file that this incarnation appends to, and the length of its whole records."""
         self._full = False
-        self._stalled: tuple[float, str] | None = None
-        """Since when the disk takes nothing, and why."""
         self._lane = world.threads.lane("spool")
 
     @property
@@ -90,12 +85,16 @@ class Spool:
         return self._settings.disk_bytes - self.nbytes
 
     @property
+    def stalled_seconds(self) -> float:
+        """How long writing waited for space, or for a device that failed."""
+        return self._disk_wait.seconds
+
+    @property
     def waits(self) -> dict[str, Any] | None:
         """Why nothing is acknowledged, or not all of it, and for how many `seconds`: the disk takes nothing, or `disk_bytes` are
         used up until a checkpoint is committed (`full`). None while it is not so."""
-        if self._stalled is not None:
-            since, error = self._stalled
-            return {"why": error, "seconds": self._clock() - since, "full": False}
+        if (waits := self._disk_wait.waits) is not None:
+            return {**waits, "full": False}
         return {"why": "buffer.disk_bytes are used", "seconds": 0.0, "full": True} if self._full else None
 
     def note_waiting(self, waiting: bool) -> None:
@@ -118,7 +117,7 @@ class Spool:
         damage: it is tried again until it does.
         """
         hint = "nothing starts until it can be read: mend the disk, or move the file aside to continue without what it holds"
-        found, self._files, self.damage = await self._insist(hint, self._scan)
+        found, self._files, self.damage = await self._disk_wait.insist(hint, self._lane.run, self._scan)
         self._new = {}
         self.nbytes = sum(size for files in self._files.values() for size in files.values())
         for damage in self.damage:
@@ -132,31 +131,12 @@ class Spool:
         """
         hint = "make space there: senders wait until then, and nothing is lost"
         group = trajectory.group_index
-        path, offset, length = await self._insist(hint, self._write, group, self._known(group), list(frames))
+        known, data = self._known(group), list(frames)
+        path, offset, length = await self._disk_wait.insist(hint, self._lane.run, self._write, group, known, data)
         self.nbytes += length
         files = self._files.setdefault(group, {})
         files[path] = files.get(path, 0) + length
         return await self._lane.run(self._map, path, offset, length) if spill else None
-
-    async def _insist(self, hint: str, work: Callable[..., R], *args: Any) -> R:
-        """What `work(*args)` returns, in the spool's thread. A disk that is full, or fails, is tried again until it does it."""
-        began = self._clock()
-        failed = False
-        while True:
-            try:
-                done = await self._lane.run(work, *args)
-                break
-            except OSError as error:
-                if not failed:
-                    self._report("spool_stalled", error=str(error), directory=str(self.directory), hint=hint)
-                failed = True
-                self._stalled = began, str(error)
-                await asyncio.sleep(self._retry_seconds)
-        self._stalled = None
-        if failed:
-            self.stalled_seconds += self._clock() - began
-            self._report("spool_goes_on", seconds=self._clock() - began)
-        return done
 
     async def commit(self, groups: Iterable[int]) -> int:
         """A checkpoint that has trained these groups is committed: delete them. Returns the bytes that are free again.

@@ -20,9 +20,10 @@ from r3async.data.model_shape import RoutingShape
 from r3async.data.records import UNSAMPLED_VERSION, Sample, TokenTable, Trajectory
 from r3async.data.routes import RoutingError, validate_rows
 from r3async.data.versions import Lineage
+from r3async.envs import MAX_REWARD
 
-MAX_REWARD = 1e15
-"""Of an episode, all rewards added up by size. Squares of advantages, and their sum over a batch, are then finite in float32."""
+MAX_LOGPROB = 1e-3
+"""Of a trained token. No distribution gives one above 0; rounding in float32 does, by less than a hundredth of this."""
 
 ROLLOUT_COLUMNS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
 ROUTES = ("routed_experts", "routing_recorded")
@@ -48,7 +49,8 @@ def check_trajectories(trajectories: Sequence[Trajectory]) -> None:
     Indices are not negative; turns have each their own index, a stretch of tokens within a sample, and are those that the tokens
     name; every trained token is of a turn, within its stretch; rewards, and their sums, stay finite in float32; samples have the
     columns of a rollout, alike within a trajectory, and a temperature that float32 holds; every token is in its own support, if
-    it has one. Log-probs that are not finite pass: the loss drops these tokens and counts them.
+    it has one; no trained token has a log-prob above 0, beyond rounding. Log-probs that are not finite pass: the loss drops these
+    tokens and counts them.
     """
     for trajectory in trajectories:
         _check_fields(trajectory)
@@ -166,6 +168,7 @@ def _check_tokens(trajectories: Sequence[Trajectory], tokens: _Tokens) -> None:
     of_none = mask > sampled
     if np.count_nonzero(of_none):
         raise InvalidTrajectory(f"sample {tokens.sample_of(of_none).sample_id} trains a token of no turn")
+    _check_logprobs(tokens, mask)
     for sample in tokens.samples:
         if SUPPORT in sample.table:
             _check_support(sample, sampled=sample.table["turn"] >= 0)
@@ -179,6 +182,17 @@ def _check_tokens(trajectories: Sequence[Trajectory], tokens: _Tokens) -> None:
     elsewhere = sampled & (turn != lies)
     if np.count_nonzero(elsewhere):
         _check_turns(trajectories, tokens, np.flatnonzero(elsewhere), turn)
+
+
+def _check_logprobs(tokens: _Tokens, mask: np.ndarray) -> None:
+    """Raises `InvalidTrajectory` for a trained token's log-prob that no distribution gives."""
+    logprobs = tokens.column("rollout_logprobs")
+    above = mask & (logprobs > MAX_LOGPROB) & np.isfinite(logprobs)
+    if np.count_nonzero(above):
+        raise InvalidTrajectory(
+            f"sample {tokens.sample_of(above).sample_id} trains a token of log-prob {logprobs[above.argmax()]:g}: no "
+            "distribution gives one above 0, so the engine's log-probs are wrong"
+        )
 
 
 def _check_support(sample: Sample, sampled: np.ndarray) -> None:

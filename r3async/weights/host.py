@@ -61,6 +61,10 @@ class HostFolder:
             before.close()
         return path
 
+    def discard(self, version: Identity) -> None:
+        """What is here of it is not what was published. Who has it in use keeps it."""
+        self._files.remove(self.place(version))
+
     @contextlib.contextmanager
     def fetching(self) -> Iterator[bool]:
         """True in the block of at most one process of the host. What another one left there when it was killed is removed."""

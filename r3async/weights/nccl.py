@@ -229,7 +229,8 @@ class Links:
 class NcclSender:
     """The learner's end: writes versions as `Publisher` does, and has them sent to whoever asks; see `Links`.
 
-    `host`: the interface at which generators ask, and meet the senders. A thread answers them, from the first `send` on.
+    `host`: the interface at which generators ask, and meet the senders. `timeout(nbytes)`: seconds that a delivery of so many may
+    take. A thread answers them, from the first `send` on.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class NcclSender:
         directory: Path,
         host: str,
         bucket_bytes: int,
-        timeout: float,
+        timeout: Callable[[int], float],
         start: Callable[[str, str], Process] | None = None,
     ):
         self._publisher = Publisher(directory, bucket_bytes=bucket_bytes)
@@ -263,7 +264,7 @@ class NcclSender:
         kept = {v: p for v, p in self._paths.items() if Path(p).exists()}
         self._paths = {**kept, manifest.version: manifest.path}
         if self._thread is None:
-            self._listen()
+            self._listen(self._timeout(manifest.nbytes))
         return Publication(manifest, [self._endpoint])
 
     def close(self) -> None:
@@ -273,21 +274,21 @@ class NcclSender:
             self._thread.join(CLOSE_SECONDS)
         self._publisher.close()
 
-    def _listen(self) -> None:
+    def _listen(self, timeout: float) -> None:
         router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         router.linger = 0
         self._endpoint = f"tcp://{self._host}:{router.bind_to_random_port(f'tcp://{self._host}')}"
-        self._thread = threading.Thread(target=self._answer, args=(router,), name="nccl-links", daemon=True)
+        self._thread = threading.Thread(target=self._answer, args=(router, timeout), name="nccl-links", daemon=True)
         self._thread.start()
 
-    def _answer(self, router: zmq.Socket[bytes]) -> None:
+    def _answer(self, router: zmq.Socket[bytes], timeout: float) -> None:
         def post(to: bytes, message: Message) -> None:
             router.send_multipart([to, encode(message)])  # nothing waits for one that is lost: ZeroMQ drops it
 
         links = Links(
             self._host,
             self._bucket_bytes,
-            self._timeout,
+            timeout,
             start=lambda name: self._start(self._endpoint, name),
             post=post,
             path=lambda version: self._paths.get(version),
@@ -319,6 +320,9 @@ class NcclReceiver:
     async def fetch(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
         source = NcclSource(parts[0], self._generator, self._receiver, timeout)
         return msgspec.structs.replace(manifest, source=source)
+
+    async def discard(self, manifest: WeightManifest) -> None:
+        pass
 
     async def close(self) -> None:
         pass

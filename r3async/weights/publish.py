@@ -9,6 +9,7 @@ manifest says where workers receive it when the engine is paused.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _SPARE_BYTES = 16 * 2**20
 BUCKET_BYTES = 64 * 2**20
+LARGER = "enlarge /dev/shm (docker run --shm-size) or set weights.directory to a larger file system"
 LOCK = "lock"
 """A file in each folder, which its owner holds."""
 
@@ -47,7 +49,7 @@ class WeightSender(Protocol):
     ) -> Publication:
         """Give away `tensors` as `version`, in their `stored_dtype`. Versions that engines are `reading` stay.
 
-        Raises `WeightError`.
+        Raises `WeightError`, and `OSError`, after which it can be sent again, if the disk does not take it.
         """
         ...
 
@@ -65,7 +67,12 @@ class WeightReceiver(Protocol):
 
     async def fetch(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
         """Bring a version to this host. The manifest that is returned has the path of a file that is here, and stays until
-        the next version is fetched, or a `source`. Raises `WeightError`, or `TimeoutError` after `timeout` seconds."""
+        the next version is fetched, or a `source`. Raises `WeightError`, `OSError` if the disk does not take it, or
+        `TimeoutError` after `timeout` seconds."""
+        ...
+
+    async def discard(self, manifest: WeightManifest) -> None:
+        """The file that `fetch` returned is not what was published: it is fetched again when it is asked for next."""
         ...
 
     async def close(self) -> None:
@@ -93,14 +100,16 @@ def claim_directory(directory: Path, files: Files) -> None:
     _remove_abandoned(directory, files)
 
 
-def check_free(path: Path, nbytes: int, version: int, files: Files) -> None:
-    """Raises `WeightError` if the file system of `path` has no space for a version."""
-    free = files.free(path)
-    if nbytes + _SPARE_BYTES > free:
-        raise WeightError(
-            f"version {version} needs {nbytes / 2**30:.2f} GiB but {path} has {free / 2**30:.2f} GiB free; "
-            "enlarge /dev/shm (docker run --shm-size) or set weights.directory to a larger file system"
-        )
+def check_free(path: Path, nbytes: int, version: int, files: Files, beside: int = 0) -> None:
+    """Raises `OSError` if the file system of `path` has no space for a version now, and `WeightError` if it never has, `beside`
+    so many bytes that stay."""
+    wanted, whole, free = nbytes + _SPARE_BYTES, files.capacity(path), files.free(path)
+    needs = f"version {version} needs {nbytes / 2**30:.2f} GiB"
+    if beside + wanted > whole:
+        needs += f" beside the {beside / 2**30:.2f} GiB of the one before" * bool(beside)
+        raise WeightError(f"{needs} but {path} can hold {whole / 2**30:.2f} GiB; {LARGER}")
+    if wanted > free:
+        raise OSError(errno.ENOSPC, f"{needs} but {path} has {free / 2**30:.2f} GiB free; {LARGER}")
 
 
 def delta_path(path: Path) -> Path:
@@ -134,31 +143,40 @@ class VersionFolder:
         """Write the parts, about `nbytes` in all, one after the other into the file of `version`, and forget old versions.
 
         Versions that engines are `reading` stay, beside the last `keep`. The file appears under its name only when it is
-        complete. Raises `WeightError` if the version is not newer than the last one, or if there is no space.
+        complete. Raises `WeightError` if the version is not newer than the last one, and `OSError`, after which it can be written
+        again, if the disk does not take it.
         """
-        path = self.admit(version, nbytes)
-        try:
-            write_aside(path, parts, sync=False, files=self._files)
-        except OSError as error:
-            raise WeightError(f"version {version} could not be written to {path}: {error}") from error
+        path = self.admit(version, nbytes, reading)
+        write_aside(path, parts, sync=False, files=self._files)
         self.add(version, path, reading)
         return path
 
-    def admit(self, version: int, nbytes: int) -> Path:
-        """Where the file of `version` is to be. Raises `WeightError`, see `write`."""
+    def admit(self, version: int, nbytes: int, reading: Collection[int] = ()) -> Path:
+        """Where the file of `version` is to be. What it needs the space of is forgotten, but for the last version. Raises what
+        `write` raises."""
         if self._versions and version <= self._versions[-1][0]:
             raise WeightError(f"version {version} cannot follow version {self._versions[-1][0]}: versions only go up")
-        check_free(self.path, nbytes, version, self._files)
+        beside = nbytes if self._versions else 0
+        try:
+            check_free(self.path, nbytes, version, self._files, beside)
+        except OSError:
+            self._forget(1, reading)
+            check_free(self.path, nbytes, version, self._files, beside)
         return self.path / f"version-{version}.safetensors"
 
     def add(self, version: int, path: Path, reading: Collection[int] = ()) -> None:
         """The file is there: forget old versions."""
         self._versions.append((version, path))
-        for old in self._versions[: -self.keep]:
+        self._forget(self.keep, reading)
+
+    def _forget(self, keep: int, reading: Collection[int]) -> None:
+        """All versions but the last `keep`, and those that engines are `reading`."""
+        for old in self._versions[:-keep]:
             if old[0] not in reading:
-                self._versions.remove(old)
-                self._files.remove(old[1])
-                self._files.remove(delta_path(old[1]))
+                with contextlib.suppress(OSError):  # else with the next version
+                    self._files.remove(old[1])
+                    self._files.remove(delta_path(old[1]))
+                    self._versions.remove(old)
 
     def close(self) -> None:
         """Remove every version. Idempotent."""
@@ -213,6 +231,9 @@ class SharedMemoryReceiver:
 
     async def fetch(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
         return manifest
+
+    async def discard(self, manifest: WeightManifest) -> None:
+        pass
 
     async def close(self) -> None:
         pass

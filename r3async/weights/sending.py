@@ -43,17 +43,23 @@ class DeltaPublisher(Publisher):
         self._last: WeightManifest | None = None
 
     def announce(self, manifest: WeightManifest) -> Publication:
-        """With a part: the identity of the version that the delta beside the file changes, or None."""
+        """With a part: the identity of the version that the delta beside the file changes, or None. Where the disk takes no delta
+        hosts fetch all of the version."""
         before, self._last = self._last, manifest
-        if before is None:
-            return Publication(manifest, [None])
+        made = False
+        with contextlib.suppress(OSError):
+            made = before is not None and self._write_delta(before, manifest)
+        return Publication(manifest, [identity(before) if before is not None and made else None])
+
+    def _write_delta(self, before: WeightManifest, manifest: WeightManifest) -> bool:
+        """Whether it is worth it, and there."""
         with contextlib.ExitStack() as opened:
             pair = files_of(opened, before, manifest, self._files.open)
             if pair is None:
-                return Publication(manifest, [None])
+                return False
             pieces = encode(identity(before), identity(manifest), *pair)
             write_aside(delta_path(Path(manifest.path)), pieces, sync=False, files=self._files)
-        return Publication(manifest, [identity(before)])
+        return True
 
 
 def files_of(
@@ -90,7 +96,7 @@ class ShardedPublisher(VersionFolder):
             return Publication(manifest)
         try:
             return Publication(manifest, [before and self._delta(before, manifest)])
-        except ActorLost:  # a rank was lost meanwhile; the version is there, and hosts fetch all of it
+        except (ActorLost, OSError):  # of a rank, or of the disk; the version is there, and hosts fetch all of it
             return Publication(manifest, [None])
 
     def _write(self, version: int, parts: Sequence[Described], reading: Collection[int]) -> WeightManifest:
@@ -101,7 +107,7 @@ class ShardedPublisher(VersionFolder):
         starts = [len(header)]
         for part in parts:
             starts.append(starts[-1] + sum(math.prod(s) * getattr(torch, d).itemsize for _, d, s in part.tensors))
-        path = self.admit(version, starts[-1])
+        path = self.admit(version, starts[-1], reading)
         aside = path.with_name(f".{path.name}")
         try:
             self._files.remove(aside)
@@ -110,8 +116,10 @@ class ShardedPublisher(VersionFolder):
                 file.truncate(starts[-1])
             written = self._on_ranks("write_share", [(str(aside), start) for start in starts[:-1]])
             self._files.rename(aside, path)
-        except OSError as error:
-            raise WeightError(f"version {version} could not be written to {path}: {error}") from error
+        except BaseException:
+            with contextlib.suppress(OSError):  # what it takes is needed when this is tried again
+                self._files.remove(aside)
+            raise
         self.add(version, path, reading)
         entries: dict[str, TensorEntry] = {}
         for each in written:

@@ -50,6 +50,8 @@ ASK_AGAIN_SECONDS = 1.0
 """Without a chunk for so long, what was asked for is asked for again: it may have been lost with a connection."""
 SILENT_SECONDS = 5.0
 """Without a chunk for so long, a host asks for another place in the tree."""
+DAMAGED = 3
+"""So often a chunk may come damaged from one host; then another place is asked for."""
 KEPT = 3
 """Streams that a host passes on: the newest ones."""
 LOOK_SECONDS = 0.05
@@ -103,6 +105,7 @@ class TcpServer:
         return Source(self._announced(socket.endpoint), name, nbytes, base, delta_bytes, self._here)
 
     def _add(self, name: str, path: Path) -> int:
+        self._serving.forget(name)  # of a try before this one
         file = self._files.open(path)
         self._serving.offer(name, file)
         self._paths[name] = path
@@ -218,6 +221,10 @@ class TcpReceiver:
             ) from error
         return msgspec.structs.replace(manifest, path=str(path))
 
+    async def discard(self, manifest: WeightManifest) -> None:
+        """See `WeightReceiver.discard`. The learner's own file stays."""
+        await self._run(self._folder.discard, identity(manifest))
+
     async def close(self) -> None:
         """See `WeightReceiver.close`."""
         await self._sockets.close()
@@ -231,7 +238,8 @@ class TcpReceiver:
     async def _fetch(self, source: Source, wanted: Identity, manifest: WeightManifest) -> None:
         base = source.base if source.base is not None and self._has(source.base) else None
         await self._run(self._folder.tidy, base)
-        check_free(self._folder.path, source.nbytes, manifest.version, self._files)
+        beside = source.nbytes if base is not None else 0
+        check_free(self._folder.path, source.nbytes, manifest.version, self._files, beside)
         self._open(source.endpoint)
         path = self._folder.place(wanted)
         if base is not None:
@@ -342,8 +350,9 @@ class TcpReceiver:
             socket.close()
 
     async def _receive(self, expected: Expected, file: File, socket: MessageSocket) -> bool:
-        """Chunks from one parent, until all are written or it is silent. Returns whether all are."""
-        asked, silent = expected.next, 0.0
+        """Chunks from one parent, until all are written, it is silent, or a chunk is damaged each time, for that is what it has.
+        Returns whether all are."""
+        asked, silent, damaged = expected.next, 0.0, Counter[int]()
         while not expected.whole:
             stop = min(expected.count, expected.next + WINDOW)
             if stop > asked:
@@ -352,12 +361,13 @@ class TcpReceiver:
             if expected.arrived:
                 if not await self._take(expected, file, socket):
                     asked = expected.next
+                    damaged[asked] += 1
             elif await expected.wait():
                 silent = 0.0
             else:
                 silent += ASK_AGAIN_SECONDS
                 asked = expected.next
-            if expected.gone or silent >= SILENT_SECONDS:
+            if expected.gone or silent >= SILENT_SECONDS or damaged[expected.next] >= DAMAGED:
                 return False
         return True
 

@@ -174,6 +174,10 @@ class Files(Protocol):
         """Bytes that this user may still write on the disk of `path`."""
         ...
 
+    def capacity(self, path: Path) -> int:
+        """Bytes that the whole disk of `path` can hold."""
+        ...
+
 
 # -- message sockets ---------------------------------------------------------------------------------------------------
 

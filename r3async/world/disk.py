@@ -167,6 +167,10 @@ class Disk:
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
+    def capacity(self, path: Path) -> int:
+        found = os.statvfs(path)
+        return found.f_blocks * found.f_frsize
+
 
 def write_at(path: Path, start: int, pieces: Iterable[Buffer]) -> None:
     """Write the pieces into a file that is long enough, one behind the other from `start` on. Several processes may do so at

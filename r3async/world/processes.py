@@ -229,6 +229,9 @@ class _LogFile(io.RawIOBase):
     def fileno(self) -> int:
         return self._descriptor
 
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
     def write(self, data: object) -> int:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         try:
@@ -243,10 +246,11 @@ class _LogFile(io.RawIOBase):
             return len(view)
 
 
-def files_survive_full_disk() -> None:
-    """The same for a command whose output and errors were redirected to files; others, and what tests capture, stay."""
+def output_outlives_disk_and_terminal() -> None:
+    """The same for a command whose output and errors are files, or a terminal that may be closed; others, and what tests capture,
+    stay."""
     mine = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
-    if mine and all(stat.S_ISREG(os.fstat(descriptor).st_mode) for descriptor in (1, 2)):
+    if mine and all(os.isatty(number) or stat.S_ISREG(os.fstat(number).st_mode) for number in (1, 2)):
         survive_full_disk()
 
 

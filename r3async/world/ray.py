@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class RayActors:
                 # Local actors share few cores on purpose: logical CPUs only count actors.
                 # "local": one of its own, also where somebody has started a head on this host.
                 capacity = max(actors, os.cpu_count() or 1) + SPARE_ACTORS
-                with _bare_head():
+                with _bare_head(), _hangups_blocked():
                     _start(capacity)
         except Exception as error:
             raise ConnectionError(_not_connected(address, str(error).partition("\n")[0])) from error
@@ -301,6 +302,17 @@ def _bare_head() -> Iterator[None]:
                 setattr(owner, name, instead)
                 stack.callback(setattr, owner, name, theirs)
         yield
+
+
+@contextlib.contextmanager
+def _hangups_blocked() -> Iterator[None]:
+    """What is started inside never gets SIGHUP: a closed terminal sends it to all processes of the command, which alone is to end
+    them. Ray does the same for SIGINT."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _not_connected(address: str | None, why: str) -> str:

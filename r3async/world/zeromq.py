@@ -159,7 +159,11 @@ class LoopSocket:
                     frames.append(self._socket.recv(ONE, copy=False))
             except zmq.Again:
                 return
-            self._on_message(frames)
+            try:
+                self._on_message(frames)
+            except BaseException:
+                self._schedule()  # what lies behind it would wait for the next change, and its senders for an answer
+                raise
             if time.perf_counter() > until:
                 self._schedule()
                 return

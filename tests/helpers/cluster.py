@@ -59,6 +59,22 @@ def own_cluster() -> Iterator[dict[str, str]]:
 
 
 @contextmanager
+def clean_home() -> Iterator[dict[str, str]]:
+    """The environment of a person who has set nothing, with a home of their own."""
+    with _home() as home:
+        kept = {key: value for key, value in bare_environment().items() if not key.startswith(("RAY_", "R3ASYNC_"))}
+        yield kept | {"HOME": str(home)}
+
+
+@contextmanager
+def head_of(environment: dict[str, str]) -> Iterator[str]:
+    """A Ray head that a person starts with that environment. Yields the address of its dashboard."""
+    words = ["--num-cpus=2", "--object-store-memory=100000000"]
+    with _head(Path(environment["HOME"]), environment, words) as ports:
+        yield f"http://127.0.0.1:{ports['dashboard-port']}"
+
+
+@contextmanager
 def plain_head() -> Iterator[str]:
     """A Ray head whose actors find what this process finds. Yields its address."""
     words = ["--num-cpus=32", "--include-dashboard=false"]

@@ -14,7 +14,7 @@ from r3async.rollout.engines import InstallReport
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.probe import SampledProbe
 from r3async.weights.publish import Publication
-from tests.helpers.world import StandIn
+from tests.helpers.world import Clock, Outside, StandIn
 
 TOKENS = list(range(40))
 SETTINGS = [
@@ -25,14 +25,6 @@ SETTINGS = [
 ]
 
 
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 class Events:
     def __init__(self):
         self.seen = []
@@ -40,7 +32,7 @@ class Events:
     def info(self, event, **facts):
         self.seen.append((event, facts))
 
-    warning = info
+    warning = error = info
 
     def names(self):
         return [event for event, _ in self.seen]
@@ -90,6 +82,7 @@ class Generator(StandIn):
             "connect": None,
             "whereabouts": None,
             "differences": [],
+            "run": None,
         }
         answer = self.wrong.get(name, answers[name])
         if callable(answer):
@@ -123,12 +116,13 @@ class Learner(StandIn):
 async def loaded(handles):
     """An installer whose generators have engines, and no weights."""
     config, clock = load_config("quickstart", SETTINGS), Clock()
+    clock.now = 100.0
     fleet = Fleet(config, Events(), handles, clock)
     await fleet.load()
     tokens = await fleet.probe_tokens()
     assert tokens == TOKENS
     way = Way("tcp://learner", "shared_memory")
-    return Installer(config, fleet.events, fleet, Learner(), way, tokens, published(0), clock)
+    return Installer(config, fleet.events, fleet, Learner(), way, tokens, published(0), Outside(clock))
 
 
 async def deliver(installer, version):

@@ -103,7 +103,7 @@ def make_sample(
     columns = {
         "token_ids": rng.integers(0, vocab, length).astype(np.int32),
         "loss_mask": sampled,
-        "rollout_logprobs": np.where(sampled, rng.normal(-3.0, 1.0, length), 0.0).astype(np.float32),
+        "rollout_logprobs": np.where(sampled, np.minimum(rng.normal(-3.0, 1.0, length), 0.0), 0.0).astype(np.float32),
         "policy_version": np.where(sampled, 0, -1).astype(np.int32),
         "turn": np.where(sampled, 0, -1).astype(np.int32),
         "rewards": np.zeros(length, np.float32),

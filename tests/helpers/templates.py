@@ -111,6 +111,19 @@ DEEPSEEK_R1 = Family(
     ("<|begin|>", "<|User|>", "<|Assistant|>"),
 )
 
+# Results of tools that follow each other share a frame, as Qwen2.5 has it.
+GROUPS_TOOLS = Family(
+    """{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{{- '\n<tool_response>' + m.content + '</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\n' -}}{%- endif -%}
+{%- else -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endif -%}
+{%- endfor -%}{{- '<|im_start|>assistant\n' -}}""",
+    "<|im_end|>",
+    ("<|im_start|>",),
+)
+
 FAMILIES = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,

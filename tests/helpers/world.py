@@ -38,7 +38,7 @@ class Outside(RealWorld):
             kill=lambda *where: self.killed.append(where),
         )
         self.actors = SimpleNamespace(  # type: ignore[assignment]
-            kill=self.kill, release=self.released.append, disconnect=self.disconnect
+            kill=self.kill, put=lambda value: value, release=self.released.append, disconnect=self.disconnect
         )
 
     def kill(self, actor: ActorRef, *, restart: bool = False) -> None:

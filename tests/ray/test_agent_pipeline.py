@@ -37,6 +37,8 @@ SETTINGS = [
     "episode.max_total_tokens=240",
     "routing.trace=all",
     "learner.lr=2e-5",
+]
+EVALUATED = [
     "evaluation.every=2",
     "evaluation.episodes=3",
     "evaluation.env.name=agent:docs.examples.calculator_agent:play",
@@ -99,7 +101,7 @@ def trained(caller, tmp_path, monkeypatch):
 
 def test_a_program_that_knows_only_an_address_and_a_key_plays_with_a_tool_and_its_trajectories_train(trained):
     command = ["python", str(ROOT / "docs" / "examples" / "calculator_agent.py")]
-    run_dir, rows = trained(EnvConfig(name="agent-command", args={"command": command}), "name=agent")
+    run_dir, rows = trained(EnvConfig(name="agent-command", args={"command": command}), "name=agent", *EVALUATED)
     assert max(r["reward/max"] for r in rows) > 0.25
     # Evaluations are played beside it, and none of their episodes has reached the learner.
     assert rows[-1]["transport/received"] == STEPS * GROUPS * SAMPLES
@@ -113,7 +115,7 @@ def test_a_program_that_knows_only_an_address_and_a_key_plays_with_a_tool_and_it
 def test_each_official_client_unchanged_plays_training_episodes_with_a_tool(trained, tmp_path):
     """OpenAI's for chat and for responses, and Anthropic's, in turn in one run."""
     log = tmp_path / "played"
-    own = ["schedule.samples_per_group=6", "evaluation.every=0", "episode.temperature=0.8", "name=clients"]
+    own = ["schedule.samples_per_group=6", "episode.temperature=0.8", "name=clients"]
     _, rows = trained(EnvConfig(name="agent:tests.helpers.agents:each_client", args={"log": os.fspath(log)}), *own)
     played = [line.split() for line in log.read_text().splitlines()]
     for name in CLIENTS:

@@ -42,7 +42,7 @@ def trained(local_ray, tmp_path_factory):
         init_model(path / "tiny", load_config("complements.toml", []))
         start = ["data.path=demonstrations.jsonl", "data.eval=0", "model.path=tiny", "reward=exact"]
         supervised = ["steps=120", "sft.rows_per_step=64", "learner.lr=1e-3", "name=first"]
-        sft(load_config("complements.toml", [*start, *supervised]), "complements", console, path)
+        sft(load_config("complements.toml", [*start, *supervised], "sft"), "complements", console, path)
         more = [
             "model.path=first/model",
             "learner.lora.rank=16",

@@ -1,4 +1,4 @@
-"""SIGTERM before the first step, at each of the calls that take long: the command ends well, and leaves no process behind."""
+"""SIGTERM before the first step, at each of the calls that take long: the command ends at once, and leaves no process behind."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ import pytest
 
 from r3async.config import load_config
 from r3async.record.reading import read_objects
+from r3async.tools.cli import INTERRUPTED
 from r3async.tools.run_dir import open_run
 
 pytestmark = pytest.mark.timeout(500)
@@ -56,7 +57,7 @@ def test_a_stop_is_obeyed_while(phase, untrained, tmp_path, monkeypatch):
             assert time.monotonic() < deadline, screen.read_text()
             time.sleep(0.02)
         driver.send_signal(signal.SIGTERM)
-        assert driver.wait(60) == 0, screen.read_text()
+        assert driver.wait(60) == INTERRUPTED, screen.read_text()
     finally:
         driver.kill()
     said = screen.read_text()

@@ -16,6 +16,7 @@ from r3async.tools.simulate.history import (
     Began,
     Delivered,
     Event,
+    Fetched,
     Finished,
     Installed,
     Installing,
@@ -29,6 +30,7 @@ from r3async.tools.simulate.history import (
     Published,
     Quiet,
     Refused,
+    Removed,
     Saved,
     Sent,
     Slots,
@@ -156,6 +158,10 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
     ),
     "the run fails": ("ended", lambda: edited(Finished, 0, failed="no")),
     "a host fetches other weights": ("arrived", lambda: inserted(Taken, 1, lambda at: Arrived(at, "a", 1, 9))),
+    "a version that is used is removed": (
+        "held",
+        lambda: inserted(Taken, 1, lambda at: Fetched(at, "a", "h: v"), lambda at: Removed(at, "b", "h: v")),
+    ),
     "a parent that failed": ("parent", lambda: inserted(Taken, 0, lambda at: Placed(at, "a", "tcp://b", ("tcp://b",)))),
     "it plays with old weights": (
         "current",

@@ -69,7 +69,9 @@ class Machine:
         if world.files.stat(Path("/run")) is None:
             world.files.make(Path("/run"))
             world.files.sync_directory(Path("/"))
-        self.spool = Spool(DIRECTORY, self.settings, world=world, retry_seconds=0)
+        self.told: list[str] = []
+        report = lambda event, **facts: self.told.append(event)  # noqa: E731
+        self.spool = Spool(DIRECTORY, self.settings, world=world, report=report, retry_seconds=0)
 
     async def recover(self) -> None:
         """In a new process, whatever became of the last one."""
@@ -150,7 +152,7 @@ def test_a_file_that_the_disk_does_not_give_at_the_start_is_no_damage(operation)
         machine = Machine(0, fsync=True)
         for number in range(8):
             await machine.do("put", number)
-        path, told, asked = DIRECTORY / "000000001-0000.spool", [], []
+        path, asked = DIRECTORY / "000000001-0000.spool", []
         machine.process.end()
         machine.start()
         machine.disk.refuse(path, errno.EIO, {operation})
@@ -162,11 +164,10 @@ def test_a_file_that_the_disk_does_not_give_at_the_start_is_no_damage(operation)
                     machine.disk.allow(path)
 
         machine.disk.observe = recovers
-        machine.spool._report = lambda event, **facts: told.append(event)
         async with asyncio.timeout(20):
             found = await machine.spool.recover()
         assert {kept.trajectory.trajectory_id for kept in found} == set(machine.held)
-        assert (machine.spool.damage, told) == ([], ["spool_stalled", "spool_goes_on"])
+        assert (machine.spool.damage, machine.told) == ([], ["spool_stalled", "spool_goes_on"])
         await machine.spool.close()
 
     asyncio.run(main())

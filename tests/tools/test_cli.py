@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from r3async.actors.process import NotTrained, ProcessLost, RunFailed
+from r3async.actors.process import NotTrained, ProcessLost, RunFailed, StoppedBeforeStep
 from r3async.checkpoint import CheckpointError
 from r3async.checkpoint.state import Unreadable
 from r3async.config import ConfigError
@@ -61,6 +61,25 @@ def test_the_first_signal_asks_and_the_second_interrupts_and_handlers_are_put_ba
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_a_closed_terminal_asks_once_however_often_it_is_told_and_nohup_is_let_be():
+    request = StopRequest()
+    request.loading = False
+    with stop_signals(request):
+        for _ in range(2):  # of the kernel and of the shell
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert request.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals(request := StopRequest()):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not request.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_module_beside_which_a_run_is_started_is_found_and_hides_none_of_ours(tmp_path):
     (tmp_path / "my_losses.py").write_text("def reinforce(inputs): ...\n")
     (tmp_path / "tools").mkdir()
@@ -92,6 +111,7 @@ def test_a_module_beside_which_a_run_is_started_is_found_and_hides_none_of_ours(
         (CheckpointError("no checkpoint is intact"), 2),
         (FileExistsError("runs/a exists"), 2),
         (NotTrained("no step made an update"), 4),
+        (StoppedBeforeStep("stopped before a step was made"), 130),
         (KeyboardInterrupt(), 130),
     ],
 )

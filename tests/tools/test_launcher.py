@@ -13,7 +13,7 @@ import yaml
 
 from r3async.config import load_config
 from r3async.tools.submit.launch import NOT_FOUND, command_of, entrypoint
-from tests.helpers.cluster import BARE, bare_environment, beside_python, free_ports
+from tests.helpers.cluster import BARE, bare_environment, beside_python, clean_home, free_ports, head_of
 
 ROOT = Path(__file__).parents[2]
 AGENT_PORT = 52365  # Ray's default for the agent that takes jobs
@@ -106,6 +106,47 @@ def test_the_readmes_submit_trains_and_is_watched_without_an_activated_environme
     assert "bare: finished after 1 steps" in watched.stdout
     fits = run([r3async, "cluster", "quickstart", "--address", address], tmp_path, token_cluster)
     assert (fits.returncode, "it fits" in fits.stdout) == (0, True), fits.stdout + fits.stderr
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(500)
+def test_the_readmes_submit_works_after_a_local_run_for_a_person_who_has_set_nothing(tmp_path):
+    """Ray keeps a token of the local run, and asks for it from then on."""
+    r3async = beside_python("r3async")
+    with clean_home() as environment:
+
+        def command(*words):
+            return subprocess.run(
+                [r3async, *words],
+                capture_output=True,
+                text=True,
+                timeout=280,
+                cwd=tmp_path,
+                env=environment,
+                check=False,
+            )
+
+        local = command("train", "quickstart", "name=local", *SMALL)
+        assert local.returncode == 0, local.stdout + local.stderr
+        assert Path(environment["HOME"], ".ray", "auth_token").is_file()
+        with head_of(environment) as address:
+            submitted = command("submit", "quickstart", "name=job", *SMALL, "--address", address)
+            assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+            listed = command("submit", "list", "--address", address)
+            assert (listed.returncode, "name=job" in listed.stdout) == (0, True), listed.stdout + listed.stderr
+            watched = command("tail", "job", "--plain", "--address", address)
+            assert watched.returncode == 0, watched.stdout + watched.stderr
+            fits = command("cluster", "quickstart", "--address", address)
+            assert fits.returncode == 0, fits.stdout + fits.stderr
+            refused = subprocess.run(
+                [r3async, "submit", "list", "--address", address],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                env=environment | {"RAY_AUTH_MODE": "disabled"},
+                check=False,
+            )
+            assert (refused.returncode, "wants a token" in refused.stderr) == (2, True), "what a person says counts"
 
 
 @pytest.mark.ray

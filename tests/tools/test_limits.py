@@ -17,6 +17,7 @@ from r3async.actors.installer import Installer
 from r3async.actors.process import ProcessLost, RunFailed
 from r3async.config import load_config, to_dict
 from r3async.tools.train import train
+from r3async.world import ActorLost
 from r3async.world.real import REAL
 from tests.helpers.fleet import Events, Generator, published
 from tests.helpers.world import StandIn
@@ -113,10 +114,10 @@ async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_
         await asyncio.wait_for(conductor.run(), 60)
 
 
-async def test_weights_that_are_not_installed_in_time_end_the_run_and_name_the_setting(monkeypatch):
+async def test_weights_that_are_not_installed_in_time_lose_their_generator_and_name_the_setting(monkeypatch):
     monkeypatch.setattr("r3async.actors.installer.RPC_SECONDS", 0.05)
     config = load_config("quickstart", ["weights.install_timeout=0.05"])
     fleet = Fleet(config, Events(), {"generator-0": Silent("install")})
     installer = Installer(config, fleet.events, fleet, StandIn(), Way("", ""), None, published(0))
-    with pytest.raises(RunFailed, match=r"generator-0: no answer to `install` within .* \(weights\.install_timeout\)"):
+    with pytest.raises(ActorLost, match=r"generator-0: no answer to `install` within .* \(weights\.install_timeout\)"):
         await asyncio.wait_for(installer._ask(fleet["generator-0"], "install"), 60)

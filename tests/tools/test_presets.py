@@ -62,7 +62,7 @@ def test_a_preset_runs_with_a_model_that_plays_and_keeps_its_bound(tmp_path):
     small += ["model.init.warm_reward=0.02"]  # a tiny model's first answers will do
     config = load_config(name, small)
     init_model(tmp_path / "init", config)
-    config = load_config(name, [*small, f"model.path={tmp_path / 'init'}", "name=run"])
+    config = load_config(name, [*small, f"model.path={tmp_path / 'init'}", "name=run"], None)
     screen = io.StringIO()
     try:
         with CHANCE:

@@ -13,6 +13,7 @@ from r3async.checkpoint import CheckpointError, Checkpoints
 from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
 from r3async.config import ConfigError, load_config, to_dict
 from r3async.data.versions import Lineage
+from r3async.record.events import open_events
 from r3async.record.reading import read_objects
 from r3async.tools.run_dir import open_run
 from r3async.weights.probe import KEPT
@@ -270,6 +271,7 @@ def test_a_run_that_still_writes_is_not_moved_aside(tmp_path, model, said, monke
 )
 def test_what_cannot_resume_is_refused_and_changes_nothing(tmp_path, model, said, overrides, error, message):
     path = made(tmp_path, model, said, 10, 20)
+    open_events(path, "conductor").info("run_finished", steps=20, stopped=False, updates=20)
     before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
     with pytest.raises(error, match=message):
         open_run(configured(model, *overrides), "quickstart", said.append, tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from r3async.tools import lint_seam
-from r3async.tools.lint_seam import EXEMPT, ROOT, Defaults, check, check_source
+from r3async.tools.lint_seam import DECODES, EXEMPT, ROOT, Defaults, check, check_decoding, check_source
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +117,48 @@ def test_what_goes_through_the_seam_is_not(defaults) -> None:
     assert check_source("a.py", FINE, defaults) == []
 
 
+DECODED = {
+    "import json\njson.loads(x)": "json.loads",
+    "import json as j\nf = j.load": "json.load",
+    "from json import loads\nloads(x)": "json.loads",
+    "def f():\n    from json import loads as read\n    return read(x)": "json.loads",
+    "import msgspec\nmsgspec.json.decode(x)": "msgspec.json.decode",
+    "from msgspec import msgpack\nmsgpack.decode(x, type=int)": "msgspec.msgpack.decode",
+    "import msgspec.msgpack\nmsgspec.msgpack.Decoder(int)": "msgspec.msgpack.Decoder",
+    "import tomllib\ntomllib.loads(x)": "tomllib.loads",
+    "import ast\nast.literal_eval(x)": "ast.literal_eval",
+    "def f(peer): return peer.decode()": ".decode()",
+    "def f(frame): return frame.bytes.decode()": ".decode()",
+}
+
+ENCODED = """
+import json
+import msgspec
+from r3async.untrusted import decode_json
+
+def f(data, tokenizer, reader):
+    json.dumps(data), msgspec.json.encode(data).decode(), data.decode(errors="replace"), decode_json(data)
+    tokenizer.decode([1]), reader.decode(data, skip=True), msgspec.convert(data, int), "x".encode().decode()
+"""
+
+
+@pytest.mark.parametrize("source", DECODED)
+def test_a_decoder_that_is_called_directly_is_seen(source) -> None:
+    (found,) = [each for each in check_decoding("a.py", source) if each.what == DECODED[source]]
+    assert found.line == len(source.splitlines())
+    assert found.instead.startswith("r3async.untrusted.decode_")
+
+
+def test_what_encodes_or_is_told_what_to_do_with_bad_bytes_is_not() -> None:
+    assert check_decoding("a.py", ENCODED) == []
+
+
+def test_every_exemption_from_decoding_is_needed() -> None:
+    for name in DECODES:
+        paths = [path for path in ROOT.glob("**/*.py") if str(path.relative_to(ROOT)).startswith(name)]
+        assert any(check_decoding(name, path.read_text()) for path in paths), f"{name} needs no exemption"
+
+
 def test_no_room_passes_the_seam_by() -> None:
     assert check() == []
 
@@ -137,6 +179,10 @@ def test_a_planted_call_fails_the_command_and_is_named_with_its_line(tmp_path: P
     (tmp_path / "actors/new.py").write_text("import time\n\nbegan = time.monotonic()\n")
     assert [str(each) for each in check(tmp_path)] == [
         "actors/new.py:3: `time.monotonic` passes the seam by: use world.clock"
+    ]
+    (tmp_path / "actors/new.py").write_text("import json\n\nsaid = json.loads(text)\n")
+    assert [str(each) for each in check(tmp_path)] == [
+        "actors/new.py:3: `json.loads` passes the seam by: use r3async.untrusted.decode_json"
     ]
     (tmp_path / "r3async/world/files.py").unlink()
     with pytest.raises(ValueError, match=r"no file is r3async/world/files\.py"):

@@ -51,7 +51,7 @@ def rows(tmp_path_factory):
 
 def config(model, rows, *changes):
     fixed = ["learner.lr=3e-3", "learner.warmup_steps=0", "sft.rows_per_step=8", "checkpoint.asynchronous=false"]
-    return load_config("quickstart", [f"model.path={model}", f"data={rows}", *fixed, *changes])
+    return load_config("quickstart", [f"model.path={model}", f"data={rows}", *fixed, *changes], "sft")
 
 
 def run(model, rows, root, *changes):

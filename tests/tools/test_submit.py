@@ -6,6 +6,7 @@ import secrets
 import subprocess
 import sys
 import time
+import zipfile
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,38 @@ def test_a_job_runs_the_same_command_with_what_outlives_its_package(tmp_path, mo
 
 def test_a_longer_grace_is_a_longer_wait_before_the_kill():
     assert stop_seconds(load_config("quickstart", ["supervise.stop_grace_seconds=60"])) == 270
+
+
+def test_keys_and_passwords_of_the_folder_are_not_packaged(tmp_path, monkeypatch):
+    """By Ray's own packing of a folder."""
+    packaging = pytest.importorskip("ray._private.runtime_env.packaging")
+    secret = (
+        *(".env", ".env.local", "deploy/.env", "keys/learner.secret", "id_rsa", "keys/id_ed25519", "tls/server.key"),
+        *("ca.pem", ".netrc", ".ssh/config", ".aws/credentials", "credentials.json", ".huggingface/token"),
+    )
+    kept = (
+        "mine.toml",
+        "rewards.py",
+        "keys/learner.public",
+        "rows.jsonl",
+        "environment.py",
+        "keys.py",
+        "secrets_of_rust/a.txt",
+    )
+    for name in (*secret, *kept):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    config = load_config("quickstart", ["transport.keys=keys"])
+    made = make_package(config, "quickstart", ["transport.keys=keys"])
+    assert f"transport.keys={tmp_path / 'keys'}" in made.entrypoint
+    package = tmp_path / "package.zip"
+    packaging.create_package(
+        str(tmp_path), package, excludes=[*made.runtime_env["excludes"], "package.zip"], include_gitignore=True
+    )
+    with zipfile.ZipFile(package) as packed:
+        names = {name for name in packed.namelist() if not name.endswith("/")}
+    assert names == set(kept)
 
 
 def test_a_file_that_our_output_goes_to_is_not_packaged(tmp_path):

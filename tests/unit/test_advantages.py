@@ -9,9 +9,10 @@ import statistics
 import numpy as np
 import pytest
 
-from r3async.config import AlgorithmConfig, OverlongPenaltyConfig
+from r3async.config import AlgorithmConfig, OverlongPenaltyConfig, config_from_dict
 from r3async.data.records import Sample, TokenTable, Trajectory, Turn
 from r3async.learner.losses.advantages import assign_advantages, overlong_penalty
+from r3async.learner.preparation import prepare
 from tests.helpers.algorithms import algorithm
 
 ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]
@@ -273,3 +274,42 @@ def test_inconsistent_groups_are_refused():
         assign_advantages([[episode(0, [1]), episode(1, [0], group=1)]], algorithm())
     with pytest.raises(ValueError, match=r"'maxrl' is for rewards >= 0, and there is one of -1"):
         assign_advantages([[episode(0, [-1]), episode(1, [1])]], algorithm(advantage="maxrl"))
+
+
+# --- tokens without a log-prob
+
+
+def measured(index: int, tokens: int, reward: float, without: tuple[int, ...] = ()) -> Trajectory:
+    """An episode of one turn behind a prompt of two tokens; the tokens at `without` have a log-prob that is not finite."""
+    mask = np.arange(2 + tokens) >= 2
+    logprobs = np.where(mask, -0.5, 0).astype(np.float32)
+    logprobs[list(without)] = np.nan
+    table = TokenTable.of_tokens(np.arange(2 + tokens)).with_columns(
+        loss_mask=mask,
+        turn=np.where(mask, 0, -1).astype(np.int32),
+        policy_version=np.where(mask, 0, -1).astype(np.int32),
+        rollout_logprobs=logprobs,
+    )
+    name, turns = f"g00000000e{index:04d}", [Turn(0, 0, 2, 2 + tokens, reward, "stop")]
+    return Trajectory(name, 0, index, 1, "g", "env_done", turns, [Sample(f"{name}s0", table)])
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("without", [(), (2,), (2, 3, 4)])
+def test_the_batch_is_whitened_over_the_tokens_that_are_trained(estimator, without):
+    group = [measured(0, 4, 1.0, without), measured(1, 2, 0.0)]
+    (samples,), figures = prepare([group], config_from_dict({"algorithm": {"advantage": estimator}}))
+    trained = np.concatenate([s.table["advantages"][s.table["loss_weights"] > 0] for s in samples])
+    assert len(trained) == 6 - len(without)
+    assert trained.mean() == pytest.approx(0, abs=1e-5)
+    assert trained.std() == pytest.approx(1, abs=1e-5)
+    assert figures["advantage/mean"] == pytest.approx(trained.mean(), abs=1e-5)
+    assert figures["advantage/filtered_tokens"] == 0, "they are counted as dropped for their log-prob"
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean"])
+def test_the_weights_of_the_tokens_that_are_trained_add_up_to_one(reduction):
+    group = [measured(0, 4, 1.0, (2,)), measured(1, 2, 0.0)]
+    (samples,), _ = prepare([group], config_from_dict({"algorithm": {"reduction": reduction}}))
+    assert sum(s.table["loss_weights"].sum() for s in samples) == pytest.approx(1, abs=1e-6)
+    assert samples[0].table["loss_weights"][2] == 0

@@ -41,6 +41,24 @@ async def play(env, answers=("abcd",), settings=SETTINGS, task=TASK, **values):
         return await player(task)
 
 
+async def test_a_proxy_of_the_machine_is_not_between_an_agent_and_its_endpoint(monkeypatch):
+    """It would look for 127.0.0.1 on its own machine."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "example.org")
+    assert (await play(function("counts"))).reward == pytest.approx(4)
+    asks = (
+        "import os, urllib.request as u; r = u.Request(os.environ['OPENAI_BASE_URL'] + '/models');"
+        "r.add_header('Authorization', 'Bearer ' + os.environ['OPENAI_API_KEY']); u.urlopen(r, timeout=20).read();"
+        "import openai; openai.OpenAI().chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'x'}]);"
+        "print('{\"reward\": 1.0}')"
+    )
+    command = EnvConfig(name="agent-command", args=program(asks).args, variables=["HTTP_PROXY", "http_proxy"])
+    assert (await play(command)).reward == 1
+    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1"
+
+
 @pytest.mark.parametrize(
     ("env", "reward", "rows"),
     [
@@ -235,7 +253,17 @@ async def test_output_that_a_process_holds_of_which_nothing_is_known_is_not_wait
 
 @pytest.mark.parametrize(
     ("output", "reward"),
-    [('x\n{"reward": 2}\n', 2), ("", None), ("done", None), ('{"reward": 1}\nbye', None), ("[1]", None)],
+    [
+        ('x\n{"reward": 2}\n', 2),
+        ("", None),
+        ("done", None),
+        ('{"reward": 1}\nbye', None),
+        ("[1]", None),
+        ("[" * 5000, None),
+        ('{"reward": ' + "1" * 5000 + "}", None),
+        ('{"reward": NaN}', None),
+    ],
+    ids=range(8),
 )
 def test_the_last_line_of_a_programs_output_says_its_reward(output, reward):
     assert last_reward(output) == reward

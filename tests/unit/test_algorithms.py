@@ -81,6 +81,17 @@ def test_k3_and_abs_are_never_negative_and_k3_keeps_tiny_drift():
     assert torch.allclose(grad, torch.tensor([1e-9, -3e-8]), rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("estimator", [k3, k2, lambda delta: bounded_k3(delta, 100.0)], ids=["k3", "k2", "bounded k3"])
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 9.99e-3, 1.01e-2, 1.0, 19.0, 21.0, 1e10, 1.8e19, 2e19, 1e30])
+def test_the_gradient_is_a_number_wherever_delta_is(estimator, size):
+    """The branch of `where` that is not taken has one too: a square that overflowed made NaN of both."""
+    delta = torch.tensor([-size, size], requires_grad=True)
+    (gradient,) = torch.autograd.grad(estimator(delta).sum(), delta)
+    assert gradient.isfinite().all()
+    if estimator is k3 and size > 1:
+        assert gradient[0] == pytest.approx(-1, abs=1e-6), "far below mu it is a line of slope -1"
+
+
 def test_k3_goes_on_by_its_tangent_and_still_pulls_back():
     delta = torch.tensor([19.0, 20.0, 21.0, 1000.0, -1000.0], requires_grad=True)
     value = k3(delta)

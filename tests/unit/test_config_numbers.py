@@ -84,7 +84,7 @@ def test_a_number_that_is_not_finite_or_out_of_range_is_refused_with_its_name(pa
 @pytest.mark.parametrize("path", sorted(SIGNED))
 def test_a_reward_or_a_weight_that_may_be_a_penalty_may_be_negative(path):
     below = ["schedule.difficulty.hard=-1"] * path.endswith("easy")
-    assert load_config("quickstart", [*below, f"{path}=-0.5"])
+    assert load_config("quickstart", [*below, f"{path}=-0.5"], None)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,29 @@ def test_a_reward_or_a_weight_that_may_be_a_penalty_may_be_negative(path):
 def test_the_command_line_refuses_it(override):
     with pytest.raises(ConfigError, match=r"finite number|at most"):
         load_config("quickstart", ["evaluation.env.name=reverse-text", override])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a = " + "[" * 5000, "a." * 5000 + "b = 1", "steps = " + "1" * 5000, "steps = 0x" + "f" * 6000, "name = '\xff'"],
+    ids=["brackets", "dots", "digits", "hexadecimal", "latin-1"],
+)
+def test_a_file_that_python_cannot_read_or_print_is_no_toml(tmp_path, text):
+    (tmp_path / "a.toml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"a\.toml is not valid TOML"):
+        load_config(str(tmp_path / "a.toml"))
+
+
+@pytest.mark.parametrize("value", ["[" * 5000, "{a=" * 5000, "1" * 5000, "0x" + "f" * 6000], ids=range(4))
+def test_a_value_that_python_cannot_read_or_print_is_named_in_one_line(value):
+    with pytest.raises(ConfigError, match=r"`steps` = .*whole number") as found:
+        load_config("quickstart", [f"steps={value}"])
+    assert len(str(found.value)) < 300
+
+
+def test_a_number_that_python_cannot_print_is_named():
+    with pytest.raises(ConfigError, match="at most 1,000,000,000, got a int that cannot be printed"):
+        load_config("quickstart", {"steps": 10**5000})
 
 
 def test_a_section_that_is_yet_to_be_written_is_checked_before_and_after_what_it_checks_itself():

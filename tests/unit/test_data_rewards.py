@@ -78,6 +78,12 @@ def listed(completion, answer):
 def nan(completion, answer):
     return float("nan")
 
+def huge(completion, answer):
+    return 10**5000
+
+def beyond(completion, answer):
+    return 10**300
+
 def nothing(completion, answer):
     return None
 
@@ -175,6 +181,8 @@ async def test_several_rewards_are_weighed_and_told_by_name(dataset):
         ("two", r"reward 'two' must return a list with one reward for each completion, here one, not \[1.0, 0.0\]"),
         ("listed", r"reward 'listed' must return a finite number or None, not \[1.0\]"),
         ("nan", r"reward 'nan' must return a finite number or None, not nan"),
+        ("huge", r"reward 'huge' must return a finite number or None, not a int that cannot be printed"),
+        ("beyond", r"a reward must be at most 1e\+15 by size, not 1e\+300"),
         ("nothing", r"rows.jsonl, line 1: no reward applies: all returned None"),
         ("slow", r"took longer than env.step_timeout = 2 s"),
     ],

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import resource
 import sys
 import types
 
@@ -15,6 +16,7 @@ from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, load_c
 from r3async.envs import Message
 from r3async.envs.dataset import DatasetFactory, held_out, settings_of, tasks_of
 from r3async.envs.forms import fill, look_up, names_of
+from r3async.envs.rows import read_rows
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.evaluation import check_environment, drop_long_prompts
 from r3async.tools.cli import main
@@ -115,6 +117,33 @@ def test_rows_of_the_hub_come_through_datasets(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"needs `datasets`, which is not installed: pip install 'r3async\[data\]'"):
         prompts(env("other/where"))
+
+
+def _bombs(folder):
+    """Files of a few hundred or thousand bytes whose rows take gigabytes, by what makes them so."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    long = pyarrow.array(["x" * 1_000_000]).dictionary_encode()
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 5000, pyarrow.int32()), long.dictionary)
+    tables = {
+        "one long text in every row": pyarrow.table({"prompt": column, "answer": ["1"] * 5000}),
+        "rows without end": pyarrow.table({"prompt": pyarrow.nulls(3_000_000, pyarrow.string())}),
+        "a page that is packed": pyarrow.table({"prompt": ["y" * 100_000_000]}),
+    }
+    for what, table in tables.items():
+        path = folder / f"{what}.parquet"
+        parquet.write_table(
+            table, path, compression="zstd", use_dictionary=what.startswith("one"), write_statistics=False
+        )
+        yield path
+
+
+def test_a_small_file_of_gigabytes_is_refused_before_they_are_made(tmp_path):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for path in _bombs(tmp_path):
+        assert path.stat().st_size < 20_000
+        with pytest.raises(ConfigError, match=r"bytes and its rows take \d+ and more"):
+            read_rows(settings_of(env(path)), str(path), "train")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "KiB: less than one GiB"
 
 
 def test_prompts_are_texts_messages_or_templates(tmp_path):
@@ -271,6 +300,14 @@ BAD = {
     "no object": ("a.jsonl", "[1]\n", r"a.jsonl, line 1: a row must be an object"),
     "blank": ("a.jsonl", "\n\n", r"a.jsonl has no rows"),
     "binary": ("a.jsonl", b"\xff\xfe", r"a.jsonl is not UTF-8 text"),
+    "open brackets": ("a.jsonl", "[" * 5000, r"a.jsonl, line 1: not JSON: more than 128 lists"),
+    "open brackets at once": ("a.json", "[" * 5000, r"a.json: not JSON: more than 128 lists"),
+    "digits": (
+        "a.jsonl",
+        '{"prompt": "a", "answer": ' + "1" * 5000 + "}",
+        r"a.jsonl, line 1: not JSON: Exceeds the limit",
+    ),
+    "half of a pair": ("a.jsonl", '{"prompt": "\\ud800", "answer": "b"}', r"a.jsonl, line 1: not JSON: .*surrogates"),
     "JSON of lines": ("a.json", '{"a": 1}\n{"a": 2}', r"a.json: not JSON: Extra data.*must end in .jsonl"),
     "JSON object": ("a.json", '{"a": 1}', r"a.json must be a list of rows"),
     "JSON row": ("a.json", '[{"prompt": "a", "answer": "b"}, 3]', r"a.json, row 2: a row must be an object"),

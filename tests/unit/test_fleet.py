@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+from functools import partial
 
 import msgspec
 import pytest
@@ -11,14 +13,16 @@ from r3async.actors.conductor import Conductor
 from r3async.actors.delivery import choose_backend
 from r3async.actors.leasing import Dispatch, LeaseAnswer, LeaseCall
 from r3async.actors.members import Members
-from r3async.actors.process import NotLoaded, ProcessLost, RunFailed
+from r3async.actors.process import NotLoaded, RunFailed
 from r3async.config import load_config, to_dict
 from r3async.rollout.engines import InstallReport
 from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.probe import KEPT
+from r3async.weights.publish import Publication
 from r3async.world import ActorLost
+from r3async.world.disk_waits import DiskWait
 from r3async.world.real import REAL
-from tests.helpers.fleet import TOKENS, Generator, deliver, loaded, published, sampled, scores
+from tests.helpers.fleet import TOKENS, deliver, loaded, published, sampled, scores
 from tests.helpers.world import StandIn
 
 
@@ -32,19 +36,146 @@ async def test_one_that_is_lost_before_it_has_weights_is_left_to_its_supervisor_
     assert sorted(fleet.events.names()) == ["generator_lost", "probe", "probe_sampled"]
 
 
-async def test_if_all_are_lost_before_they_have_weights_the_run_restarts():
-    handles = {"generator-0": Generator()}
-    installer = await loaded(handles)
-    handles["generator-0"].wrong["install"] = NotLoaded("it was killed")
-    with pytest.raises(ProcessLost, match="every generator was lost"):
-        await installer.begin()
+async def test_a_failed_installation_is_the_loss_of_its_generator_whose_process_is_ended(installer, fleet, handles):
+    handles["generator-0"].wrong["install"] = RuntimeError("no kernel image")
+    assert await deliver(installer, 1) is not None
+    assert [(g.state, g.version) for g in fleet] == [("lost", -1), ("healthy", 1)]
+    assert installer._world.killed == [(handles["generator-0"], True)]
+    (failed,) = [facts for event, facts in fleet.events.seen if event == "install_failed"]
+    assert (failed["generator"], failed["version"], failed["error"]) == (
+        "generator-0",
+        1,
+        "generator-0: no kernel image",
+    )
 
 
-async def test_a_failure_without_words_is_not_taken_for_silence(installer, handles):
+async def test_a_failure_without_words_is_not_taken_for_silence(installer, fleet, handles):
     handles["generator-0"].wrong["install"] = AssertionError()
-    installer.published = published(1)
-    with pytest.raises(RunFailed, match=r"generator-0: AssertionError\(\)"):
-        await installer.deliver()
+    await deliver(installer, 1)
+    (failed,) = [facts for event, facts in fleet.events.seen if event == "install_failed"]
+    assert failed["error"] == "generator-0: AssertionError()"
+
+
+async def test_a_version_that_every_generator_refuses_also_when_it_was_restarted_ends_the_run(
+    installer, fleet, handles
+):
+    for handle in handles.values():
+        handle.wrong["install"] = RuntimeError("tensor 'a' is corrupt")
+    assert await deliver(installer, 1) is None
+    fleet["generator-0"].health.restarting()
+    fleet["generator-0"].health.loaded()
+    with pytest.raises(ActorLost, match="generator-0: tensor 'a' is corrupt"):
+        await installer.settle(fleet["generator-0"])
+    fleet["generator-1"].health.restarting()
+    fleet["generator-1"].health.loaded()
+    with pytest.raises(RunFailed, match=r"generator-1: tensor 'a' is corrupt \(no generator can install version 1"):
+        await installer.settle(fleet["generator-1"])
+
+
+async def test_what_does_not_come_in_time_is_no_refusal_however_often(installer, fleet, handles):
+    generator = fleet["generator-0"]
+    for handle in handles.values():
+        handle.wrong["install"] = TimeoutError("version 1 did not arrive within 120 s")
+    await deliver(installer, 1)
+    for _ in range(5):
+        generator.health.lost()
+        generator.health._max_restarts = 9
+        generator.health.restarting()
+        generator.health.loaded()
+        with pytest.raises(ActorLost, match="did not arrive"):
+            await installer.settle(generator)
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """A disk is tried again at once."""
+    monkeypatch.setattr("r3async.actors.installer.DiskWait", partial(DiskWait, retry_seconds=0.01))
+
+
+async def test_a_restarted_generator_waits_for_its_hosts_disk_and_is_named(installer, fleet, handles, soon):
+    handle, generator = handles["generator-0"], fleet["generator-0"]
+    handle.wrong["install"] = OSError(errno.ENOSPC, "No space left on device")
+    generator.health.lost()
+    reviving = asyncio.create_task(installer._revive(generator))
+    while len(handle.asked("install")) < 5:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    generator.health._clock.now += 10_000
+    assert generator.waits_for_disk
+    assert await deliver(installer, 1) is not None, "the other one does not wait for it"
+    del handle.wrong["install"]
+    await asyncio.wait_for(reviving, 10)
+    assert (generator.state, generator.version, generator.restarts, generator.waits_for_disk) == (
+        "healthy",
+        1,
+        1,
+        False,
+    )
+    waited = [(event, facts["generator"]) for event, facts in fleet.events.seen if event.startswith("weights_")]
+    assert waited == [("weights_stalled", "generator-0"), ("weights_go_on", "generator-0")]
+
+
+async def test_a_restarted_generator_that_does_not_load_is_lost_once_more(installer, fleet, handles):
+    handle, generator = handles["generator-0"], fleet["generator-0"]
+    handle.wrong["start"] = RuntimeError("CUDA error: device unavailable")
+    generator.health.lost()
+    with pytest.raises(ActorLost, match="generator-0 was restarted and did not load: CUDA error"):
+        await installer._revive(generator)
+    fleet.lose(generator)
+    del handle.wrong["start"]
+    await installer._revive(generator)
+    assert (generator.state, generator.restarts) == ("healthy", 2)
+
+
+async def test_a_run_goes_on_without_a_generator_that_was_lost_too_often_and_ends_with_the_last_one(
+    installer, fleet, handles
+):
+    for handle in handles.values():
+        handle.wrong["run"] = ActorLost("it was killed")
+
+    async def lost(generator):
+        return []
+
+    ended, forgotten = [], []
+    dispatch = StandIn(lost=forgotten.append)
+    known = installer._config, fleet.events, fleet, dispatch
+    members = Members(*known, lost, lambda: None, lambda: False, ended.append, fleet["generator-0"].health._clock)
+    members.begin(installer, StandIn(), {}, set())
+    fleet["generator-1"].health._max_restarts = 4
+    with pytest.raises(RunFailed, match=r"generator-1 was lost 5 times .*, the last time by: it was killed"):
+        await asyncio.wait_for(members.run(), 30)
+    assert forgotten == ["generator-0"]
+    assert ended == [handles["generator-0"]]
+    (excluded,) = [facts for event, facts in fleet.events.seen if event == "generator_excluded"]
+    assert excluded["generator"] == "generator-0"
+    assert "generator-0 was lost 3 times (generator.max_restarts = 2)" in excluded["error"]
+
+
+async def test_one_that_plays_is_lost_if_its_disk_does_not_take_a_version_in_time(installer, fleet, handles, soon):
+    """Its groups are played by others then."""
+    handle = handles["generator-0"]
+    handle.wrong["install"] = OSError(errno.EMFILE, "Too many open files")
+    delivering = asyncio.create_task(deliver(installer, 1))
+    while len(handle.asked("install")) < 4:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert [g.state for g in fleet] == ["healthy", "healthy"]
+    fleet["generator-0"].health._clock.now += 121
+    assert await asyncio.wait_for(delivering, 10) is not None
+    assert [g.state for g in fleet] == ["lost", "healthy"]
+    (failed,) = [facts for event, facts in fleet.events.seen if event == "install_failed"]
+    assert "Too many open files" in failed["error"]
+
+
+async def test_the_first_installation_of_a_process_has_the_time_that_its_bytes_take(installer, fleet, handles):
+    whole = 61 * 10**9
+    first = published(1)
+    manifest = msgspec.structs.replace(first.publication.manifest, nbytes=whole)
+    installer.published = msgspec.structs.replace(first, publication=Publication(manifest))
+    generator = fleet["generator-0"]
+    await installer.deliver()
+    assert generator.answers_in == pytest.approx(120 + 122)
+    generator.health.lost()
+    await installer._revive(generator)
+    assert generator.answers_in == pytest.approx(120 + 305)
 
 
 async def test_a_generator_that_lags_gets_the_newest_version_only(installer, fleet, handles):
@@ -289,7 +420,9 @@ async def test_a_generator_that_is_lost_again_and_again_waits_longer_each_time_a
     waits = [facts["waited"] for event, facts in fleet.events.seen if event == "generator_restarted"]
     assert waits == [0.02, 0.04]
     generator.health.lost()
-    with pytest.raises(RunFailed, match=r"generator-0 was lost 3 times \(generator\.max_restarts = 2\)"):
+    fleet.report_lost(generator, ActorLost("no kernel image"), [])
+    message = r"generator-0 was lost 3 times \(generator\.max_restarts = 2\), the last time by: no kernel image"
+    with pytest.raises(RunFailed, match=message):
         await installer._revive(generator)
 
 

@@ -11,18 +11,10 @@ from r3async.data.model_shape import RoutingShape
 from r3async.envs import Message
 from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError
 from r3async.rollout.growing import GrowingText, TemplateHabits
-from tests.helpers.templates import FAMILIES, Family, renderer
+from tests.helpers.templates import FAMILIES, GROUPS_TOOLS, renderer
 
 SHAPE = RoutingShape(layers=1, top_k=2, num_experts=8)
 
-# Results of tools that follow each other share a frame, as Qwen2.5 has it.
-GROUPS_TOOLS = """{%- for m in messages -%}
-{%- if m.role == 'tool' -%}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
-{{- '\n<tool_response>' + m.content + '</tool_response>' -}}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\n' -}}{%- endif -%}
-{%- else -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endif -%}
-{%- endfor -%}{{- '<|im_start|>assistant\n' -}}"""
 # Questions are numbered.
 NUMBERS = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|end|>"
@@ -43,7 +35,7 @@ BARE = (
 )
 TEMPLATES = {
     **FAMILIES,
-    "qwen2-chat": Family(GROUPS_TOOLS, "<|im_end|>", ("<|im_start|>",)),
+    "qwen2-chat": GROUPS_TOOLS,
     "numbers": NUMBERS,
     "forgets": FORGETS,
     "shouts": SHOUTS,

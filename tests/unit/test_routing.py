@@ -76,6 +76,8 @@ def test_a_position_fed_without_a_row_is_never_filled_by_a_later_prefill():
     [
         (np.zeros((4, LAYERS, TOP_K), np.uint8), "all 4 rows are zero"),
         (np.full((1, LAYERS, TOP_K), 3, np.uint8), "twice"),
+        (np.concatenate([np.zeros((3, LAYERS, TOP_K), np.uint8), rows(1)]), "row 0, MoE layer 0 names an expert twice"),
+        (np.concatenate([rows(3), np.zeros((1, LAYERS, TOP_K), np.uint8)]), "row 3, MoE layer 0 names an expert twice"),
         (rows(2) + np.uint8(EXPERTS), "outside 0..7"),
         (rows(2)[:, :2], "shape"),
         (rows(2).astype(np.float32), "dtype"),
@@ -110,7 +112,7 @@ def test_turns_of_different_dtypes_are_unified_and_never_wrapped(first_dtype, se
 
 def test_ids_of_few_experts_are_narrowed_whatever_the_engine_returned():
     routes = trace()
-    returned = rows(3).astype(np.int64)
+    returned = np.asfortranarray(rows(3).astype(np.int64))
     routes.record(0, returned, fed=3)
     experts, _ = routes.materialise(3)
     assert experts.dtype == np.uint8

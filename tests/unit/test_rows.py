@@ -18,7 +18,7 @@ from r3async.rollout.engines import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import EpisodeSamples, PrefixBroken, common_prefix
 from r3async.tools.init_model import byte_tokenizer
-from tests.helpers.templates import DEEPSEEK_R1, FAMILIES, QWEN3, Family, renderer
+from tests.helpers.templates import DEEPSEEK_R1, FAMILIES, GROUPS_TOOLS, QWEN3, Family, renderer
 
 SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
 LIMITS = EpisodeConfig(max_turns=32, max_new_tokens=64, max_prompt_tokens=6000, max_total_tokens=8000)
@@ -211,6 +211,29 @@ def test_where_one_row_is_demanded_a_rewritten_history_is_an_error_that_names_th
         play(Told([("say", [Message("user", "?")])]), engine, chat, limits)
     engine = Says([[*chat.encode("five"), chat.end_id]])
     assert len(play(Told([("say", [Message("user", "?")])]), engine, chat, limits).samples) == 1
+
+
+def test_results_of_parallel_calls_are_one_turn_and_what_stands_between_turns_is_not_trained():
+    """One answer calls twice, one is cut within a call, one ends."""
+    chat = renderer(GROUPS_TOOLS)
+    answers = [
+        [*chat.encode("call two"), chat.end_id],
+        chat.encode('<tool_call>{"na'),
+        [*chat.encode("ok"), chat.end_id],
+    ]
+    script = [("say", [Message("tool", "A"), Message("tool", "B")]), ("say", [Message("user", "again")])]
+    engine = Says(answers)
+    trajectory = play(Told(script), engine, chat)
+    check(trajectory, engine)
+    (sample,) = trajectory.samples
+    ids, trained = sample.table["token_ids"], sample.table["loss_mask"]
+    assert chat.decode(ids.tolist()) == (
+        "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\ncall two<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>A</tool_response>\n<tool_response>B</tool_response><|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>{"na<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n'
+        "<|im_start|>assistant\nok<|im_end|>"
+    )
+    assert chat.decode(ids[trained].tolist()) == 'call two<|im_end|><tool_call>{"naok<|im_end|>'
 
 
 def test_a_tokenizer_that_does_not_tokenise_its_own_text_back_is_trained_on_what_was_sampled():

@@ -71,6 +71,60 @@ def test_what_is_written_of_a_configuration_has_no_secret_in_it(planted):
         msgspec.json.encode(planted)
 
 
+MCP_SERVERS = {
+    "files": {"command": ["python", "--read-only", "-v", f"--token={PLANTED}", PLANTED, "$R3_WORD"]},
+    "web": {
+        "url": f"http://localhost/mcp?key={PLANTED}",
+        "headers": {"Authorization": f"Bearer {PLANTED}", "X-Key": "$TOKEN", "X-Other": "Bearer $TOKEN"},
+    },
+    "user": {"url": f"http://me:{PLANTED}@localhost/mcp", "headers": {"X-Mixed": f"{PLANTED} $TOKEN"}},
+}
+MCP_ARGS = {"servers": MCP_SERVERS, "environment": {"TOKEN": PLANTED}}
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"name": "mcp:guess", "args": MCP_ARGS},
+        {"name": "mix", "args": {"a": {"name": "mcp:guess", "args": MCP_ARGS}, "b": {"name": "guess"}}},
+    ],
+    ids=["alone", "one of several"],
+)
+def test_what_may_be_a_secret_of_a_tool_server_is_written_nowhere(env, tmp_path, monkeypatch):
+    config = config_from_dict({"env": env})
+    for text in (repr(config), to_toml(config), json.dumps(to_dict(config))):
+        assert PLANTED not in text
+    for kept in ('"python"', '"--read-only"', '"-v"', '"$R3_WORD"', '"$TOKEN"', '"Bearer $TOKEN"'):
+        assert kept in json.dumps(to_dict(config))
+    there = config_from_dict(to_dict(config, reveal=True))
+    assert there == config
+    monkeypatch.setenv("R3_WORD", "a word")
+    given = there.env.arguments()
+    servers = given["a"]["args"]["servers"] if env["name"] == "mix" else given["servers"]
+    assert servers["files"]["command"] == [*MCP_SERVERS["files"]["command"][:-1], "a word"]
+    assert (servers["web"], servers["user"]) == (MCP_SERVERS["web"], MCP_SERVERS["user"])
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    with pytest.raises(ConfigError, match=r"servers\.files\.command\[3\]` is '\*\*\*'"):
+        check_environment(load_config(str(tmp_path / "config.toml")))
+    assert differences(to_dict(config), config) == {}
+
+
+def test_a_run_resumes_with_a_variable_where_a_word_was_literal():
+    def with_word(word):
+        return config_from_dict({"env": {"name": "mcp:guess", "args": {"servers": {"a": {"command": ["x", word]}}}}})
+
+    assert differences(to_dict(with_word(PLANTED)), with_word("$TOKEN")) == {}
+    assert differences(to_dict(with_word("--one")), with_word("--two")) != {}
+
+
+def test_words_of_a_command_may_be_typed_and_headers_may_not():
+    servers = "env.args.servers"
+    command = f'{servers}.a.command=["python", "server.py"]'
+    assert load_command("quickstart", ["env.name=mcp:guess", "env.args={}", command]).env.name == "mcp:guess"
+    with pytest.raises(ConfigError, match="is a secret, and command lines can be read by others"):
+        load_command("quickstart", ["env.name=mcp:guess", "env.args={}", f"{servers}.a.headers.Authorization=abc"])
+
+
 def test_an_actor_is_given_the_secrets_and_a_file_is_not(planted):
     there = config_from_dict(to_dict(planted, reveal=True))
     assert there == planted
@@ -127,14 +181,14 @@ def test_a_secret_on_a_command_line_is_refused_and_a_variables_name_is_not(overr
         assert PLANTED not in result.output
         assert "is a secret, and command lines can be read by others" in str(result.exception or result.output)
     named = override.replace(PLANTED, "$NAME")
-    assert "$NAME" in str(secret_settings(load_command("quickstart", [named])))
+    assert "$NAME" in str(secret_settings(load_command("quickstart", [named, "serving.enabled=true"])))
 
 
 def test_what_a_job_of_the_cluster_shows_has_no_secret(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_TOKEN", PLANTED)
     monkeypatch.setenv("R3_TEST_TOKEN", PLANTED)
     monkeypatch.chdir(tmp_path)
-    config = load_command("quickstart", ["serving.token=$R3_TEST_TOKEN"])
+    config = load_command("quickstart", ["serving.enabled=true", "serving.token=$R3_TEST_TOKEN"])
     package = make_package(config, "quickstart", ["serving.token=$R3_TEST_TOKEN"])
     assert PLANTED not in package.entrypoint + json.dumps(package.runtime_env)
     assert "R3_TEST_TOKEN" in package.entrypoint

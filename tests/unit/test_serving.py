@@ -11,6 +11,7 @@ import pytest
 from r3async.config import ConfigError, EpisodeConfig, Secret, ServingConfig, config_from_dict
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from r3async.rollout.episode import EpisodeError
+from r3async.schedule.validation import check_trajectory
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 from tests.helpers.serving import (
     ADD,
@@ -256,7 +257,7 @@ async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_c
     async with talking(["first", "second"]) as (server, _, _):
         parse, server._report = server._parse, lambda event, **fields: reports.append((event, fields))
 
-        async def slow(text, tools):
+        async def slow(text, tools, thinking):
             parsing.set()
             try:
                 await asyncio.sleep(0 if text == "second" else 60)
@@ -405,6 +406,40 @@ async def test_ill_formed_requests_and_unknown_paths_are_errors_in_the_same_shap
         assert session.turns == 0
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         await ask(client, [{"role": "developer", "content": "be"}, {"role": "user", "content": parts}])
+
+
+async def test_numbers_that_no_float_or_tokenizer_holds_are_refused_by_name():
+    async with talking(["a", "b"]) as (_, session, client):
+        await ask(client, [user("x")])
+
+        async def refused(path: str, body: dict, message: str) -> None:
+            with pytest.raises(openai.BadRequestError, match=message):
+                await client.post(path, body=body, cast_to=object)
+
+        for reward in (10**400, 1e308, -1e16, True, "1.0", [1.0]):
+            await refused("/r3async/reward", {"reward": reward}, "a reward must be")
+        await refused("/r3async/reward", {"reward": 1.0, "turn": 2**70}, "there is no turn")
+        await refused("/r3async/reward", {"reward": 1.0, "turn": True}, "there is no turn")
+        name = f"chatcmpl-{TASK.trajectory_id}-{'9' * 5000}"
+        await refused("/r3async/reward", {"reward": 1.0, "id": name}, "is not the id of an answer")
+        for ids in ([1, 2**70], [-(2**70)], [1, 10**400]):
+            await refused("/completions", {"prompt": ids}, "ids of 0")
+        assert (session.turns, session.rewarded) == (1, False)
+        await client.post("/r3async/reward", body={"reward": 9e14, "turn": 0}, cast_to=object)
+        await refused("/r3async/reward", {"reward": -2e14}, r"makes 1\.1e\+15 together")
+        await client.post("/r3async/reward", body={"reward": 3e14, "turn": 0}, cast_to=object)
+        await client.post("/r3async/reward", body={"reward": -2e14}, cast_to=object)
+        session.close()
+        check_trajectory(session.trajectory("stop"))
+
+
+@pytest.mark.parametrize("seed", [2**63, -1, 10**400, True, 1.5, "1"], ids=range(6))
+async def test_a_task_seed_that_no_environment_has_is_refused(seed):
+    chat = renderer()
+    async with serving(await ready(answer_ids(chat, "a")), chat, enabled=True) as server:
+        async with client_of(server, server.token) as owner:
+            with pytest.raises(openai.BadRequestError, match="task_seed must be a whole number from 0"):
+                await owner.post("/r3async/sessions", body={"task_seed": seed}, cast_to=object)
 
 
 # -- who may begin ------------------------------------------------------------------------------------------------

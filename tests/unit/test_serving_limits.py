@@ -21,6 +21,7 @@ from tests.helpers.serving import (
     renderer,
     serving,
     talking,
+    until,
     user,
 )
 
@@ -75,6 +76,7 @@ async def test_texts_are_rendered_and_tokenised_off_the_event_loop():
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 50_000}] * 2}),
         ("completions", {"prompt": "x" * 100_000}),
         ("completions", {"prompt": [5] * 100_000}),
+        ("messages/count_tokens", {"messages": [{"role": "user", "content": "x" * 100_000}]}),
     ],
 )
 async def test_what_cannot_fit_is_refused_before_it_is_tokenised(path, body):
@@ -84,10 +86,12 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenised(path, body):
             server._renderer.encode = lambda text: encoded.append(text)
             server._renderer.decode = lambda ids: encoded.append(ids)
             status, answer = await post(server, session, path, body)
-        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert status == 400
+        assert "context_length_exceeded" in str(answer["error"])
         assert "episode.max_prompt_tokens" in answer["error"]["message"]
         assert encoded == []
-        assert (session.limit, session.turns) == ("length", 0)
+        # To have asked how long it would be is no reason to end.
+        assert (session.limit, session.turns) == ("" if "count" in path else "length", 0)
         assert threading.get_ident() not in threads
 
 
@@ -181,18 +185,67 @@ async def test_a_body_that_does_not_come_is_not_waited_for():
         writer.close()
 
 
-async def test_connections_beyond_the_limit_are_closed_and_leave_capacity_when_others_close():
+def asking(key, path="models"):
+    return f"GET /v1/{path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode(
+        "utf-8", "surrogateescape"
+    )
+
+
+async def answered(reader) -> bytes:
+    """The status line of an answer, which is read whole."""
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), LIMIT)
+    (length,) = (int(line.split()[1]) for line in head.splitlines() if line.lower().startswith(b"content-length"))
+    await asyncio.wait_for(reader.readexactly(length), LIMIT)
+    return head.splitlines()[0]
+
+
+async def test_of_too_many_connections_those_go_first_that_have_shown_no_key():
     async with talking(["ok"], max_connections=3) as (server, session, _):
-        held = [await connect(server) for _ in range(3)]
-        reader, writer = await connect(server)
-        assert await ended(reader) == b""
-        assert len(server._runner.server.connections) == 3
-        for other in (writer, *(w for _, w in held)):
-            other.close()
-        async with asyncio.timeout(LIMIT):
-            while len(server._runner.server.connections):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        agent, writer = await connect(server)
+        writer.write(asking(session.key))
+        assert b" 200 " in await answered(agent)
+        silent = [await connect(server) for _ in range(4)]
+        for reader, _ in silent[:2]:
+            assert await ended(reader) == b""
+        # Whoever comes now has a place: strangers who say nothing keep nobody out.
         assert (await post(server, session, "chat/completions", {"messages": [user("x")]}))[0] == 200
+        writer.write(asking(session.key))
+        assert b" 200 " in await answered(agent)
+        # Where all have a key, the newest has no place.
+        for reader, newest in silent[2:]:
+            newest.close()
+            await ended(reader)
+        await until(lambda: len(server._runner.server.connections) == 1)
+        more = [await connect(server) for _ in range(2)]
+        for reader, other in more:
+            other.write(asking(session.key))
+            assert b" 200 " in await answered(reader)
+        late, last = await connect(server)
+        assert await ended(late) == b""
+        for other in (writer, last, *(w for _, w in more)):
+            other.close()
+        await until(lambda: not server._runner.server.connections)
+        assert not server._admitted
+
+
+@pytest.mark.parametrize("key", ["guess", "\udcff", "", "r3-" + "x" * 4000], ids=["guess", "no text", "none", "long"])
+@pytest.mark.parametrize("path", ["models", "r3async/session", "r3async/sessions"])
+async def test_whoever_is_refused_loses_his_connection_and_writes_no_event(key, path, caplog):
+    reports = []
+    async with talking(["ok"], enabled=True) as (server, _, _):
+        server._report = lambda event, **fields: reports.append((event, fields))
+        reader, writer = await connect(server)
+        request = asking(key, path)
+        writer.write(request if path != "r3async/sessions" else request.replace(b"GET", b"POST"))
+        assert (await ended(reader)).startswith(b"HTTP/1.1 401")
+        writer.close()
+        for wrong in (b"GET /v1/nowhere HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nA: \0\r\n\r\n"):
+            reader, writer = await connect(server)
+            writer.write(wrong)
+            assert b" 40" in (await ended(reader)).splitlines()[0]
+            writer.close()
+    assert reports == []
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,14 @@ POISON = {
     "token rewards": (column(rewards=np.full(4, 3e38, np.float32)), "rewards of 1.2e\\+39 together"),
     "temperature that is 0 in float32": (tempered(1e-60), "has temperature 1e-60"),
     "temperature that is infinite in float32": (tempered(1e39), "has temperature 1e\\+39"),
+    "log-prob above 0": (
+        column(rollout_logprobs=np.asarray([0, 0, 0.1, -1], np.float32)),
+        "a token of log-prob 0.1: no",
+    ),
+    "log-prob that float32 cannot square": (
+        column(rollout_logprobs=np.asarray([0, 0, -1, 1e30], np.float32)),
+        "a token of log-prob 1e\\+30: no distribution",
+    ),
     "column of the learner": (column(old_logprobs=np.zeros(4, np.float32)), "column 'old_logprobs', which only"),
     "two samples of one name": (changed(samples=make_trajectory().samples * 2), "two samples of one name"),
 }
@@ -85,6 +93,11 @@ def test_poison_is_refused_before_anything_is_stored(name: str) -> None:
     trajectory, reason = POISON[name]
     with pytest.raises(InvalidTrajectory, match=reason):
         validate_trajectory(trajectory, vocab_size=10, learner_version=3, max_tokens=8, routing=ROUTING)
+
+
+@pytest.mark.parametrize("logprob", [0.0, -0.0, 1e-9, 1e-5, -0.5, -40.0, -1e4, np.nan, -np.inf, np.inf])
+def test_a_logprob_that_a_distribution_gives_or_that_the_loss_drops_is_let_pass(logprob: float) -> None:
+    check_trajectory(column(rollout_logprobs=np.asarray([7, 7, logprob, -0.5], np.float32)))
 
 
 def stand_in(trajectory: Trajectory) -> Trajectory:
@@ -151,7 +164,10 @@ def members(draw: Any, index: int) -> Trajectory:
         rewards = np.asarray(draw(st.lists(floats, min_size=4, max_size=4)), np.float64)
         with np.errstate(over="ignore"):
             rewards = rewards.astype(np.float32)
-        columns = {"turn": turn, "loss_mask": mask, "rewards": rewards}
+        logprobs = np.asarray(
+            draw(st.lists(st.sampled_from([-0.5, -0.5, -0.5, 0.0, np.nan, 2.0]), min_size=4, max_size=4))
+        )
+        columns = {"turn": turn, "loss_mask": mask, "rewards": rewards, "rollout_logprobs": logprobs.astype(np.float32)}
         temperature = draw(st.sampled_from([1.0, 1.0, 1e-60, 0.5]))
         samples.append(Sample(f"g0e{index}s{at}", table.with_columns(**columns), temperature))
     turns = [Turn(at, at, 0, 4, draw(floats), "stop") for at in range(len(samples))]

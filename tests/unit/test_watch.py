@@ -172,7 +172,7 @@ def test_what_has_a_limit_of_its_own_is_given_that(run, stage):
     elif stage == "publishing":
         run.learner.says["writing"] = True
     else:
-        run.first.asked = 1
+        run.first.asked, run.first.answers_in = 1, 150.0
     name = "installing/generator-0" if stage == "installing" else stage
     assert run.after(LIMITS[stage] - 10) == []
     assert run.after(20) == [name]
@@ -254,7 +254,6 @@ async def test_a_warning_only_says_it_with_queues_and_stacks(tmp_path):
 
 
 async def test_a_stalled_generator_is_restarted_by_ending_its_process(run):
-    run.world.actors.kill = lambda *args, **kwargs: (run.world.kill(*args, **kwargs), run.first.health.lost())
     await run.watch._act(stall("playing/generator-0"))
     assert run.world.killed == [(run.handles[0], True)]
     assert run.events[0][1]["action"] == "restart"
@@ -275,7 +274,8 @@ async def test_a_generator_that_stands_still_in_several_stages_is_restarted_once
 
 
 async def test_one_that_does_not_answer_is_killed_as_a_process(run, monkeypatch):
-    monkeypatch.setattr("r3async.actors.watch.KILL_SECONDS", -1)
+    monkeypatch.setattr("r3async.actors.process.KILL_SECONDS", -1)
+    run.world.lingers = 100
     await run.watch._act(stall("playing/generator-0"))
     assert run.world.killed == [(run.handles[0], True), (21, "far")]
 
@@ -287,6 +287,7 @@ async def test_one_that_does_not_answer_is_killed_as_a_process(run, monkeypatch)
         ("restart", "training", r"the learner, in `training`, did nothing for 123 s \(limit 100 s\)"),
         ("abort", "answering/learner", r"the learner has not answered for 123 s"),
         ("abort", "storing", r"the spool's disk has taken nothing for 123 s \(limit 100 s\), and generators wait"),
+        ("abort", "storing/weights", r"the disk of weights has taken nothing for 123 s"),
         ("restart", "run", r"nobody has work.*on_stall = 'restart'.*Missing by group: \{4: \[1\]\}.*stacks"),
     ],
 )

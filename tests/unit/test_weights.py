@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -145,9 +146,33 @@ def test_a_file_that_differs_from_its_manifest_is_refused_before_any_tensor(publ
 
 def test_too_little_space_is_an_error_that_says_how_much_is_missing(publisher, monkeypatch):
     monkeypatch.setattr(Disk, "free", lambda self, path: 1024)
-    with pytest.raises(WeightError, match=r"needs 0\.00 GiB .*weights\.directory"):
+    with pytest.raises(OSError, match=r"needs 0\.00 GiB .* free; .*weights\.directory") as full:
         publisher.publish(0, tensors(), torch.float32)
+    assert full.value.errno == errno.ENOSPC
     assert [path.name for path in publisher.path.iterdir()] == ["lock"]
+    monkeypatch.undo()
+    publisher.publish(0, tensors(), torch.float32)  # once there is some
+
+
+def test_a_disk_that_can_never_hold_two_versions_is_said_and_not_waited_for(publisher, monkeypatch):
+    whole = 16 * 2**20 + 1000
+    monkeypatch.setattr(Disk, "capacity", lambda self, path: whole)
+    publisher.publish(0, tensors(), torch.float32)
+    with pytest.raises(
+        WeightError, match=r"version 1 needs .* beside the .* of the one before but .* can hold 0\.02 GiB"
+    ):
+        publisher.publish(1, tensors(), torch.float32)
+
+
+def test_where_there_is_no_space_for_a_third_version_the_first_makes_way_unless_it_is_read(publisher, monkeypatch):
+    for version in (0, 1):
+        publisher.publish(version, tensors(), torch.float32)
+    there = lambda: sorted(path.name for path in publisher.path.glob("version-*"))  # noqa: E731
+    monkeypatch.setattr(Disk, "free", lambda self, path: 2**30 if len(there()) < 2 else 1024)
+    with pytest.raises(OSError, match="free"):
+        publisher.publish(2, tensors(), torch.float32, reading=[0])
+    publisher.publish(2, tensors(), torch.float32)
+    assert there() == ["version-1.safetensors", "version-2.safetensors"]
 
 
 def test_a_failed_write_leaves_nothing_behind(publisher):

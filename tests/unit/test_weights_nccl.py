@@ -110,7 +110,9 @@ def hang():
 
 @pytest.fixture
 def sender(tmp_path, wire, hang):
-    made = NcclSender(tmp_path, "127.0.0.1", 64, 20.0, lambda endpoint, link: Beside(endpoint, link, wire, hang))
+    made = NcclSender(
+        tmp_path, "127.0.0.1", 64, lambda nbytes: 20.0, lambda endpoint, link: Beside(endpoint, link, wire, hang)
+    )
     yield made
     made.close()
 
@@ -195,7 +197,7 @@ def test_nothing_waits_for_a_lost_learner(sender, tmp_path):
 def test_without_cuda_the_real_process_ends_and_the_worker_gets_the_reason(tmp_path):
     with pytest.raises(RuntimeError, match="needs CUDA"):
         nccl_carrier()
-    sender = NcclSender(tmp_path, "127.0.0.1", 64, 100.0)
+    sender = NcclSender(tmp_path, "127.0.0.1", 64, lambda nbytes: 100.0)
     try:
         manifest = fetched(sender, 0, NcclReceiver("g0"), timeout=100.0)
         with pytest.raises(WeightError, match=r"version 0 was not sent: the process .* ended with code 1"):

@@ -7,19 +7,26 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from r3async.actors.generator import Connected, GeneratorActor, Loaded
+from r3async.config import load_config, to_dict
+from r3async.rollout.engines import CorruptWeights, InstallReport
 from r3async.weights import relay
 from r3async.weights.delta import identity
 from r3async.weights.manifest import WeightError
+from r3async.weights.publish import Publication
 from r3async.weights.reading import read_verified, verify
 from r3async.weights.relay import FANOUT, ROOT, Join, Tree, Trees
 from r3async.weights.sending import DeltaPublisher
 from r3async.weights.tcp import TcpReceiver, TcpServer
 from r3async.world.disk import write_at
+from r3async.world.real import REAL
+from r3async.world.zeromq import ZeroMqSockets
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
 
 
@@ -52,8 +59,6 @@ def host(directory: Path, folder: str, generator: str = "g0", **how) -> TcpRecei
 
 def hidden(manifest, directory: Path):
     """As on another host, where the learner's path is nothing."""
-    import msgspec
-
     return msgspec.structs.replace(manifest, path=f"/elsewhere{manifest.path}")
 
 
@@ -238,6 +243,47 @@ def test_a_base_that_is_corrupt_is_replaced_by_the_whole_file(tmp_path):
     run(script, tmp_path)
 
 
+class Verifying:
+    """An engine that reads what it installs, as far as to see whether it is what was published."""
+
+    version, suspects_all = -1, False
+
+    async def install(self, manifest, timeout):
+        try:
+            verify(manifest)
+            if self.suspects_all:
+                raise WeightError("tensor 'w' is corrupt")
+        except WeightError as error:
+            raise CorruptWeights(str(error)) from error
+        self.version = manifest.version
+        return InstallReport(manifest.version, 0.1, 0.0)
+
+
+def test_a_file_of_a_host_folder_that_is_damaged_is_fetched_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("r3async.actors.generator.begin", lambda *args: None)
+
+    async def script(learner, make):
+        first, second = make("h0"), make("h0", "g1")
+        manifest, parts = learner.publish(0)
+        publication = Publication(hidden(msgspec.structs.replace(manifest, lineage=1), Path()), parts)
+        found = await fetch(first, manifest, parts)
+        write_at(Path(found.path), 5000, [b"??"])
+        actor = GeneratorActor(REAL, "g1", "run", to_dict(load_config("quickstart")), "nowhere", str(tmp_path))
+        engine = Verifying()
+        actor._loaded, actor._connected = Loaded(engine, None), Connected(None, second)
+        report = await actor.install(publication)
+        assert (report.version, engine.version) == (0, 0)
+        assert same(actor._installed, manifest)
+        assert "weights_fetched_again" in (tmp_path / "events.jsonl").read_text()
+        # Where that does not help it is not done for ever.
+        engine.suspects_all, before = True, second.received_bytes
+        with pytest.raises(CorruptWeights, match="is corrupt"):
+            await actor.install(publication)
+        assert second.received_bytes - before == parts[0].nbytes
+
+    run(script, tmp_path)
+
+
 def test_what_does_not_come_in_time_says_which_setting(tmp_path):
     async def script(learner, make):
         manifest, parts = learner.publish(0)
@@ -299,6 +345,55 @@ def test_a_tree_has_no_circle_and_no_host_serves_too_many(events):
         counted = Counter(n.parent for m, n in tree._nodes.items() if m != ROOT and not n.done)
         for parent_name, count in counted.items():
             assert parent_name == ROOT or count <= FANOUT
+
+
+def test_a_peer_whose_name_is_no_text_stops_nobody_behind_it(tmp_path):
+    """All messages lie there when the socket is read: what one of them raised, the others waited for."""
+
+    class Frame:
+        def __init__(self, data: bytes):
+            self.bytes = data
+
+    async def script(learner, make):
+        _, (source,) = learner.publish(0)
+        sent: list[bytes] = []
+        learner.server._sockets_open[0].send = lambda frames: sent.append(bytes(frames[0]))
+        for peer in (b"\xff", b"g0", b"\xfe\x00"):
+            for message in (Join(source.name, ""), relay.Done(source.name, "")):
+                learner.server._arrived([Frame(peer), Frame(relay.encode(message))])
+            for body in (b"\x91" * 5000, b"\xa1\xff", b"\x82\xa4type\xa4Join\xff"):
+                learner.server._arrived([Frame(peer), Frame(body)])
+        assert sent == [b"g0"]
+
+    run(script, tmp_path)
+
+
+async def test_what_a_message_raises_keeps_no_other_from_being_read():
+    """A ZeroMQ socket says once that there is something to read."""
+    wanted = [b"first", b"bad", *(b"%d" % i for i in range(5))]
+    taken: list[bytes] = []
+    raised: list[str] = []
+    whole = asyncio.Event()
+
+    def take(frames) -> None:
+        taken.append(frames[-1].bytes)
+        if len(taken) == len(wanted):
+            whole.set()
+        if taken[-1] == b"bad":
+            raise ValueError("bad")
+
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(repr(context["exception"])))
+    sockets = ZeroMqSockets()
+    try:
+        router = sockets.router("tcp://127.0.0.1:*", take, keys=SERVER_KEYS, refused=Counter())
+        dealer = sockets.dealer(router.endpoint, b"g0", lambda frames: None, keys=CLIENT_KEYS)
+        async with asyncio.timeout(30):
+            for each in wanted:
+                dealer.send([each])
+            await whole.wait()
+        assert (taken, raised) == (wanted, ["ValueError('bad')"])
+    finally:
+        await sockets.close()
 
 
 def test_the_tree_is_as_deep_as_a_logarithm():

@@ -124,10 +124,10 @@ def configure(plan: Plan, seed: int, model: Path | None, way: Sequence[str] = ()
         "algorithm.rollout_kl.probe_every": 1,
         "generator.concurrency": min(512, (plan.staleness + 1) * plan.groups * plan.samples),
     }
-    if plan.warm_steps is not None:
-        sizes["model.init.max_warm_steps"] = plan.warm_steps
     if model is not None:
         sizes["model.path"] = str(model)
+    elif plan.warm_steps is not None:
+        sizes["model.init.max_warm_steps"] = plan.warm_steps
     return load_config("quickstart", [*(f"{name}={value}" for name, value in sizes.items()), *way])
 
 

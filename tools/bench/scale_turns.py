@@ -154,7 +154,8 @@ def _session(renderer: ChatRenderer, turns: int) -> tuple[int, float]:
             history.append({"role": "user", "content": f"{turn:0{QUESTION_CHARACTERS}d}"})
             asked = msgspec.json.decode(msgspec.json.encode(history))
             began = time.process_time()
-            _, message = await session.chat(session.read(asked))
+            async with session.chat(session.read(asked)) as (_, message):
+                pass
             own += time.process_time() - began
             history.append(message)
         began = time.process_time()

@@ -107,7 +107,8 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
         "generator.max_restarts=0",
         *overrides,
     ]
-    chosen.append(make_model("quickstart", chosen, directory / "init", say))
+    model = make_model("quickstart", chosen, directory / "init", say)
+    chosen = [*(each for each in chosen if not each.startswith("model.init.")), model]
     config = load_config("quickstart", chosen)
     run_dir, log = directory / "soak", directory / "soak.log"
     command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(directory), *chosen]

@@ -63,8 +63,10 @@ def run(cases: Sequence[str], repeats: int, say: Say, *, quick: bool = False) ->
                 place = Path(scratch, f"{case}-{repeat}")
                 place.mkdir()
                 say(f"{case}: {repeat + 1} of {repeats}")
-                given = [f"model.path={model}"] if case == "model" else []
-                starts[case].append(helped(place) if case == "help" else trained([*words, *given], place))
+                given = words
+                if case == "model":
+                    given = [f"model.path={model}", *(word for word in words if not word.startswith("model.init."))]
+                starts[case].append(helped(place) if case == "help" else trained(given, place))
     return Report("start", PRESET, starts)
 
 

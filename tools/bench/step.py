@@ -85,7 +85,7 @@ class Report(msgspec.Struct, frozen=True):
 
 def configure(seed: int, overrides: Sequence[str], *, quick: bool) -> Config:
     small = ("schedule.groups_per_step=2", "schedule.samples_per_group=4", "model.init.max_warm_steps=1") * quick
-    return load_config("quickstart", [*small, f"seed={seed}", "evaluation.every=0", *overrides])
+    return load_config("quickstart", [*small, f"seed={seed}", "evaluation.every=0", *overrides], None)
 
 
 def run(steps: int, seed: int, quick: bool, say: Say) -> Report:

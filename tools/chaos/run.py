@@ -171,7 +171,7 @@ class Rehearsal:
         (directory / "noise.json").write_bytes(msgspec.json.encode(noise))
         if not config.model.path:
             model = make_model(self.preset, self.chosen, directory / "init", self.console.print)
-            config = load_config(self.preset, [*self.chosen, model])
+            config = load_config(self.preset, [*self.chosen, model], None)  # what made it is set, too
         scenario = kind(run_dir, faults, random.Random(self.seed), self.console.print, roles, config.steps)
         began = time.monotonic()
         try:

@@ -45,7 +45,7 @@ def find_patient(name: str, preset: str | None, overrides: Overrides, scratch: P
 
     directory = Path(name)
     if (directory / "config.json").is_file():
-        config = with_overrides(load_config(preset) if preset else Config(), overrides)
+        config = with_overrides(load_config(preset, command=None) if preset else Config(), overrides)
         return Patient(directory.absolute(), directory.absolute(), _within(config, directory))
     try:
         run = find_run(name, root)
@@ -53,7 +53,7 @@ def find_patient(name: str, preset: str | None, overrides: Overrides, scratch: P
         raise ConfigError(
             f"RUN_OR_MODEL = {name!r} is no model directory (no config.json in it), and {error}"
         ) from error
-    base = with_overrides(load_config(preset or str(run / "config.toml")), overrides)
+    base = with_overrides(load_config(preset or str(run / "config.toml"), command=None), overrides)
     start = Path(base.model.path) if base.model.path else run / "init"
     if not (start / "config.json").is_file():
         raise ConfigError(f"the start model of {run} is not in {start}: name a model directory instead")

@@ -71,7 +71,9 @@ def _config(preset: str, overrides: Sequence[str], run: Path | None) -> Config:
         raise ConfigError(f"--calibrate {run}: it is no directory of a run (no config.toml in it)")
     if run is None and not preset:
         raise ConfigError("--capacity needs a preset, or --calibrate RUN")
-    return load_config(preset or str(run / "config.toml" if run else ""), list(overrides))
+    return load_config(
+        preset or str(run / "config.toml" if run else ""), list(overrides), command=None if run else "train"
+    )
 
 
 def _model(config: Config, settings: Settings) -> Model:

@@ -34,6 +34,7 @@ Kind = Literal[
     "kill_unsaved",
     "kill_unsynced",
     "freeze",
+    "silence",
     "slow_start",
     "failing_start",
     "clock",
@@ -67,6 +68,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     `kill_unsynced`   it ends when a trajectory was written to the spool and is not synced, and `amount` seconds after the next
                       start has begun power fails on the host that has the disk, for 1 s
     `freeze`          it is stopped, and goes on after `seconds`
+    `silence`         the same, of a generator, for longer than it may be silent
     `slow_start`      processes that start take `amount` seconds longer
     `failing_start`   a share of `amount` of processes that start end at once
     `clock`           the wall clock of host `target` jumps by `amount` seconds
@@ -125,6 +127,7 @@ SHAPES: dict[Kind, _Shape] = {
     "kill_unsaved": _Shape(9, "whole", (60, 60), (0, 0.5), "steps"),
     "kill_unsynced": _Shape(0, "none", (60, 60), (0.1, 1), "steps"),
     "freeze": _Shape(3, "role", (0.5, 100)),
+    "silence": _Shape(0, "generator", (60, 100)),
     "slow_start": _Shape(1, "none", (10, 60), (2, 30), "seconds"),
     "failing_start": _Shape(1, "none", (5, 40), (0.2, 0.8)),
     "clock": _Shape(1, "host", amount=(-3600, 3600)),
@@ -133,7 +136,8 @@ SHAPES: dict[Kind, _Shape] = {
 }
 BESIDE: dict[str, tuple[float, tuple[Kind, ...]]] = {
     "weights": (0.5, ("damage_weights", "mute", "mute")),
-    "spool": (0.1, ("kill_unsynced",)),
+    "spool": (0.25, ("kill_unsynced",)),
+    "fleet": (0.2, ("silence",)),
 }
 """Drawn beside those that have a weight, by numbers of their own: in which share of the runs, and one of what."""
 SCALED = 0.3

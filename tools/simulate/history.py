@@ -107,6 +107,21 @@ class Arrived(Event, frozen=True):
     weights: int
 
 
+class Fetched(Event, frozen=True):
+    """A generator has the file of a version on its host, and uses it from now on. `file`: its host and name; empty for one that
+    is the learner's."""
+
+    generator: str
+    file: str = ""
+
+
+class Removed(Event, frozen=True):
+    """The file of a version that was fetched is removed from its host."""
+
+    generator: str
+    file: str
+
+
 class Plays(Event, frozen=True):
     """A generator is asked to play."""
 
@@ -247,6 +262,8 @@ History = (
     | Looked
     | Placed
     | Arrived
+    | Fetched
+    | Removed
     | Plays
     | Installed
     | Delivered

@@ -75,6 +75,7 @@ class Injector:
             "kill_unsaved": self._wait_for_unsaved,
             "kill_unsynced": lambda fault: self._unsynced.append(fault),
             "freeze": self._freeze,
+            "silence": self._freeze,
             "slow_start": self._lasts,
             "failing_start": self._lasts,
             "clock": self._step_clock,

@@ -19,6 +19,7 @@ from r3async.tools.simulate.history import (
     Delivered,
     Event,
     Facts,
+    Fetched,
     Finished,
     Injected,
     Installed,
@@ -101,6 +102,8 @@ class Engine:
         """Since when its present process installs a version."""
         self.fetching: float | None = None
         """When it looked for weights last, which it does not have yet; or since when it is not stopped any more."""
+        self.uses = ""
+        """File of the version that its present process fetched last."""
         self.plays: float | None = None
         """Since when its present process plays."""
         self.current = -1
@@ -108,7 +111,7 @@ class Engine:
 
     def ended(self) -> None:
         self.process += 1
-        self.versions, self.current = [], -1
+        self.versions, self.current, self.uses = [], -1, ""
         self.installing = self.fetching = self.plays = None
 
     def begins(self) -> None:
@@ -179,6 +182,7 @@ class Known:
             Looked: self._looked,
             Placed: self._placed,
             Arrived: self._arrived,
+            Fetched: self._fetched,
             Passed: self._passed,
             Plays: self._plays,
             Delivered: self._delivered,
@@ -327,6 +331,10 @@ class Known:
 
     def _arrived(self, event: Arrived) -> None:
         self.engines[event.generator].fetching = None
+
+    def _fetched(self, event: Fetched) -> None:
+        engine = self.engines[event.generator]
+        engine.uses, engine.fetching = event.file, None
 
     def _passed(self, event: Passed) -> None:
         for name in event.frozen:

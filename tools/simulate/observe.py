@@ -28,6 +28,7 @@ from r3async.tools.simulate.history import (
     Began,
     Delivered,
     Event,
+    Fetched,
     Installed,
     Installing,
     Leased,
@@ -243,7 +244,7 @@ class WatchedWorld(SimulatedWorld):
     def files(self) -> Files:
         simulation, host = _watched(self.process), self.process.host
         memory = simulation.memory[host.name].files(self.process)
-        return WatchedFiles(host.disk.files(self.process), memory, self.process.name, simulation)
+        return WatchedFiles(host.disk.files(self.process), memory, self.process, simulation)
 
 
 def _watched(process: HostProcess) -> Watched:
@@ -388,6 +389,19 @@ def _generator(kind: type) -> type:
             weights = weights_in(Path(self._installed.path), self.world.files)
             simulation.see(Installed, who, manifest.lineage, report.version, weights)
             return report
+
+        async def connect(self, *args: Any) -> None:
+            await super().connect(*args)
+            weights = self._connected.weights
+            fetch = weights.fetch
+
+            async def told(*args: Any) -> Any:
+                manifest = await fetch(*args)
+                name = self.world.files.shared_name(Path(manifest.path))
+                _watched(self.world.process).see(Fetched, self.generator_id, name)
+                return manifest
+
+            weights.fetch = told
 
         async def run(self, conductor: Any) -> None:
             _watched(self.world.process).see(Plays, self.generator_id)

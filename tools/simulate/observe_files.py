@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from r3async.rollout.engines.scripted import weights_key
-from r3async.tools.simulate.history import Arrived, Saved, Stored, Unlinked
+from r3async.tools.simulate.history import Arrived, Removed, Saved, Stored, Unlinked
 from r3async.weights.manifest import WeightError
 from r3async.world import File, Files
 from r3async.world.disk import Stat
+from r3async.world.simulated.processes import HostProcess
 
 if TYPE_CHECKING:
     from r3async.tools.simulate.observe import Watched
@@ -36,11 +37,15 @@ class WatchedFiles:
     """See `world.Files`: two file systems of a process, a disk and one in memory. Tells of the spool, of checkpoints that are
     safe, and of weights that were fetched."""
 
-    def __init__(self, files: Files, memory: Files, who: str, simulation: Watched):
-        self._disk, self._memory, self._who, self._simulation = files, memory, who, simulation
+    def __init__(self, files: Files, memory: Files, process: HostProcess, simulation: Watched):
+        self._disk, self._memory, self._process, self._simulation = files, memory, process, simulation
 
     def _of(self, path: Path) -> Files:
         return self._memory if path.is_relative_to(MEMORY) else self._disk
+
+    def shared_name(self, path: Path) -> str:
+        """Of a version that was fetched, among all hosts; empty for any other file."""
+        return f"{self._process.host.name}: {path.name}" if _FETCHED.fullmatch(path.name) else ""
 
     def open(self, path: Path, *, create: bool = False, new: bool = False, mode: int = 0o644) -> File:
         file = self._of(path).open(path, create=create, new=new, mode=mode)
@@ -62,20 +67,26 @@ class WatchedFiles:
     def rename(self, path: Path, to: Path) -> None:
         self._of(path).rename(path, to)
         if fetched := _FETCHED.fullmatch(to.name):
-            self._simulation.see(Arrived, self._who, int(fetched[1]), weights_in(to, self._memory))
+            self._simulation.see(Arrived, self._process.name, int(fetched[1]), weights_in(to, self._memory))
 
     def remove(self, path: Path) -> None:
         spooled = _spooled(path)
-        there = spooled and self._disk.stat(path)
+        fetched = _FETCHED.fullmatch(path.name)
+        there = (spooled or fetched) and self._of(path).stat(path)
         self._of(path).remove(path)
         if spooled and there:
             self._simulation.see(Unlinked, int(spooled[1]), path.name)
+        elif there:
+            self._simulation.see(Removed, self._process.name, self.shared_name(path))
 
     def remove_tree(self, path: Path) -> None:
         self._of(path).remove_tree(path)
 
     def free(self, path: Path) -> int:
         return self._of(path).free(path)
+
+    def capacity(self, path: Path) -> int:
+        return self._of(path).capacity(path)
 
     def sync_directory(self, directory: Path) -> None:
         self._of(directory).sync_directory(directory)

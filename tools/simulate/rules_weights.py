@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from r3async.data.records import trajectory_name
-from r3async.tools.simulate.history import Acknowledged, Arrived, Leased, Passed, Placed, Plays
+from r3async.tools.simulate.history import Acknowledged, Arrived, Leased, Passed, Placed, Plays, Removed
 from r3async.tools.simulate.known import Known
 from r3async.tools.simulate.rules import Rule, rule
 
@@ -21,6 +21,14 @@ def hosts_have_what_was_published(known: Known, event: Arrived) -> str:
     weights = {w for (_, version), w in known.published.items() if version == event.version}
     if event.weights not in weights:
         return f"{event.generator} has fetched version {event.version}, with other weights than were published"
+    return ""
+
+
+@rule(WEIGHTS, "held", Removed)
+def what_is_used_stays(known: Known, event: Removed) -> str:
+    """The file of a version stays on its host as long as a process uses it: until that has fetched another one, or ended."""
+    if users := sorted(name for name, engine in known.engines.items() if engine.uses == event.file):
+        return f"{event.generator} removes {event.file}, which {', '.join(users)} uses"
     return ""
 
 

@@ -17,6 +17,7 @@ from r3async.tools.simulate.history import (
     Delivered,
     Event,
     Facts,
+    Fetched,
     Finished,
     Injected,
     Installed,
@@ -32,6 +33,7 @@ from r3async.tools.simulate.history import (
     Published,
     Quiet,
     Refused,
+    Removed,
     Saved,
     Sent,
     Slots,
@@ -114,6 +116,16 @@ def _placed(e: Placed) -> Words:
 @_of(Arrived)
 def _arrived(e: Arrived) -> Words:
     return e.generator, f"has version {e.version} on its host"
+
+
+@_of(Fetched)
+def _fetched(e: Fetched) -> Words:
+    return e.generator, f"uses {e.file or 'a file of the learner'}"
+
+
+@_of(Removed)
+def _removed(e: Removed) -> Words:
+    return e.generator, f"removes {e.file}"
 
 
 @_of(Plays)

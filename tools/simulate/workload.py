@@ -156,7 +156,7 @@ class Workload(msgspec.Struct, frozen=True):
             },
             "weights": {
                 "backend": "tcp",
-                "install_timeout": self.stall_seconds,
+                "install_timeout": self.stall_seconds + self.install_seconds,
                 "write_timeout": self.stall_seconds,
                 "directory": "/memory/weights",
                 "probe": self.probe,
@@ -276,12 +276,30 @@ def draw_workload(seed: int) -> Workload:
     )
     drawn = _draw_weights(drawn)
     share = 0.1 if ahead else 1.3 if behind else rng.choice([0.2, 0.5, 1.0])
-    return msgspec.structs.replace(drawn, seconds=_call_seconds(drawn, share * train))
+    return msgspec.structs.replace(drawn, seconds=_call_seconds(drawn, share * drawn.least_train_seconds))
+
+
+BRISK = 0.15
+"""Share of the runs."""
 
 
 def _draw_weights(drawn: Workload) -> Workload:
-    """How weights get to the engines, by numbers of its own. With several generators, mostly each on a host of its own."""
+    """How weights get to the engines, by numbers of its own. With several generators, mostly each on a host of its own. Some runs
+    are brisk: several versions are published while one is installed."""
     rng = random.Random(f"weights/{drawn.seed}")
+    if rng.random() < BRISK:
+        drawn = msgspec.structs.replace(
+            drawn,
+            steps=3 * drawn.steps,
+            least_train_seconds=drawn.least_train_seconds / 3,
+            train_seconds=drawn.train_seconds / 3,
+            generators=max(2, drawn.generators),
+            hosts=rng.choice([2, 3]),
+            fetch_seconds=rng.choice([0.0, 5.0]),
+            install_seconds=drawn.stall_seconds / 2,
+            fanout=rng.choice([1, 2]),
+        )
+        return drawn
     return msgspec.structs.replace(
         drawn,
         hosts=1 + drawn.generators if drawn.generators > 2 and rng.random() < 0.7 else drawn.hosts,

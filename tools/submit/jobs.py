@@ -21,14 +21,49 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
-from r3async.config import Config, ConfigError
+from r3async.config import Config, ConfigError, is_loopback
 from r3async.tools.runs import RUNS_ENV, runs_directory
 from r3async.tools.submit.launch import command_of, entrypoint
 from r3async.world.processes import printable_log
 
+AUTH_MODE = "RAY_AUTH_MODE"
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-EXCLUDES = (".git/", ".venv/", "runs/", "__pycache__/", "*.safetensors", "*.pyc", "*.log", ".*_cache/", ".hypothesis/")
+SECRETS = (
+    *(
+        ".env",
+        ".env.*",
+        "*.secret",
+        "*.pem",
+        "*.key",
+        "*.p12",
+        "*.pfx",
+        "*.kdbx",
+        "id_rsa*",
+        "id_ecdsa*",
+        "id_ed25519*",
+    ),
+    *(
+        ".ssh/",
+        ".aws/",
+        ".azure/",
+        ".gcloud/",
+        ".kube/",
+        ".gnupg/",
+        ".docker/",
+        ".huggingface/",
+        ".netrc",
+        ".pypirc",
+        ".npmrc",
+    ),
+    *(".git-credentials", ".pgpass", "credentials", "credentials.json", "secrets.*", "service-account*.json"),
+)
+"""Of the folder, what is likely to be a key or a password: the package lies on every node, where other jobs can read it."""
+EXCLUDES = (
+    *(".git/", ".venv/", "runs/", "__pycache__/", "*.safetensors", "*.pyc", "*.log", ".*_cache/", ".hypothesis/"),
+    *SECRETS,
+)
 """Left out of the package besides what `.gitignore` and `.rayignore` of the folder name."""
 SHUTDOWN_SECONDS = 30.0
 """For saving the model and ending the actors, after the running step."""
@@ -75,8 +110,8 @@ def make_package(
     """The job that trains `preset` with `overrides`, from `directory` (the current one).
 
     Run directories are made in `runs` (by default as `runs_directory` says), which every node that trains must see. A
-    `model.path` that exists here is passed as an absolute path: weights are not packaged. Raises `ConfigError` for a file
-    outside of the folder, and for a folder that has another module of the name `r3async`.
+    `model.path` or a `transport.keys` that exists here is passed as an absolute path: weights and keys are not packaged.
+    Raises `ConfigError` for a file outside of the folder, and for a folder that has another module of the name `r3async`.
     """
     directory = (directory or Path.cwd()).absolute()
     if preset.endswith(".toml"):
@@ -85,10 +120,10 @@ def make_package(
             raise ConfigError(f"{preset} is outside of {directory}, which is what the job gets: copy it there")
         preset = str(path.relative_to(directory))
     _refuse_hidden_module(directory)
-    model = Path(config.model.path) if config.model.path else None
     words = ["-m", "r3async", "train", preset, *overrides]
-    if model is not None and model.is_dir() and not model.is_absolute():
-        words.append(f"model.path={model.absolute()}")
+    for setting, place in (("model.path", config.model.path), ("transport.keys", config.transport.keys)):
+        if place and Path(place).is_dir() and not Path(place).is_absolute():
+            words.append(f"{setting}={Path(place).absolute()}")
     environment = {
         "RAY_JOB_STOP_WAIT_TIME_S": str(stop_seconds(config)),
         RUNS_ENV: str((runs or runs_directory()).absolute()),
@@ -128,6 +163,40 @@ def _refuse_hidden_module(directory: Path) -> None:
         )
 
 
+def open_client(address: str, headers: dict[str, str] | None = None) -> Any:
+    """Ray's client of the jobs of a cluster. Raises what Ray raises.
+
+    A local run leaves a token in `~/.ray/auth_token`, a head that is started later asks for it, and clients do not look there. So
+    a cluster on this machine that asks gets it; a token is sent to no other machine unless a person says so."""
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+
+    try:
+        return JobSubmissionClient(address, headers=headers)
+    except AuthenticationError:
+        if not _take_own_token(address):
+            raise
+        return JobSubmissionClient(address, headers=headers)
+
+
+def _take_own_token(address: str) -> bool:
+    """Have this process use the token that Ray keeps for its user. False if there is none, or it is not for that address."""
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    host = _split(address).hostname or ""
+    if AUTH_MODE in os.environ or not (is_loopback(host) or host in _own_addresses()):
+        return False
+    if not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        return False
+    os.environ[AUTH_MODE] = "token"
+    Config.initialize("")  # Ray has read the variable before
+    return True
+
+
+def _own_addresses() -> set[str]:
+    return {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+
+
 class Jobs:
     """The jobs of one cluster. Every method may raise `SubmitError`."""
 
@@ -135,7 +204,7 @@ class Jobs:
         if token_file:
             if not Path(token_file).is_file():
                 raise SubmitError(f"--token-file {token_file}: there is no such file")
-            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token_file}
+            os.environ |= {AUTH_MODE: "token", "RAY_AUTH_TOKEN_PATH": token_file}
             os.environ.pop("RAY_AUTH_TOKEN", None)
         if address:
             # Ray prefers these to the address that it is given.
@@ -146,14 +215,12 @@ class Jobs:
         )
         import logging
 
-        from ray.job_submission import JobSubmissionClient
-
         packaging = ("_private.runtime_env.packaging", "_private.runtime_env.working_dir")
         for noisy in ("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk", *packaging):
             logging.getLogger(f"ray.{noisy}").setLevel(logging.WARNING)
         with self._explained():
             _check_port(self.address)
-            self._client = JobSubmissionClient(self.address)
+            self._client = open_client(self.address)
         # Ray's client hands further arguments on to `requests`, which without one waits for ever.
         self._client._do_request = partial(self._client._do_request, timeout=REQUEST_SECONDS)
 
@@ -304,13 +371,17 @@ class Jobs:
 
 def _check_port(address: str) -> None:
     """Raise `ConnectionError` if nobody listens there, after seconds and not after the minutes that TCP may take."""
-    url = urllib.parse.urlsplit(address if "://" in address else f"ray://{address}")
+    url = _split(address)
     if url.hostname is None or (url.scheme not in ("http", "https") and url.port is None):
         return
     try:
         socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), 5.0).close()
     except OSError as error:
         raise ConnectionError(str(error)) from error
+
+
+def _split(address: str) -> urllib.parse.SplitResult:
+    return urllib.parse.urlsplit(address if "://" in address else f"ray://{address}")
 
 
 def _last_line(text: str) -> str:

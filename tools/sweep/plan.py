@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from r3async.config import Config, ConfigError, Section, did_you_mean, flat, load_command, parse_override
+from r3async.config import Config, ConfigError, Section, did_you_mean, flat, load_command, load_config, parse_override
 from r3async.config.places import beside
 from r3async.config.read import nested
 from r3async.config.section import Seed
@@ -106,15 +106,15 @@ class PlannedRun(NamedTuple):
     def config(self) -> Config:
         """Raises `ConfigError` that names the run."""
         try:
-            config = load_command(self.preset, self.overrides)
+            path = load_config(self.preset, self.overrides, None).model.path
+            if path and any(text.startswith("model.init.seed=") for text in self.overrides):
+                raise ConfigError(
+                    f"`initial_models` are numbers, for models that are made, and `model.path` = {path!r} is one that is there: "
+                    "name directories in `initial_models` instead"
+                )
+            return load_command(self.preset, self.overrides)
         except ConfigError as error:
             raise ConfigError(f"run {self.name}: {error}") from error
-        if config.model.path and any(text.startswith("model.init.seed=") for text in self.overrides):
-            raise ConfigError(
-                f"run {self.name}: `initial_models` are numbers, for models that are made, and `model.path` = "
-                f"{config.model.path!r} is one that is there: name directories in `initial_models` instead"
-            )
-        return config
 
 
 def read_plan(path: Path) -> SweepPlan:

@@ -73,10 +73,10 @@ class RemoteRun:
     def __init__(
         self, address: str, name: str, directory: Path, *, job: str | None = None, headers: dict[str, str] | None = None
     ):
-        from ray.job_submission import JobSubmissionClient
+        from r3async.tools.submit.jobs import open_client
 
         try:
-            self._client = JobSubmissionClient(address, headers=headers)
+            self._client = open_client(address, headers)
             environment = self._environment(job)
             code = f"import base64;exec(base64.b64decode('{_encoded()}'))"
             self._id = self._client.submit_job(

@@ -86,15 +86,17 @@ def assign_advantages(
                 samples.append(sample)
                 masks.append(np.zeros_like(mask) if drop else mask)
                 values.append(advantages.astype(np.float32))
+    # Tokens without a log-prob are not trained: they are in no mean and no standard deviation either.
+    known = [m & np.isfinite(s.table["rollout_logprobs"]) for m, s in zip(masks, samples, strict=True)]
     if config.advantage in ("reinforce_pp", "reinforce_pp_baseline"):
-        values = standardize(values, masks)
-    trained = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)] or [np.zeros(0)]).astype(np.float64)
+        values = standardize(values, known)
+    trained = np.concatenate([v[m] for v, m in zip(values, known, strict=True)] or [np.zeros(0)]).astype(np.float64)
     penalties = [p for group in episodes for e in group for p in e.penalties.values()]
     figures = {
         "advantage/zero_variance_groups": float(flat),
         "advantage/zero_variance_share": flat / max(len(episodes), 1),
         "advantage/overlong_samples": float(overlong),
-        "advantage/filtered_tokens": float(before - len(trained)),
+        "advantage/filtered_tokens": float(before - sum(int(np.count_nonzero(m)) for m in masks)),
         "advantage/overlong_penalty": float(np.mean(penalties)) if penalties else 0.0,
         "advantage/mean": float(trained.mean()) if len(trained) else 0.0,
         "advantage/std": float(trained.std()) if len(trained) else 0.0,

@@ -29,6 +29,7 @@ from r3async.config import CorrectionConfig, RolloutKLConfig
 from r3async.learner.losses.policy_loss import bounded_exp, episode_sums
 
 TANGENT_FROM = 20.0
+SERIES_UP_TO = 1e-2
 PROBABILITY_LIMIT = 1e-6
 REACH_DOWN, REACH_UP = 0.7, 1.15
 """Of what a step tries first: the least that it is multiplied with after a step that was shortened, and with after one that was
@@ -49,11 +50,15 @@ def k3(delta: Tensor) -> Tensor:
     Computed by `expm1`, and near 0 by its series up to the fourth order (relative error below 1e-7): there the two terms
     cancel, and in float32 would leave little of the value below 1e-5 and nothing of the gradient below 1e-7. The tangent
     keeps a token that mu would sample once in 5e8 from overflowing, and its gradient from vanishing as a clamp's would.
+
+    The branch that is not taken has a gradient too, times 0, which is 0 only if that is finite: so the series sees no more than
+    it is for.
     """
     bounded = delta.clamp(max=TANGENT_FROM)
     tangent = torch.where(delta > TANGENT_FROM, math.expm1(TANGENT_FROM) * (delta - TANGENT_FROM), 0.0)
-    series = 0.5 * delta.square() * (1 + delta / 3 * (1 + delta / 4))
-    return torch.where(delta.abs() < 1e-2, series, torch.expm1(bounded) - bounded + tangent)
+    near = delta.clamp(-SERIES_UP_TO, SERIES_UP_TO)
+    series = 0.5 * near.square() * (1 + near / 3 * (1 + near / 4))
+    return torch.where(delta.abs() < SERIES_UP_TO, series, torch.expm1(bounded) - bounded + tangent)
 
 
 def measured_k3(delta: Tensor, limit: float) -> Tensor:

@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from r3async.config import AlgorithmConfig, ClipConfig, import_policy_loss
+from r3async.config import AlgorithmConfig, ClipConfig, ConfigError, import_policy_loss
 from r3async.config.algorithm import PPOConfig
 
 LOG_RATIO_LIMIT = 20.0
@@ -245,6 +245,36 @@ POLICY_LOSSES: dict[str, PolicyLossFunction] = {
 def policy_loss(name: str) -> PolicyLossFunction:
     """The loss that `algorithm.policy_loss` names; the configuration has checked it."""
     return POLICY_LOSSES.get(name) or import_policy_loss(name)
+
+
+def check_own_loss(config: AlgorithmConfig) -> None:
+    """Raise `ConfigError` if a loss of the user's own returns something else than its type says, for four made up tokens."""
+    function, tokens = policy_loss(config.policy_loss), torch.zeros(4)
+    inputs = LossInputs(
+        logprobs=torch.full((4,), -1.0, requires_grad=True),
+        anchor_logprobs=tokens - 1,
+        rollout_logprobs=tokens - 1,
+        old_logprobs=tokens - 1 if needs_old_logprobs(config) else None,
+        advantages=tokens + 1,
+        mask=torch.ones(4, dtype=torch.bool),
+        sequence=torch.tensor([0, 0, 1, 1]),
+        sequences=2,
+        config=config,
+    )
+    said = f"`algorithm.policy_loss` = {config.policy_loss!r}"
+    try:
+        made = function(inputs)
+    except Exception as error:
+        raise ConfigError(f"{said} fails with four made up tokens: {type(error).__name__}: {error}") from error
+    if not isinstance(made, PolicyLoss):
+        raise ConfigError(
+            f"{said} returns a {type(made).__name__}: it must return r3async.PolicyLoss(value, clipped), each with one entry a "
+            "token"
+        )
+    for name, part in (("value", made.value), ("clipped", made.clipped)):
+        if not isinstance(part, Tensor) or part.shape != inputs.mask.shape:
+            what = list(part.shape) if isinstance(part, Tensor) else type(part).__name__
+            raise ConfigError(f"{said}: `{name}` has one entry a token, here [4], and it is {what}")
 
 
 def needs_old_logprobs(config: AlgorithmConfig) -> bool:

@@ -361,6 +361,7 @@ async def agent_player(
     clock = world.clock.time
     server = AgentServer(engine, renderer, episode, serving, generator_id=generator_id, report=report, clock=clock)
     await server.start()
+    _reach_without_proxy(str(urlsplit(server.base_url).hostname))
     writing: asyncio.Task[None] | None = None
     try:
         if serving.enabled and directory is not None:
@@ -374,6 +375,15 @@ async def agent_player(
         if writing is not None:
             writing.cancel()
         await server.stop()
+
+
+def _reach_without_proxy(host: str) -> None:
+    """Have agents in this process, and programs that it starts, ask `host` itself: a proxy (HTTP_PROXY) would look for the
+    endpoint on its own machine."""
+    for name in ("NO_PROXY", "no_proxy"):
+        known = [each for each in os.environ.get(name, "").split(",") if each]
+        if host not in known:
+            os.environ[name] = ",".join([*known, host])
 
 
 async def _write_private(path: Path, data: bytes, report: Callable[..., object], world: World) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import json
+import logging
 import secrets
 import socket
 from collections import deque
@@ -39,14 +40,16 @@ from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeTask
 from r3async.transport.sockets import off_loop
-from r3async.untrusted import Malformed, decode_json
+from r3async.untrusted import Malformed, decode_json, whole_number
 from r3async.world.real import REAL
 
 STOP_SECONDS = 2.0
 MAX_HEADERS = 64
 MAX_HEADER_BYTES = 8190
 """Of one header, and of the request line."""
-
+AIOHTTP_LOG = logging.getLogger(f"{__name__}.aiohttp")
+AIOHTTP_LOG.setLevel(logging.CRITICAL)
+"""What handlers raise is reported. The rest is what comes from strangers and is no HTTP, with a traceback each."""
 
 EDGES = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
 COUNT = "/v1/messages/count_tokens"
@@ -62,16 +65,26 @@ class OutsideTask(EpisodeTask, frozen=True):
         return f"outside{self.group_index}"
 
 
-def limit_connections(server: web.Server, most: int) -> None:
-    """Have `server` close at once every connection beyond `most`."""
-    accept = server.connection_made
+def limit_connections(server: web.Server, most: int) -> set[web.RequestHandler]:
+    """Have `server` keep at most `most` connections: beyond them, each new one takes the place of the oldest that is not in the
+    set which this returns, and is closed at once if all are."""
+    admitted: set[web.RequestHandler] = set()
+    accept, forget = server.connection_made, server.connection_lost
 
     def connection_made(handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        if len(server.connections) >= most:
-            transport.abort()
+        transports = {other: other.transport for other in server.connections}
+        open_ones = {other: at for other, at in transports.items() if at is not None and not at.is_closing()}
+        if len(open_ones) >= most:
+            next((at for other, at in open_ones.items() if other not in admitted), transport).abort()
         accept(handler, transport)
 
+    def connection_lost(handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        admitted.discard(handler)
+        forget(handler, exc)
+
     server.connection_made = connection_made  # type: ignore[method-assign]
+    server.connection_lost = connection_lost  # type: ignore[method-assign]
+    return admitted
 
 
 class AgentServer:
@@ -105,6 +118,8 @@ class AgentServer:
         self._offered: deque[Session] = deque()
         self._serial = itertools.count()
         self._runner: web.AppRunner | None = None
+        self._admitted: set[web.RequestHandler] = set()
+        """Connections that have shown a key, or the token."""
 
     async def start(self) -> None:
         """Listen. Raises `ConfigError` if `serving.host` and `serving.port`, or `serving.tool_parser`, cannot be had."""
@@ -124,6 +139,7 @@ class AgentServer:
             app,
             handler_cancellation=True,
             access_log=None,
+            logger=AIOHTTP_LOG,
             shutdown_timeout=STOP_SECONDS,
             keepalive_timeout=self.serving.read_timeout,
             max_line_size=MAX_HEADER_BYTES,
@@ -133,7 +149,7 @@ class AgentServer:
         )
         await self._runner.setup()
         assert self._runner.server is not None
-        limit_connections(self._runner.server, self.serving.max_connections)
+        self._admitted = limit_connections(self._runner.server, self.serving.max_connections)
         host, port = self.serving.host, self.serving.port
         try:
             await web.TCPSite(self._runner, bare_host(host), port, backlog=self.serving.max_connections).start()
@@ -201,7 +217,12 @@ class AgentServer:
         # What the official clients look at before they try again by themselves.
         headers = {"x-should-retry": "true" if refused.again else "false"}
         write = anthropic_error if _is_anthropic(request) else openai_error
-        return web.json_response(write(refused), status=refused.status, headers=headers)
+        response = web.json_response(write(refused), status=refused.status, headers=headers)
+        if refused.status == 401:
+            self._admitted.discard(request.protocol)
+        if request.protocol not in self._admitted:
+            response.force_close()  # whoever has no key has no use for one of `serving.max_connections`
+        return response
 
     def _bearer(self, request: web.Request) -> str:
         if "x-api-key" in request.headers:
@@ -213,6 +234,7 @@ class AgentServer:
         session = self._sessions.get(self._bearer(request))
         if session is None:
             raise closed_refusal()
+        self._admitted.add(request.protocol)
         return session
 
     async def _body(self, request: web.Request) -> Any:
@@ -317,7 +339,12 @@ class AgentServer:
         }
 
     def _has_token(self, request: web.Request) -> bool:
-        return self.serving.enabled and secrets.compare_digest(self._bearer(request).encode(), self.token.encode())
+        # A header may be any bytes; those that are no text are surrogates.
+        shown = self._bearer(request).encode(errors="surrogateescape")
+        admitted = self.serving.enabled and secrets.compare_digest(shown, self.token.encode())
+        if admitted:
+            self._admitted.add(request.protocol)
+        return admitted
 
     async def _begin(self, request: web.Request) -> web.Response:
         """With `task_seed`: a session that is not trained. Without: the next episode that waits for an agent."""
@@ -337,8 +364,10 @@ class AgentServer:
                 )
             session = self._offered.popleft()
         else:
-            if isinstance(seed, bool) or not isinstance(seed, int):
-                raise Refused(f"task_seed must be an integer, not {seed!r}", param="task_seed")
+            try:
+                seed = whole_number(seed, 0, 2**63 - 1)
+            except ValueError as error:
+                raise Refused(f"task_seed {error}", param="task_seed") from error
             if len(self._outside) >= self.serving.max_sessions:
                 raise Refused(
                     f"serving.max_sessions = {self.serving.max_sessions} are open", status=429, code="too_many_sessions"

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ import numpy as np
 from r3async.config import EpisodeConfig
 from r3async.data.records import Trajectory
 from r3async.data.routes import RoutingError
-from r3async.envs import Message
+from r3async.envs import MAX_REWARD, Message
 from r3async.rollout.agents.protocol import (
     Asked,
     MessageReader,
@@ -33,6 +32,7 @@ from r3async.rollout.chat import ChatRenderer, Conversation, Piece, Prompt, Temp
 from r3async.rollout.engines import Engine, EngineError, Generation
 from r3async.rollout.episode import EngineCalls, EpisodeError, EpisodeTask, answer_capacity
 from r3async.rollout.samples import EngineCall, EpisodeSamples, PrefixBroken
+from r3async.untrusted import finite_number, shown_value, whole_number
 from r3async.world.real import REAL
 
 _TOKENIZER = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -168,10 +168,14 @@ class Session:
 
         def counted() -> int:
             renderer = rendering(self.renderer, asked.template_args)
-            return len(renderer.encode(renderer.render(messages, asked.tools)))
+            text = renderer.render(messages, asked.tools)
+            renderer.check_length(len(text), self.settings.max_prompt_tokens)
+            return len(renderer.encode(text))
 
         try:
             return await in_tokenizer(counted)
+        except TextTooLong as error:
+            raise self._exceeds(f"{error.characters} characters") from error
         except TemplateError as error:
             raise Refused(str(error), param="messages") from error
 
@@ -256,9 +260,10 @@ class Session:
             if len(prompt) > most:
                 raise self._too_long(f"{len(prompt)} tokens")
             ids = list(prompt)
-            prompt = self.renderer.decode(ids)
         if not ids or min(ids) < 0 or max(ids) >= len(self.renderer.tokenizer):
             raise Refused(f"the prompt must be text or ids of 0..{len(self.renderer.tokenizer) - 1}", param="prompt")
+        if not isinstance(prompt, str):
+            prompt = self.renderer.decode(ids)
         async with self._answer(Prompt(np.asarray(ids, np.int32)), max_tokens, stop) as sampled:
             yield sampled
         ended = sampled.token_ids[-1] in self.renderer.stop_token_ids
@@ -345,6 +350,9 @@ class Session:
 
     def _too_long(self, what: str) -> Refused:
         self.limit = "length"
+        return self._exceeds(what)
+
+    def _exceeds(self, what: str) -> Refused:
         most = min(self.settings.max_prompt_tokens, self.settings.max_total_tokens - 1)
         return Refused(
             f"This model's maximum context length is {most} tokens of prompt (episode.max_prompt_tokens, "
@@ -358,17 +366,28 @@ class Session:
     def reward(self, reward: float, turn: int | None = None) -> None:
         """What the episode earned in the end, or what the answer `turn` earned. They add up; saying either again replaces it.
 
-        What the episode earned is credited at its last answer. Raises `ValueError` for a reward that is not a finite number or
-        a turn that there is not.
+        What the episode earned is credited at its last answer. Raises `ValueError` for a reward that is not a finite number, for
+        rewards that are beyond `MAX_REWARD` together, and for a turn that there is not.
         """
-        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise ValueError(f"a reward must be a finite number, not {reward!r}")
+        try:
+            if isinstance(reward, bool):
+                raise TypeError(f"must be a finite number, not {reward}")
+            earned = finite_number(reward, MAX_REWARD)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a reward {error}") from error
+        try:
+            turn = None if turn is None else whole_number(turn, 0, self.turns - 1)
+        except ValueError as error:
+            raise ValueError(
+                f"there is no turn {shown_value(turn)}: the episode has {self.turns} so far, counted from 0"
+            ) from error
+        whole, by_turn = (earned, {}) if turn is None else (self._reward or 0.0, {turn: earned})
+        if (total := abs(whole) + sum(map(abs, {**self._turn_rewards, **by_turn}.values()))) > MAX_REWARD:
+            raise ValueError(f"a reward of {earned:g} makes {total:g} together, and {MAX_REWARD:g} is the most")
         if turn is None:
-            self._reward = float(reward)
-        elif isinstance(turn, bool) or not isinstance(turn, int) or not 0 <= turn < self.turns:
-            raise ValueError(f"there is no turn {turn!r}: the episode has {self.turns} so far, counted from 0")
+            self._reward = earned
         else:
-            self._turn_rewards[turn] = float(reward)
+            self._turn_rewards[turn] = earned
 
     @property
     def rewarded(self) -> bool:

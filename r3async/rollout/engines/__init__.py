@@ -26,6 +26,10 @@ class EngineError(RuntimeError):
     """The engine failed or returned something that cannot be trained on."""
 
 
+class CorruptWeights(EngineError):
+    """A file is not what was published. The engine has not begun to load it, and is as it was."""
+
+
 class GenerationRequest(msgspec.Struct, frozen=True):
     """Continue `prompt_ids` (int32 `[P]`) by at most `max_tokens` tokens sampled at `temperature`.
 
@@ -105,8 +109,8 @@ class Engine(Protocol):
     async def generate(self, request: GenerationRequest) -> Generation: ...
 
     async def install(self, manifest: WeightManifest, timeout: float) -> InstallReport:
-        """Install published weights without aborting running requests. Raises `EngineError`; then the old version is
-        not to be trusted and the engine must be restarted."""
+        """Install published weights without aborting running requests. Raises `CorruptWeights`, and is as it was; or another
+        `EngineError`: then the old version is not to be trusted and the engine must be restarted."""
         ...
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ import numpy as np
 
 from r3async.data.supports import Supports
 from r3async.data.versions import SpanRecorder
-from r3async.rollout.engines import EngineError, InstallReport
+from r3async.rollout.engines import CorruptWeights, EngineError, InstallReport
 from r3async.untrusted import decode_msgpack
 from r3async.weights.manifest import Difference, WeightError, WeightManifest
 from r3async.weights.reading import verify
@@ -224,9 +224,9 @@ async def install(
 
     `installed` gets the version when the running requests are stamped with it, before any new one can enter.
 
-    Until the engine is paused a failure leaves it as it was, on its old version: `EngineError` then names the tensor, or
-    how many requests did not end in time. If anything fails later, or the call is cancelled, the weights are in an unknown
-    state: the engine stays paused, and every running and later request fails.
+    Until the engine is paused a failure leaves it as it was, on its old version: `CorruptWeights` then names the tensor, or
+    `EngineError` says how many requests did not end in time. If anything fails later, or the call is cancelled, the weights are
+    in an unknown state: the engine stays paused, and every running and later request fails.
     """
     started = time.perf_counter()
     deadline = asyncio.get_running_loop().time() + timeout
@@ -235,7 +235,7 @@ async def install(
         async with asyncio.timeout_at(deadline):
             await asyncio.to_thread(_verify, manifest, names)
     except WeightError as error:
-        raise EngineError(str(error)) from error
+        raise CorruptWeights(str(error)) from error
     except TimeoutError as error:
         raise EngineError(f"verifying version {version} took longer than {timeout} s") from error
     encoded = msgspec.msgpack.encode(manifest)

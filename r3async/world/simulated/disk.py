@@ -254,6 +254,10 @@ class SimulatedFiles:
         self._tree.find(path)
         return max(0, self.disk.capacity - self.disk.used)
 
+    def capacity(self, path: Path) -> int:
+        self._enter("free", path)
+        return self.disk.capacity
+
     def _find(self, path: Path) -> Node | None:
         try:
             return self._tree.find(path)

@@ -1,0 +1,127 @@
+"""Whole runs, simulated, in which weights do not get through in one place: that place waits, or is restarted, and the run trains
+everything once."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from pathlib import Path
+
+import pytest
+
+from r3async.actors.generator import GeneratorParts
+from r3async.rollout.engines import build_engine
+from tests.sim.test_accounting import rehearse
+from tests.sim.whole import Machine, Player, renderer
+
+SEEDS = pytest.mark.parametrize("seed", range(2))
+LIMIT = 5.0
+STEPS = 16
+MEMORY = Path("/memory")
+SETTINGS = [
+    f"steps={STEPS}",
+    "generator.count=3",
+    "generator.concurrency=4",
+    "weights.backend=tcp",
+    f"weights.install_timeout={LIMIT}",
+    "supervise.silence_seconds=4",
+    "supervise.stall_seconds=25",
+]
+
+SLOW = ["supervise.stall_seconds=200", "env.args={ turns = 2, seconds = 4.0, tail = 10, failing = 50 }"]
+"""The run takes longer than the trouble."""
+
+
+@pytest.fixture
+def cluster(untrained, tmp_path, monkeypatch, seed):
+    """Of three hosts: conductor, learner and one generator are on the first. Engines read the model on the real disk."""
+    parts = GeneratorParts(
+        engine=lambda config, path, *known: build_engine(config, str(untrained), *known),
+        renderer=lambda path, args: renderer(str(untrained), args),
+    )
+    monkeypatch.setattr(Player, "parts", parts)
+    machine = Machine(tmp_path / "runs", untrained, seed, hosts=("host-0", "host-1", "host-2"))
+    yield machine
+    machine.close()
+
+
+def elsewhere(machine):
+    """A generator that is on another host than the learner."""
+    return next(
+        p for p in machine.simulation.processes if p.name.startswith("generator") and p.host is not machine.host
+    )
+
+
+def train(machine, tmp_path, meddle, *overrides):
+    """Every group was trained once."""
+    host = "transport.host=host-0" if len(machine.simulation.hosts) > 1 else "transport.host=127.0.0.1"
+    report = rehearse(machine, tmp_path, [], *SETTINGS, host, *overrides, meddle=meddle)
+    assert report.problems == []
+    assert report.steps == STEPS
+    assert len(machine.events("conductor_started")) == 1, "the run did not restart"
+
+
+@SEEDS
+def test_a_generator_whose_data_line_is_silent_longer_than_an_installation_may_take_is_restarted(
+    cluster, tmp_path, seed
+):
+    names = []
+
+    async def block(machine):
+        await machine.step(2)
+        names.append(elsewhere(machine).name)
+        machine.simulation.network.stall(names[0], "learner", 8 * LIMIT)
+        await machine.event("install_failed")
+
+    ahead = ["schedule.window=8", "schedule.max_staleness=4"]  # versions follow without what it plays
+    train(cluster, tmp_path, block, *SLOW, *ahead)
+    failed = cluster.events("install_failed")
+    assert {event["generator"] for event in failed} == set(names)
+    assert f"did not arrive within {LIMIT:g} s (weights.install_timeout)" in failed[0]["error"]
+    assert {event["generator"] for event in cluster.events("generator_lost")} == set(names)
+
+
+@SEEDS
+@pytest.mark.parametrize("backend", ["shared_memory", "tcp"])
+def test_a_learner_whose_disk_takes_no_weights_waits_and_nobody_is_blamed(machine, tmp_path, backend, seed):
+    async def fill_up(machine):
+        await machine.step(3)
+        full = errno.ENOSPC if backend == "tcp" else errno.EMFILE
+        machine.host.disk.refuse(MEMORY, full, {"create", "append", "open"})
+        await machine.event("stalled")
+        await asyncio.sleep(30)
+        machine.host.disk.allow(MEMORY)
+        await machine.event("weights_go_on")
+
+    train(
+        machine,
+        tmp_path,
+        fill_up,
+        f"weights.backend={backend}",
+        "weights.write_timeout=30",
+        "supervise.step_seconds=30",
+    )
+    stalled = {(event["stage"], event["action"]) for event in machine.events("stalled")}
+    assert ("storing/weights", "warn") in stalled
+    assert {action for _, action in stalled} == {"warn"}
+    assert [e for e in machine.events("weights_stalled") if "directory" in e]
+
+
+@SEEDS
+def test_a_host_whose_disk_takes_no_weights_loses_its_generator_which_waits_for_it(cluster, tmp_path, seed):
+    names = []
+
+    async def fill_up(machine):
+        await machine.step(2)
+        process = elsewhere(machine)
+        names.append(process.name)
+        process.host.disk.refuse(MEMORY, errno.ENOSPC)
+        await machine.event("generator_lost")
+        await asyncio.sleep(2 * LIMIT)
+        process.host.disk.allow(MEMORY)
+        await machine.event("generator_restarted")
+
+    train(cluster, tmp_path, fill_up, *SLOW)
+    (name,) = names
+    assert {event["generator"] for event in cluster.events("weights_stalled")} == {name}
+    assert [event["generator"] for event in cluster.events("generator_lost")] == [name], "once, however long it takes"

@@ -28,6 +28,7 @@ from r3async.config import EnvConfig
 from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult, WrongEnvironment
 from r3async.envs.pool_worker import Call, Reply, receive_message, send_message
 from r3async.envs.raised import EnvironmentRaised
+from r3async.untrusted import Malformed, decode_msgpack
 
 # The path comes first: what is imported there has to be what is imported here, the person's own modules included.
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import r3async.envs.pool_worker as w; w.main()"
@@ -172,12 +173,15 @@ class Worker:
         message, deadline = msgspec.msgpack.encode(call), time.monotonic() + timeout
         try:
             send_message(self._socket, message, deadline)
-            return msgspec.msgpack.decode(receive_message(self._socket, deadline), type=Reply)
+            return decode_msgpack(receive_message(self._socket, deadline), Reply)
         except TimeoutError as error:
             self.stop(late)
             raise EnvironmentFailed(
                 f"{self.path}: {late}; its process was ended, and with it its other episodes"
             ) from error
+        except Malformed as error:
+            self.stop(why := f"its process sent what is no reply: {error}")
+            raise EnvironmentFailed(f"{self.path}: {why}") from error
         except (EOFError, OSError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=5)

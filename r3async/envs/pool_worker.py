@@ -19,6 +19,7 @@ import msgspec
 from r3async.config.places import resolve_name
 from r3async.envs import Action, Message, StepResult, WrongEnvironment, checked_messages, checked_result
 from r3async.envs.raised import Raised, describe_raised
+from r3async.untrusted import decode_msgpack
 from r3async.world.processes import survive_full_disk
 
 PR_SET_PDEATHSIG = 1
@@ -151,7 +152,7 @@ def main() -> None:
     channel, player = socket.socket(fileno=descriptor), Player()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            reply = player.play(msgspec.msgpack.decode(receive_message(channel), type=Call))
+            reply = player.play(decode_msgpack(receive_message(channel), Call))
             send_message(channel, _encode_reply(reply))
 
 

@@ -46,6 +46,8 @@ class Echo:
                 return StepResult(0.0, [Message("user", "\ud800")])
             case "half a reply":
                 _stop_within_a_reply()
+            case "no reply":
+                _own_channel().sendall(struct.pack("!Q", 2) + b"\xa1\xff")
         if action.text.startswith("repeat"):
             return StepResult(0.0, [Message("user", action.text.removeprefix("repeat"))])
         right, self.turn = action.text == self.oracle(), self.turn + 1
@@ -57,10 +59,14 @@ class Echo:
                 file.write("closed\n")
 
 
+def _own_channel() -> socket.socket:
+    (channel,) = (each for each in gc.get_objects() if isinstance(each, socket.socket))
+    return channel
+
+
 def _stop_within_a_reply() -> None:
     """Have this process of a pool write the length of a reply and half of the reply, and then be stopped."""
-    (channel,) = (each for each in gc.get_objects() if isinstance(each, socket.socket))
-    channel.sendall(struct.pack("!Q", 100) + b"x" * 50)
+    _own_channel().sendall(struct.pack("!Q", 100) + b"x" * 50)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

@@ -69,6 +69,15 @@ async def test_no_process_is_started_before_an_episode_is(make):
     assert pool_of(make()).workers == []
 
 
+async def test_a_process_that_sends_what_is_no_reply_is_ended_and_replaced(make):
+    factory = make()
+    env = factory()
+    there = where(await env.reset(1))
+    with pytest.raises(EnvironmentFailed, match="its process sent what is no reply"):
+        await env.step(Action("no reply"))
+    assert where(await factory().reset(2)) != there
+
+
 async def test_an_oracle_in_another_process_answers_at_once(make):
     factory = make()
     assert isinstance(factory(), HasOracle)

@@ -7,6 +7,7 @@ file alone names. `r3async train … --dry-run` does where the person typed the 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -62,12 +63,17 @@ def may_import(config: Config, overrides: Sequence[str]) -> bool:
     files_name = {
         setting: names
         for setting, names in named_code(config).items()
-        if not all(any(name in text for text in overrides) for name in names.split(", "))
+        if not all(_was_typed(name, overrides) for name in names.split(", "))
     }
     if not files_name or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return not files_name
     typer.echo(f"{describe_code(files_name)}. To import it runs it.", err=True)
     return typer.confirm("Import it, to check that it can be played?", err=True)
+
+
+def _was_typed(name: str, overrides: Sequence[str]) -> bool:
+    """Whether `name` stands in one of these by itself, and not as a part of another name."""
+    return any(re.search(rf"(?<![\w./:-]){re.escape(name)}(?![\w.:-])", text) for text in overrides)
 
 
 def describe_code(code: Mapping[str, str]) -> str:

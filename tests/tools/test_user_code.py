@@ -120,7 +120,7 @@ def test_what_is_ours_is_no_code_of_somebody_s():
         ("env.name={module}:Nothing", "no attribute 'Nothing'"),
         ("env.name={module}:undeclared", "annotate it, as in `def undeclared(…) -> Environment`"),
         ("env.name=agent:{module}:reward", "is called with base_url, api_key, task_seed"),
-        ("data=rows.jsonl reward={module}.py:nothing", "has no function 'nothing'"),
+        ("data=rows.jsonl reward={module}.py:nothing", "has no 'nothing'"),
         ("algorithm.policy_loss={module}:move", "must be a function of one argument"),
     ],
 )
@@ -133,9 +133,10 @@ def test_a_name_that_was_typed_is_imported_and_checked(words, says, stranger, tm
 
 def test_a_typed_name_allows_no_other_of_the_file(stranger, tmp_path):
     module, mark = stranger(NAMES["an environment"])
-    said = typed("train", "theirs.toml", "--dry-run", "algorithm.policy_loss=tests.helpers.envs:Echo", cwd=tmp_path)
-    assert said.returncode == 0, said
-    assert not mark.exists()
+    for other in ("algorithm.policy_loss=tests.helpers.envs:Echo", f"algorithm.policy_loss=my.{module}:Environment"):
+        said = typed("train", "theirs.toml", "--dry-run", other, cwd=tmp_path)
+        assert said.returncode == 0, said
+        assert not mark.exists()
     said = typed("train", "theirs.toml", "--dry-run", f"env.name={module}:Env", cwd=tmp_path)
     assert said.returncode == 0, said
     assert mark.exists()

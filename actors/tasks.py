@@ -125,9 +125,9 @@ class Tasks:
         self._quarantined[task.task_seed] = task.from_group
         self._file.append(msgspec.json.encode(task))
 
-    def _stop(self, by: By, end: EpisodeEnd) -> None:
+    def _stop(self, by: By) -> None:
         self._reason = (
-            self._reason or f"too many tasks fail: {self._failures.describe(by)}. The last one: {end.described}"
+            self._reason or f"too many tasks fail: {self._failures.describe(by)}. The last one: {self.last_failure}"
         )
         self._too_many.set()
 

@@ -66,6 +66,10 @@ class Plan(msgspec.Struct, frozen=True):
     wire_bytes_per_step: int
     buffer_bytes: int
     version_bytes: int
+    first_install_seconds: float
+    """That an engine may take for its first installation (`weights.install_timeout`)."""
+    install_seconds: float
+    """And for each that follows."""
     rank: RankMemory
     engine: EngineMemory
     gpus: int
@@ -103,6 +107,7 @@ def make_plan(config: Config, imports: bool = True) -> Plan:
     Code that `config` names is imported and checked with `imports`, and else left alone, which a note says: see `user_code`.
     """
     from r3async.rollout.evaluation import check_environment
+    from r3async.tools.preflight import check_loss
     from r3async.tools.rows import describe_rows
     from r3async.tools.user_code import describe_code, named_code
 
@@ -110,6 +115,7 @@ def make_plan(config: Config, imports: bool = True) -> Plan:
         notes = [f"{describe_code(code)}. It was not imported, so neither it nor rows were checked"]
     else:
         check_policy_loss(config.algorithm)
+        check_loss(config)
         check_environment(config)
         notes = describe_rows(config)
     shape, source = shape_of(config)
@@ -123,6 +129,7 @@ def make_plan(config: Config, imports: bool = True) -> Plan:
     rows = config.episode.max_turns if config.episode.rows == "stepwise" else 1
     tokens = rows * config.episode.max_total_tokens
     per_token = wire_bytes(routing)
+    version_bytes = shape.parameters * WIDTH[config.generator.dtype]
     gpus, shared, hosts, across = _places(config) if on_gpus else (0, False, [], [])
     plan = Plan(
         model=shape.name,
@@ -138,7 +145,9 @@ def make_plan(config: Config, imports: bool = True) -> Plan:
         wire_bytes_per_token=per_token,
         wire_bytes_per_step=episodes * (tokens * per_token + HEADER_BYTES),
         buffer_bytes=largest_buffer(config, shape.routing),
-        version_bytes=shape.parameters * WIDTH[config.generator.dtype],
+        version_bytes=version_bytes,
+        first_install_seconds=config.weights.install_seconds(version_bytes, first=True),
+        install_seconds=config.weights.install_seconds(version_bytes, first=False),
         rank=rank,
         engine=engine,
         gpus=gpus,
@@ -317,6 +326,8 @@ def describe(plan: Plan, config: Config) -> str:
         + (": trajectories may wait at their generators" if plan.buffer_bytes > config.transport.credit_bytes else ""),
         f"weights     {size(plan.version_bytes)} a version to each host; shared memory for {PUBLISHED_VERSIONS}: "
         f"{size(PUBLISHED_VERSIONS * plan.version_bytes)}",
+        f"            {plan.first_install_seconds:.0f} s for an engine's first installation, {plan.install_seconds:.0f} s for "
+        "each that follows (weights.install_timeout)",
         f"memory, a rank of the learner ({number(rank.parameters)} parameters), estimated",
         f"  weights {size(rank.weights)} + optimizer {size(rank.optimizer)} + activations {size(rank.activations)} "
         f"(recompute {config.learner.recompute}) + logits {size(rank.logits)}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from r3async.config import Config, ConfigError
 from r3async.tools.memory import check_router_settings, shape_of
-from r3async.tools.preflight import check_engine_keys, check_loss, check_model, check_teacher
+from r3async.tools.preflight import check_engine_keys, check_model, check_teacher
 from r3async.world.processes import collector_paused
 
 
@@ -23,7 +23,6 @@ def check_structure(config: Config) -> None:
     """Raise `ConfigError` for what the start would refuse, or be stuck with."""
     shape, _ = shape_of(config)
     check_router_settings(shape, config)
-    check_loss(config)
     if config.model.path and Path(config.model.path).exists():
         check_engine_keys(config)
         check_built(config, Path(config.model.path))

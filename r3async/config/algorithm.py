@@ -102,7 +102,7 @@ class ClipConfig(Section):
 
     clip_low: Positive = 0.2
     clip_high: Positive = 0.2
-    """DAPO (arXiv 2503.14476) takes 0.28."""
+    """Of a token's ratio; DAPO (arXiv 2503.14476) takes 0.28."""
 
 
 class TruncatedPGConfig(Section):
@@ -131,7 +131,9 @@ class TISConfig(PPOConfig):
 
 class GSPOConfig(ClipConfig):
     clip_low: Positive = 3e-4
+    """Of the ratio of a whole episode, by token: 3e-4 and 4e-4 in arXiv 2507.18071."""
     clip_high: Positive = 4e-4
+    """A token's range, such as 0.28, would clip nothing here."""
     noise: float = 0.0
     """Standard deviation of a token's log-ratio between equal weights, as the square root of twice `rollout_kl/k3_age_0` has it.
     The range of an episode of n tokens is no narrower than 3 noise / sqrt(n) to each side, so that rounding alone clips none."""
@@ -141,6 +143,7 @@ class CISPOConfig(ClipConfig):
     clip_low: Positive = 1.0
     """1: no lower bound."""
     clip_high: Positive = 4.0
+    """The weight of a token is at most 1 more than this; its gradient stays (arXiv 2506.13585)."""
 
 
 class SAPOConfig(Section):

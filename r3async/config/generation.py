@@ -168,8 +168,8 @@ class EpisodeConfig(Section):
     timeout: Positive = 600.0
     """Seconds one episode may take. One that has answers by then is trained on them; another is tried again."""
     retries: int = 2
-    """Times an episode in which the environment failed is tried again. What becomes of one that fails for good:
-    `supervise.max_failed_fraction`."""
+    """Times an episode in which the environment failed is tried again; not once more where its code raised twice at one place,
+    unless a connection or a time-out is behind it. What becomes of one that fails for good: `supervise.max_failed_fraction`."""
     engine_retries: int = 2
     """Times in an episode that a call at which the engine failed (an error, an aborted request) is made again. The turns before
     it stay; an episode that needs more has failed."""

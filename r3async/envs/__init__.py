@@ -13,6 +13,8 @@ from r3async.untrusted import finite_number
 
 MAX_REWARD = 1e15
 """Of an episode, all rewards added up by size. Squares of advantages, and their sum over a batch, are then finite in float32."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""What rows and chat templates call the thought of a message; the first is its name here."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -14,7 +14,7 @@ import msgspec
 
 from r3async.config import ConfigError, DataConfig, did_you_mean
 from r3async.config.data import Template
-from r3async.envs import Message
+from r3async.envs import THOUGHTS, Message
 from r3async.envs.rows import Found, Row
 from r3async.untrusted import Malformed, decode_json
 
@@ -27,8 +27,6 @@ NOT_SHOWN = {
     "audios": "only text is shown",
 }
 """Columns that a chat template, or a model, would be given elsewhere; and what to do."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Of a message: what its thought is called."""
 LEARNT = ("weight", "train", "loss")
 """Of a message: what says that an answer is not to be learnt."""
 _FIELD = re.compile(r"\{([^{}\s]+)\}")

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from r3async.data.records import GrowingTokens
-from r3async.envs import Message
+from r3async.envs import THOUGHTS, Message
 from r3async.rollout.growing import GrowingText, TemplateHabits
 
 REMEMBERED = 32
@@ -33,8 +33,6 @@ CHANGING = ("strftime_now", "now(", "random", "uuid")
 """What a template may call whose text changes with time or by luck."""
 MARKS = range(0xF0000, 0xFFFFE)
 """Characters for private use: each behind one answer, they show where a template writes it."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""What templates call the thought of a message; the first is its name here."""
 _ANSWER, _NEXT = "quokka", "wombat"
 """Contents whose places in a template's text are found again."""
 

@@ -267,7 +267,7 @@ def why_no_update(metrics: Mapping[str, Any]) -> str:
 
 def _ended(metrics: Mapping[str, Any]) -> tuple[int, int]:
     """How many episodes a step took, and how many of them had failed for good."""
-    ended = {name: value for name, value in metrics.items() if name.startswith("episode/ended_")}
+    ended = {name: value for name, value in metrics.items() if "/ended_" in name and name.startswith("episode/")}
     return int(sum(ended.values())), int(ended.get("episode/ended_error", 0))
 
 

@@ -50,6 +50,8 @@ ASK_AGAIN_SECONDS = 1.0
 """Without a chunk for so long, what was asked for is asked for again: it may have been lost with a connection."""
 SILENT_SECONDS = 5.0
 """Without a chunk for so long, a host asks for another place in the tree."""
+DAMAGED = 3
+"""So often a chunk may come damaged from one host; then another place is asked for."""
 KEPT = 3
 """Streams that a host passes on: the newest ones."""
 LOOK_SECONDS = 0.05
@@ -348,8 +350,9 @@ class TcpReceiver:
             socket.close()
 
     async def _receive(self, expected: Expected, file: File, socket: MessageSocket) -> bool:
-        """Chunks from one parent, until all are written or it is silent. Returns whether all are."""
-        asked, silent = expected.next, 0.0
+        """Chunks from one parent, until all are written, it is silent, or a chunk is damaged each time, for that is what it has.
+        Returns whether all are."""
+        asked, silent, damaged = expected.next, 0.0, Counter[int]()
         while not expected.whole:
             stop = min(expected.count, expected.next + WINDOW)
             if stop > asked:
@@ -358,12 +361,13 @@ class TcpReceiver:
             if expected.arrived:
                 if not await self._take(expected, file, socket):
                     asked = expected.next
+                    damaged[asked] += 1
             elif await expected.wait():
                 silent = 0.0
             else:
                 silent += ASK_AGAIN_SECONDS
                 asked = expected.next
-            if expected.gone or silent >= SILENT_SECONDS:
+            if expected.gone or silent >= SILENT_SECONDS or damaged[expected.next] >= DAMAGED:
                 return False
         return True
 

@@ -47,6 +47,13 @@ def test_the_reference_has_every_key_and_its_text():
     )
 
 
+def test_no_loss_is_given_the_range_of_another():
+    """The reference says DAPO's 0.28 where a token's ratio is clipped, and not of an episode's, or of a weight."""
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    sections = dict(re.findall(r"^## `\[algorithm\.(\w+)\]`\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL))
+    assert {name for name, text in sections.items() if "takes 0.28" in text} == {"ppo", "tis", "decoupled_ppo"}
+
+
 def test_the_table_of_metrics_is_made_from_the_catalogue():
     text = METRICS_PAGE.read_text()
     assert with_metrics(text) == text

@@ -212,6 +212,19 @@ def test_a_plan_counts_processes_slots_and_bytes():
     assert make_plan(load_config("fully_async", ["schedule.window=17"])).staleness_bound == 5
 
 
+def test_how_long_an_installation_may_take_follows_from_the_bytes_of_a_version_unless_it_is_set():
+    config = load_config("moe_30b_r3")
+    plan = make_plan(config)
+    assert plan.version_bytes == pytest.approx(61e9, rel=0.01)
+    assert (plan.first_install_seconds, plan.install_seconds) == pytest.approx((425, 242), rel=0.01)
+    printed = "425 s for an engine's first installation, 242 s for each that follows (weights.install_timeout)"
+    assert printed in describe(plan, config)
+    large = make_plan(load_config("moe_235b_r3"))
+    assert large.first_install_seconds > 2 * 470, "to fetch and to load"
+    fixed = make_plan(load_config("moe_30b_r3", ["weights.install_timeout=77"]))
+    assert (fixed.first_install_seconds, fixed.install_seconds) == (77, 77)
+
+
 def test_a_dry_run_prints_its_plan_and_imports_nothing_heavy(tmp_path):
     code = (
         "import sys; sys.argv = ['r3async', 'train', 'moe_30b_r3', '--dry-run', '--json']\n"

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from r3async.config import EnvConfig, load_config
 from r3async.config.algorithm import import_policy_loss
 from r3async.envs.factory import environment_factory
-from r3async.tools.cli import app
+from r3async.tools.plan import make_plan
 from r3async.tools.sweep.plan import read_plan, runs_of
 
 ENVIRONMENT = """
@@ -55,8 +54,7 @@ def test_what_lies_beside_a_file_is_found_from_elsewhere(folder, tmp_path, monke
     monkeypatch.chdir(tmp_path / "deep")
     assert load_config("../mine/run.toml").env.args["path"] == "../mine/train.jsonl"
     assert load_config(str(folder / "run.toml")).env.args["path"] == str(folder / "train.jsonl")
-    said = CliRunner().invoke(app, ["train", "../mine/run.toml", "--dry-run"])
-    assert "data: 6 rows are trained" in said.output, said.output
+    assert "data: 6 rows are trained" in make_plan(load_config("../mine/run.toml")).notes[0]
 
 
 def test_a_file_beside_the_command_is_named_as_before(folder, monkeypatch):

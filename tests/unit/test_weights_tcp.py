@@ -7,19 +7,25 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from r3async.actors.generator import Connected, GeneratorActor, Loaded
+from r3async.config import load_config, to_dict
+from r3async.rollout.engines import CorruptWeights, InstallReport
 from r3async.weights import relay
 from r3async.weights.delta import identity
 from r3async.weights.manifest import WeightError
+from r3async.weights.publish import Publication
 from r3async.weights.reading import read_verified, verify
 from r3async.weights.relay import FANOUT, ROOT, Join, Tree, Trees
 from r3async.weights.sending import DeltaPublisher
 from r3async.weights.tcp import TcpReceiver, TcpServer
 from r3async.world.disk import write_at
+from r3async.world.real import REAL
 from r3async.world.zeromq import ZeroMqSockets
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
 
@@ -53,8 +59,6 @@ def host(directory: Path, folder: str, generator: str = "g0", **how) -> TcpRecei
 
 def hidden(manifest, directory: Path):
     """As on another host, where the learner's path is nothing."""
-    import msgspec
-
     return msgspec.structs.replace(manifest, path=f"/elsewhere{manifest.path}")
 
 
@@ -235,6 +239,47 @@ def test_a_base_that_is_corrupt_is_replaced_by_the_whole_file(tmp_path):
         manifest, parts = learner.publish(1)
         assert same(await fetch(receiver, manifest, parts), manifest)
         assert receiver.received_bytes > 2 * manifest.nbytes
+
+    run(script, tmp_path)
+
+
+class Verifying:
+    """An engine that reads what it installs, as far as to see whether it is what was published."""
+
+    version, suspects_all = -1, False
+
+    async def install(self, manifest, timeout):
+        try:
+            verify(manifest)
+            if self.suspects_all:
+                raise WeightError("tensor 'w' is corrupt")
+        except WeightError as error:
+            raise CorruptWeights(str(error)) from error
+        self.version = manifest.version
+        return InstallReport(manifest.version, 0.1, 0.0)
+
+
+def test_a_file_of_a_host_folder_that_is_damaged_is_fetched_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("r3async.actors.generator.begin", lambda *args: None)
+
+    async def script(learner, make):
+        first, second = make("h0"), make("h0", "g1")
+        manifest, parts = learner.publish(0)
+        publication = Publication(hidden(msgspec.structs.replace(manifest, lineage=1), Path()), parts)
+        found = await fetch(first, manifest, parts)
+        write_at(Path(found.path), 5000, [b"??"])
+        actor = GeneratorActor(REAL, "g1", "run", to_dict(load_config("quickstart")), "nowhere", str(tmp_path))
+        engine = Verifying()
+        actor._loaded, actor._connected = Loaded(engine, None), Connected(None, second)
+        report = await actor.install(publication)
+        assert (report.version, engine.version) == (0, 0)
+        assert same(actor._installed, manifest)
+        assert "weights_fetched_again" in (tmp_path / "events.jsonl").read_text()
+        # Where that does not help it is not done for ever.
+        engine.suspects_all, before = True, second.received_bytes
+        with pytest.raises(CorruptWeights, match="is corrupt"):
+            await actor.install(publication)
+        assert second.received_bytes - before == parts[0].nbytes
 
     run(script, tmp_path)
 

@@ -156,7 +156,7 @@ class Workload(msgspec.Struct, frozen=True):
             },
             "weights": {
                 "backend": "tcp",
-                "install_timeout": self.stall_seconds,
+                "install_timeout": self.stall_seconds + self.install_seconds,
                 "write_timeout": self.stall_seconds,
                 "directory": "/memory/weights",
                 "probe": self.probe,

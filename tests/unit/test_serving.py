@@ -257,14 +257,14 @@ async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_c
     async with talking(["first", "second"]) as (server, _, _):
         parse, server._report = server._parse, lambda event, **fields: reports.append((event, fields))
 
-        async def slow(text, tools, thinking):
+        async def slow(text, *known):
             parsing.set()
             try:
                 await asyncio.sleep(0 if text == "second" else 60)
             except asyncio.CancelledError:
                 gone.set()
                 raise
-            return await parse(text, tools)
+            return await parse(text, *known)
 
         server._parse = slow
         session = server.open(TASK)

@@ -85,7 +85,8 @@ def beside(layer: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         head, _, last = value.rpartition(":")
         kind, colon, place = head.rpartition(":")
         source = directory / (place if place.endswith(".py") else f"{place}.py")
-        return f"{kind}{colon}{source}:{last}" if source.is_file() else value
+        # What stands before a game's id is imported by gymnasium, which takes a module and no file.
+        return f"{kind}{colon}{source}:{last}" if source.is_file() and kind != "gymnasium" else value
 
     def reward(value: Any) -> Any:
         if isinstance(value, list):

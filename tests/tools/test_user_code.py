@@ -174,3 +174,10 @@ def test_a_function_that_says_what_it_makes_is_an_environment(stranger, tmp_path
     module, _ = stranger("")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert environment_factory(EnvConfig(name=f"{module}:make"))()
+
+
+def test_a_module_of_games_beside_the_file_stays_a_module(stranger, tmp_path, monkeypatch):
+    """gymnasium imports it, in the processes of the pool too, and takes no file."""
+    module, _ = stranger(NAMES["a module of games"])
+    monkeypatch.chdir(tmp_path.parent)
+    assert load_config(f"{tmp_path.name}/theirs.toml").env.name == f"gymnasium:{module}:CartPole-v1"

@@ -21,6 +21,7 @@ Kind = Literal[
     "damage",
     "damage_weights",
     "mute",
+    "memory_full",
     "disk_full",
     "disk_error",
     "short_write",
@@ -53,6 +54,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     `damage`          a share of `amount` of the messages arrives with a changed bit
     `damage_weights`  a share of `amount` of the chunks of weights that get to generator `target` has a changed bit
     `mute`            nothing passes between generator `target` and the others, so that none gets weights from it
+    `memory_full`     the memory of host `target`, where weights are, takes nothing more (ENOSPC)
     `disk_full`       the disk takes nothing more (ENOSPC)
     `disk_error`      whatever writes fails (EIO)
     `short_write`     a share of `amount` of what is appended fails half-way
@@ -109,11 +111,12 @@ class _Shape(NamedTuple):
 SHAPES: dict[Kind, _Shape] = {
     "cut": _Shape(3, "generator", (0.5, 40)),
     "half_open": _Shape(2, "peer", (1, 40)),
-    "stall": _Shape(2, "generator", (0.5, 40)),
+    "stall": _Shape(2, "generator", (0.5, 150)),
     "delay": _Shape(1, "none", (5, 40), (0.1, 5), "seconds"),
     "damage": _Shape(2, "none", (5, 40), (0.01, 0.3)),
     "damage_weights": _Shape(0, "generator", (60, 100), (0.2, 0.8)),
     "mute": _Shape(0, "generator", (60, 100)),
+    "memory_full": _Shape(0, "host", (0.5, 100)),
     "disk_full": _Shape(2, "none", (0.5, 40)),
     "disk_error": _Shape(2, "none", (0.5, 20)),
     "short_write": _Shape(2, "none", (0.5, 20), (0.05, 0.7)),
@@ -135,7 +138,7 @@ SHAPES: dict[Kind, _Shape] = {
     "scale": _Shape(0, "none"),  # drawn beside the others
 }
 BESIDE: dict[str, tuple[float, tuple[Kind, ...]]] = {
-    "weights": (0.5, ("damage_weights", "mute", "mute")),
+    "weights": (0.6, ("damage_weights", "mute", "mute", "memory_full")),
     "spool": (0.25, ("kill_unsynced",)),
     "fleet": (0.2, ("silence",)),
 }

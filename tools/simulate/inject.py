@@ -15,6 +15,7 @@ from r3async.actors.crew import Wish, write_wish
 from r3async.tools.simulate.faults import MOST_GENERATORS, Fault, quiet_after
 from r3async.tools.simulate.history import Acknowledged, Began, Event, Injected, Quiet, Taken
 from r3async.tools.simulate.observe import Watched
+from r3async.tools.simulate.observe_files import MEMORY
 from r3async.untrusted import Malformed
 from r3async.weights import relay
 from r3async.world.simulated.disk import WRITING, SimulatedDisk
@@ -61,6 +62,7 @@ class Injector:
             "damage": self._damage,
             "damage_weights": self._lasts,
             "mute": self._mute,
+            "memory_full": self._fill_memory,
             "disk_full": self._spoil_disk,
             "disk_error": self._spoil_disk,
             "short_write": self._spoil_disk,
@@ -175,6 +177,11 @@ class Injector:
             self._disk.allow(root)
         self._disk.short_writes = self._most("short_write")
         self._disk.latency = self._most("slow_disk")
+
+    def _fill_memory(self, fault: Fault) -> None:
+        memory = self._simulation.memory
+        memory[fault.target].refuse(MEMORY, errno.ENOSPC)
+        self._lasts(fault, lambda: memory[fault.target].allow(MEMORY))
 
     def _lose(self, fault: Fault) -> None:
         simulation = self._simulation

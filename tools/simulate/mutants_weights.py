@@ -67,7 +67,7 @@ plant("silent_parent_waited_for", "A host that sends nothing any more is waited 
 
 @mutant(relay.Tree, "place")
 def failed_parent_given_again(place: Any) -> Any:
-    """A host is told once more to get weights from the one that failed it."""
+    """A host is asked once more to get weights from the one that failed it."""
     return lambda self, name, address, avoid=(): place(self, name, address)
 
 
@@ -128,7 +128,7 @@ def version_not_held(use: Any) -> Any:
 
 @mutant(ScriptedEngine, "_read")
 def weights_before_loaded(read: Any) -> Any:
-    """An engine loads a version, and goes on with the one before."""
+    """An engine loads a version, and continues with the one before."""
 
     def before(self: ScriptedEngine, manifest: Any) -> int:
         key = int(read(self, manifest))

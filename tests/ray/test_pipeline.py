@@ -162,7 +162,7 @@ def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(warm
         steps=3,
         model={"path": str(warm_model)},
         generator={"kv_cache_gib": 0.25},
-        schedule={"groups_per_step": 4, "samples_per_group": 4, "max_staleness": 0, "window": 3},
+        schedule={"groups_per_step": 4, "samples_per_group": 4, "max_staleness": 0},
         routing={"replay": "off"},
     )
     assert run_dir == tmp_path / "on-policy"

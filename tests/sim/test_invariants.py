@@ -22,6 +22,7 @@ from r3async.tools.simulate.history import (
     Installing,
     Leased,
     Limited,
+    Looked,
     Lost,
     Passed,
     Placed,
@@ -182,7 +183,7 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
     ),
     "a parent is silent": (
         "prompt",
-        lambda: inserted(Taken, 0, lambda at: Placed(at, "a", "tcp://b"), lambda at: Passed(at + 21.0)),
+        lambda: inserted(Taken, 0, lambda at: Looked(at, "a"), lambda at: Passed(at + 21.0)),
     ),
     "a silent one keeps what it has": (
         "prompt",

@@ -84,6 +84,12 @@ class Installing(Event, frozen=True):
     version: int
 
 
+class GaveUp(Event, frozen=True):
+    """A generator could not install what it was asked to."""
+
+    generator: str
+
+
 class Placed(Event, frozen=True):
     """The learner says to a generator where its host gets weights from, which were to come from none of `avoid`."""
 
@@ -259,6 +265,7 @@ History = (
     | Leased
     | Asked
     | Installing
+    | GaveUp
     | Looked
     | Placed
     | Arrived

@@ -21,6 +21,7 @@ from r3async.tools.simulate.history import (
     Facts,
     Fetched,
     Finished,
+    GaveUp,
     Injected,
     Installed,
     Installing,
@@ -179,6 +180,7 @@ class Known:
             Asked: self._asked,
             Installing: self._installing,
             Installed: self._installed,
+            GaveUp: self._gave_up,
             Looked: self._looked,
             Placed: self._placed,
             Arrived: self._arrived,
@@ -326,8 +328,14 @@ class Known:
     def _looked(self, event: Looked) -> None:
         self.engines[event.generator].fetching = event.at
 
+    def _gave_up(self, event: GaveUp) -> None:
+        engine = self.engines[event.generator]
+        engine.installing = engine.fetching = None
+
     def _placed(self, event: Placed) -> None:
-        self.engines[event.generator].fetching = event.at
+        engine = self.engines[event.generator]
+        if engine.fetching is not None:  # or the answer comes late
+            engine.fetching = event.at
 
     def _arrived(self, event: Arrived) -> None:
         self.engines[event.generator].fetching = None

@@ -29,6 +29,7 @@ from r3async.tools.simulate.history import (
     Delivered,
     Event,
     Fetched,
+    GaveUp,
     Installed,
     Installing,
     Leased,
@@ -385,7 +386,11 @@ def _generator(kind: type) -> type:
         async def install(self, publication: Any) -> Any:
             simulation, who, manifest = _watched(self.world.process), self.generator_id, publication.manifest
             simulation.see(Installing, who, manifest.lineage, manifest.version)
-            report = await super().install(publication)
+            try:
+                report = await super().install(publication)
+            except Exception:
+                simulation.see(GaveUp, who)
+                raise
             weights = weights_in(Path(self._installed.path), self.world.files)
             simulation.see(Installed, who, manifest.lineage, report.version, weights)
             return report

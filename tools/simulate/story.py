@@ -19,6 +19,7 @@ from r3async.tools.simulate.history import (
     Facts,
     Fetched,
     Finished,
+    GaveUp,
     Injected,
     Installed,
     Installing,
@@ -100,6 +101,11 @@ def _asked(e: Asked) -> Words:
 @_of(Installing)
 def _installing(e: Installing) -> Words:
     return e.generator, f"is given version {e.version} of lineage {e.lineage}"
+
+
+@_of(GaveUp)
+def _gave_up(e: GaveUp) -> Words:
+    return e.generator, "could not install it"
 
 
 @_of(Looked)

@@ -319,7 +319,7 @@ async def test_an_async_class_is_played_where_it_is_asked():
     ("settings", "message"),
     [
         ({"name": "tests.helpers.envs:Mixed"}, "both `async def` or both plain `def`"),
-        ({"name": "tests.helpers.envs:half_for_trying"}, "`env.args` do not fit"),
+        ({"name": "tests.helpers.envs:half_for_trying"}, "is no environment, but a function"),
         ({"name": "os:getcwd"}, "is no environment"),
         ({"args": {"marc": ""}}, "did you mean 'mark'"),
     ],

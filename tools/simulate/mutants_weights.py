@@ -14,7 +14,6 @@ from r3async.rollout.engines.scripted import ScriptedEngine
 from r3async.schedule.health import Health
 from r3async.schedule.spool import Spool
 from r3async.tools.simulate.planting import mutant, plant
-from r3async.transport.outbox import Outbox
 from r3async.transport.receiver import Receiver
 from r3async.untrusted import Malformed
 from r3async.weights import delta, relay, tcp
@@ -186,12 +185,6 @@ def old_session_counted(known: Any) -> Any:
         return bool(known(self, identity, session if peer is None else peer.session))
 
     return any_session
-
-
-@mutant(Outbox, "overdue")
-def missing_answer_not_noticed(overdue: Any) -> Any:
-    """A sender waits for an acknowledgement for ever."""
-    return lambda self, now, patience: False
 
 
 # -- the spool ---------------------------------------------------------------------------------------------------------

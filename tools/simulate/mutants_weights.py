@@ -192,7 +192,7 @@ def old_session_counted(known: Any) -> Any:
 
 @mutant(Spool, "_scan")
 def recovery_not_synced(scan: Any) -> Any:
-    """What a start finds in the spool is not synced, though whoever wrote it may have ended before it did."""
+    """What a start finds in the spool is not synced, though the process that wrote it may have ended before it did."""
 
     def unsynced(self: Spool) -> Any:
         settings = self._settings

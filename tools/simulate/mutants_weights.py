@@ -66,7 +66,7 @@ plant("silent_parent_waited_for", "A host that sends nothing any more is waited 
 
 @mutant(relay.Tree, "place")
 def failed_parent_given_again(place: Any) -> Any:
-    """A host is told once more to get weights from the one that failed it."""
+    """A host is sent once more to the one that failed it."""
     return lambda self, name, address, avoid=(): place(self, name, address)
 
 
@@ -127,7 +127,7 @@ def version_not_held(use: Any) -> Any:
 
 @mutant(ScriptedEngine, "_read")
 def weights_before_loaded(read: Any) -> Any:
-    """An engine loads a version, and goes on with the one before."""
+    """An engine loads a version, and continues with the one before."""
 
     def before(self: ScriptedEngine, manifest: Any) -> int:
         key = int(read(self, manifest))
@@ -192,7 +192,7 @@ def old_session_counted(known: Any) -> Any:
 
 @mutant(Spool, "_scan")
 def recovery_not_synced(scan: Any) -> Any:
-    """What a start finds in the spool is not synced, though whoever wrote it may have ended before it did."""
+    """What a start finds in the spool is not synced, though the process that wrote it may have ended before it did."""
 
     def unsynced(self: Spool) -> Any:
         settings = self._settings

@@ -66,7 +66,7 @@ plant("silent_parent_waited_for", "A host that sends nothing any more is waited 
 
 @mutant(relay.Tree, "place")
 def failed_parent_given_again(place: Any) -> Any:
-    """A host is asked once more to get weights from the one that failed it."""
+    """A host is sent once more to the one that failed it."""
     return lambda self, name, address, avoid=(): place(self, name, address)
 
 

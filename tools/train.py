@@ -58,7 +58,8 @@ class StopRequest:
         before."""
         if threading.current_thread() is not threading.main_thread():
             return {}
-        obeyed = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        obeyed = [number for number in STOPS if number != signal.SIGHUP or not ignored]
         return {number: signal.signal(number, self) for number in obeyed}
 
 

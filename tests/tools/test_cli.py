@@ -61,6 +61,15 @@ def test_the_first_signal_asks_and_the_second_interrupts_and_handlers_are_put_ba
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.fixture
+def terminal():
+    """SIGHUP as a terminal has it, also where the tests run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("terminal")
 def test_a_closed_terminal_asks_once_however_often_it_is_told_and_nohup_is_let_be():
     request = StopRequest()
     request.loading = False
@@ -86,11 +95,11 @@ def test_a_module_beside_which_a_run_is_started_is_found_and_hides_none_of_ours(
     (tmp_path / "tools" / "__init__.py").write_text("raise RuntimeError('not ours')\n")
     script = Path(sys.executable).with_name("r3async")
     for loss, said in [
-        ("my_losses:reinforce", "`steps` must be greater than 0"),
+        ("my_losses:reinforce", "returns a NoneType"),
         ("my_losses:other", "cannot be loaded"),
     ]:
         done = subprocess.run(
-            [script, "train", "quickstart", f"algorithm.policy_loss={loss}", "steps=0"],
+            [script, "train", "quickstart", "--dry-run", f"algorithm.policy_loss={loss}"],
             cwd=tmp_path,
             capture_output=True,
             text=True,

@@ -174,7 +174,7 @@ def show_tail(run: Path) -> str:
 def show_inspected(run: Path) -> str:
     """The command's own errors are refusals in one line."""
     out, problems = io.StringIO(), list[str]()
-    look = Inspection(Console(file=out, width=300), problems)
+    look = Inspection(Console(file=out, width=300), problems, run.parent)
     asks: list[Callable[[], object]] = [
         lambda: look.show(str(run), None, json=False),
         lambda: look.trajectories(str(run), Filter(), None, 0),

@@ -94,7 +94,7 @@ def test_a_module_that_exits_when_it_is_loaded_is_refused_by_name(tmp_path):
     (tmp_path / "rows.jsonl").write_text(ROWS)
     from r3async.rollout.evaluation import check_environment
 
-    with pytest.raises(ConfigError, match=r"exits\.py cannot be loaded: SystemExit: 0"):
+    with pytest.raises(ConfigError, match=r"exits\.py:score' cannot be loaded: SystemExit: 0"):
         check_environment(
             load_config("math", [f"data={tmp_path / 'rows.jsonl'}", f"reward={tmp_path / 'exits.py'}:score"])
         )

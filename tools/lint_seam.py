@@ -49,7 +49,6 @@ DECODING = ("r3async/**/*.py", "actors/*.py", "tools/**/*.py")
 DECODES = {
     "r3async/untrusted.py": "is the decoder",
     "r3async/rollout/engines/vllm_messages.py": "reads the arrays of the engine's own process, by hooks",
-    "r3async/envs/pool": "exchanges messages with a process that runs the same code",
     "r3async/envs/confine.py": "runs by itself, with the standard library alone",
     "tools/chaos/": "reads what it wrote itself",
     "tools/fuzz/": "changes what it decoded itself",

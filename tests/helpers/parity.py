@@ -44,7 +44,7 @@ def of_rank(micro_batches: list[MicroBatch], dp_rank: int, dp: int) -> list[Micr
 
 def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """One step's loss, and its reduced gradients under checkpoint names (on rank 0); and what the step left behind."""
-    from r3async.learner.figures import DRIFT_ROWS, result_of
+    from r3async.learner.figures import gap_moments, result_of
     from r3async.learner.megatron.backend import MegatronLearner
     from r3async.learner.megatron.links import gather_weights
     from r3async.learner.trainer import backward, begin
@@ -63,10 +63,12 @@ def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[Mic
         norm = optimizer._squared_norm([m.grad for m in optimizer._masters]) ** 0.5
         gradients = gather_weights(learner.links, lambda p: masters[id(p)].grad)
         total = minibatch.total()
+        drift, by_episode = minibatch.drifts(np.zeros((minibatch.drift_rows, 2)))
         result = result_of(
             minibatch,
             total,
-            minibatch.drifts(np.zeros((DRIFT_ROWS, 2))),
+            drift,
+            gap_moments(by_episode),
             optimizer.skip(minibatch.cause),
             learner.replay,
         )

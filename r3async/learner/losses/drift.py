@@ -228,6 +228,8 @@ class TrustRegion:
         what updates do to routers. None where nothing was measured that stands for all tokens.
         """
         measured = {age: gap for age, gap in enumerate(self._gaps) if gap is not None}
+        if not measured:
+            return None
         above = 0.0
         for age, tokens in enumerate(tokens_by_age):
             if not tokens:

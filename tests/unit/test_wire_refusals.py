@@ -130,7 +130,7 @@ FORGED = {
     "deep nesting": (lambda b: b"\x81\xa7samples" + b"\x91" * 100_000, "malformed"),
     "deep table": (
         lambda b: b"\x81\xa7samples\x91\x81\xa5table" + b"\x91" * 100_000,
-        "recursion depth",
+        "more than 128 lists and objects",
     ),
     "length of 4 G": (
         lambda b: b"\x81\xa7samples\xdd\xff\xff\xff\xff",

@@ -298,10 +298,6 @@ class Fleet:
         generator.health.loaded()
         return info
 
-    async def connect(self, way: Way) -> None:
-        """Connect every generator to the learner."""
-        await asyncio.gather(*(self.connect_one(g, way) for g in self))
-
     async def connect_one(self, generator: Generator, way: Way) -> None:
         await self._ask(generator, "connect", "connect", way.endpoint, way.backend, way.keys)
 

@@ -141,8 +141,9 @@ def chaos(
     kind = SCENARIOS[scenario]
     name = "-".join(part for part in ("chaos", preset, scenario * (scenario != "kills"), str(seed), fault) if part)
     record = ["observe.record=full"] * replayed
-    chosen = [*settings(kind, kills, engine), f"seed={seed}", f"name={name}", "resume=none", *record, *overrides]
+    common = [*settings(kind, kills, engine), f"seed={seed}", f"name={name}", "resume=none", *record]
     with kind.place(root) as place:
+        chosen = [*common, *kind.settings_in(place), *overrides]
         rehearsal = Rehearsal(preset, chosen, scenario, seed, fault, place, console or Console(file=sys.stderr))
         return rehearsal.run(kind, kills, msgspec.structs.replace(noise or Noise(), seed=seed), roles)
 

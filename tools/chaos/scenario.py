@@ -64,6 +64,11 @@ class Scenario(threading.Thread, ABC):
         """Where the run's directory is made, when `root` was asked for."""
         return contextlib.nullcontext(root)
 
+    @classmethod
+    def settings_in(cls, place: Path) -> Sequence[str]:
+        """Further overrides, which name what is there."""
+        return ()
+
     @abstractmethod
     def disturb(self) -> None:
         """What happens to the run, in this thread."""

@@ -89,6 +89,10 @@ class Publishing:
         self._nothing_to_write = asyncio.Event()
         self._nothing_to_write.set()
 
+    def figures(self) -> dict[str, float]:
+        """Metrics."""
+        return {"weights/strangers": 0 if self.server is None else self.server.refused.total()}
+
     @property
     def writing(self) -> bool:
         """A version that engines are to have is not written yet."""

@@ -295,7 +295,7 @@ class LearnerActor:
                 await work.publishing.copy(counts.version, scored=scored)
         trajectories = [t for group in groups for t in group]
         metrics |= episode_metrics(trajectories) | environment_metrics(trajectories, self._labels)
-        metrics |= work.reception.figures()
+        metrics |= work.reception.figures() | work.publishing.figures()
         metrics |= {f"lag/learner_{name}": value for name, value in self._lag.figures().items()} | self._stages.take()
         (before, spent), (ended, spent_now) = self._mark, self._now()
         self._mark = ended, spent_now

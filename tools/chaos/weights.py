@@ -197,6 +197,8 @@ DESCRIPTORS = 1024
 CALM_SECONDS = 2.5 * HANDSHAKE_MS / 1000
 """The strangers stay for so long at least."""
 STEPS_MEANWHILE = 8
+PATIENT_SECONDS = 60.0
+"""That an installation may take here: who has to connect again waits with the strangers, up to two times of a handshake or so."""
 AT_ONCE = 200
 """Connections that are seen together, at most, for each port: what is waiting to be accepted."""
 
@@ -204,6 +206,8 @@ AT_ONCE = 200
 class Strangers(InTrouble):
     """They are there while weights are written and fetched, and come back when they are turned out. A generator is killed
     meanwhile: its next process has to get in beside them."""
+
+    settings: ClassVar[Sequence[str]] = (*APART, f"weights.install_timeout={PATIENT_SECONDS}")
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -249,6 +253,10 @@ class Strangers(InTrouble):
         allowed = 2 * (NEW_PEERS + AT_ONCE)
         if self.most - self.before > allowed:
             problems.append(f"the learner had {self.most - self.before} more descriptors than before, above {allowed}")
+        last = max(read_objects(self.run_dir / "metrics.jsonl"), key=lambda row: row["step"])
+        for port in ("transport", "weights"):
+            if not last[f"{port}/strangers"]:
+                problems.append(f"{port}/strangers counts none")
         if self.made_between(*self.while_there) < STEPS_MEANWHILE:
             problems.append(f"fewer than {STEPS_MEANWHILE} steps were made while the strangers were there")
         if not any(e["time"] < self.while_there[1] for e in self.events("generator_restarted")):

@@ -97,7 +97,7 @@ def settings(scenario: type[Scenario], kills: int, engine: str) -> list[str]:
     return [
         *common,
         "generator.engine=scripted",
-        "generator.engine_args={ token_seconds = 0.005 }",
+        f"generator.engine_args={{ token_seconds = {scenario.token_seconds} }}",
         "weights.probe=false",
         *(f"model.init.{name}={value}" for name, value in tiny.items()),
         *scenario.settings,

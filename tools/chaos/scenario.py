@@ -34,6 +34,8 @@ class Scenario(threading.Thread, ABC):
 
     settings: ClassVar[Sequence[str]] = ()
     """Overrides, over those that all scenarios share and under what the person sets."""
+    token_seconds: ClassVar[float] = 0.005
+    """Of the scripted engine: the run takes longer than what happens to it."""
 
     def __init__(
         self,

@@ -241,9 +241,8 @@ class FullDisk(Filling):
         # A full spool pauses generators; here the run has to make steps all the while.
         "buffer.durability=memory",
         "routing.trace=all",
-        # Not faster than the disk can be filled and freed.
-        "generator.engine_args={ token_seconds = 0.05 }",
     )
+    token_seconds = 0.05
 
     @classmethod
     def steps(cls, faults: int) -> int:

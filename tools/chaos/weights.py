@@ -31,8 +31,6 @@ APART: tuple[str, ...] = (
     f"weights.install_timeout={INSTALL_SECONDS}",
     f"generator.max_restarts={FEW_RESTARTS}",
     "supervise.on_stall=restart",
-    # The run takes longer than the trouble.
-    "generator.engine_args={ token_seconds = 0.1 }",
 )
 
 
@@ -40,6 +38,7 @@ class InTrouble(Scenario):
     """What the scenarios of weights share."""
 
     settings: ClassVar[Sequence[str]] = APART
+    token_seconds = 0.1
 
     @classmethod
     def steps(cls, faults: int) -> int:

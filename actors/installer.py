@@ -256,6 +256,7 @@ class Installer:
             self._refused[1][name] += 1
             if all(self._refused[1][g.generator_id] >= REFUSALS for g in self.fleet if not g.finished):
                 raise RunFailed(f"{error} (no generator can install version {version} of the weights)") from error
+        generator.ended_for = str(error)  # of its process, only that it is gone can be seen
         await end_process(self._world, generator.handle, *generator.process)
 
     async def _probe(self, generator: Generator, published: Published) -> None:

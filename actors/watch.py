@@ -200,7 +200,11 @@ class Watch:
                 + (f", and in {self.run_dir}/logs for {', '.join(silent)}, which did not answer" if silent else "")
             )
         if action == "restart":
-            await (self._restart(generator) if generator is not None else self._lose_learner(stall))
+            if generator is None:
+                await self._lose_learner(stall)
+            else:
+                generator.ended_for = describe(stall)
+                await self._restart(generator)
 
     def _generator(self, stall: Stall) -> Generator | None:
         name = stall.stage.partition("/")[2]

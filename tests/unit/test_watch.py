@@ -258,6 +258,7 @@ async def test_a_stalled_generator_is_restarted_by_ending_its_process(run):
     await run.watch._act(stall("playing/generator-0"))
     assert run.world.killed == [(run.handles[0], True)]
     assert run.events[0][1]["action"] == "restart"
+    assert run.first.ended_for.startswith("generator-0, in `playing`, did nothing")
 
 
 async def test_a_generator_that_stands_still_in_several_stages_is_restarted_once(run, monkeypatch):

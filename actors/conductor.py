@@ -24,6 +24,7 @@ from r3async.checkpoint import Due, RunState, restore_admission
 from r3async.checkpoint.state import CONDUCTOR_RECORDS, ConductorState
 from r3async.config import Config, config_from_dict
 from r3async.data.versions import FIRST, Lineage
+from r3async.data.written import UNKNOWN, WrittenBytes
 from r3async.record.events import EVENTS, open_events
 from r3async.record.steps import Devices, StepRows
 from r3async.record.timeline import LagMeter, StageSeconds, Timeline
@@ -84,6 +85,7 @@ class Conductor:
         self._stop_seconds = LOADING_STOP_SECONDS
         """How long the actors may take to end: while they load, nothing has to be finished."""
         self._phase = "starting"
+        self._written = UNKNOWN
         self._state = state
         self.made = state.steps if state else 0
         """Steps, in all starts of the run."""
@@ -121,6 +123,10 @@ class Conductor:
     async def leave(self, generator_id: str) -> None:
         """See `Members.leave`."""
         await self.members.leave(generator_id)
+
+    def excluded(self) -> list[str]:
+        """See `Members.excluded`."""
+        return self.members.excluded
 
     def status(self, since: int) -> dict[str, Any]:
         """For the live line; cheap. `rows`: of the steps after step `since`; `evaluations`: the last rows of this start."""
@@ -186,8 +192,8 @@ class Conductor:
                 await while_well(self._checkpoint(), [delivering])
             watching.cancel()  # what follows has limits of its own
             await self._settle(delivering)
-            enter = partial(setattr, self, "_phase")
-            updates = await save_model(self.config, self.learner, self.run_dir, enter) if self.made else 0
+            given = self.config, self.learner, self.run_dir, self._written.checkpoint, partial(setattr, self, "_phase")
+            updates = await save_model(*given) if self.made else 0
             self._phase = "evaluating"
             undone = await self.evaluator.finish(self.made, self.version, lambda: self.stopping)
             stopped = self.stopping and (undone or self.made < self.config.steps)  # and not when all was done
@@ -239,6 +245,7 @@ class Conductor:
         learner.add_done_callback(lambda _: setattr(self, "_phase", "loading engine"))
         info, infos = await asyncio.gather(learner, self.fleet.load())
         check_sees_run(info, self.run_dir)
+        self._written = WrittenBytes(*info["written"])
         self._processes["learner"] = info["pid"], info["host"]
         self.fleet.check(infos, self.admission.slots)
         self.tasks.open(infos[0]["tasks"])
@@ -247,7 +254,6 @@ class Conductor:
         tokens = await self.fleet.probe_tokens()
         listening = await self.learner.call("listen", infos[0]["routing"], backend, tokens)
         way = Way(listening["endpoint"], backend, listening["keys"])
-        await self.fleet.connect(way)
         if self._state is not None or listening["newest_group"] >= 0:
             await self._resume(listening["newest_group"])
         self.tasks.resumed(self.admission.groups_leased)
@@ -393,6 +399,7 @@ class Conductor:
             **known,
             loads=self.dispatch.loads,
             published=lambda: installer.published.version,
+            write_seconds=self.config.weights.write_seconds(self._written.version),
             resting=lambda: self.stopping or self.evaluator.running,
         )
 

@@ -116,6 +116,9 @@ class Crew:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _change(self, conductor: ActorRef, wish: Wish) -> None:
+        for name in await conductor.call("excluded"):
+            if name in self.members:  # its place is free for another
+                self._end(name)
         before, wanted = len(self.members), wish.generators
         if self._waits == "":
             self._events.info("scaling", generators=wanted, of=before, asked=wish.asked)

@@ -62,7 +62,8 @@ class Publishing:
 
     `torch` makes the calls of `backend`, and `writer` writes. A disk that does not take a version is tried again until it does,
     and `report` is told when that begins and ends. `watched` int32 `[T]`: the tokens of the probe's text
-    (`r3async.actors.probing.probe`); None: there is no probe. `server` gives what is written to other hosts, if any."""
+    (`r3async.actors.probing.probe`); None: there is no probe. `write_seconds`: that one version may take to be written. `server`
+    gives what is written to other hosts, if any."""
 
     world: World
     config: Config
@@ -72,6 +73,7 @@ class Publishing:
     torch: Lane
     writer: Lane
     watched: np.ndarray | None
+    write_seconds: float
     server: TcpServer | None = None
     report: Callable[..., object] = lambda event, **facts: None
 
@@ -87,6 +89,10 @@ class Publishing:
         self._nothing_to_write = asyncio.Event()
         self._nothing_to_write.set()
 
+    def figures(self) -> dict[str, float]:
+        """Metrics."""
+        return {"weights/strangers": 0 if self.server is None else self.server.refused.total()}
+
     @property
     def writing(self) -> bool:
         """A version that engines are to have is not written yet."""
@@ -95,15 +101,14 @@ class Publishing:
     async def copy(self, version: int, *, scored: bool) -> None:
         """Copy the current weights as `version`, for `write`, as soon as the version before them is written. With `scored`, they
         score the probe's text."""
-        limit = self.config.weights.write_timeout
         while self.writing:
             try:
-                await asyncio.wait_for(self._nothing_to_write.wait(), limit)
+                await asyncio.wait_for(self._nothing_to_write.wait(), self.write_seconds)
             except TimeoutError as error:
                 if self.disk.waits is None:  # else the disk is waited for, however long it takes
                     raise TimeoutError(
                         f"version {version} has to wait for version {version - 1}, which was not written within "
-                        f"{limit:g} s (weights.write_timeout)"
+                        f"{self.write_seconds:g} s (weights.write_timeout)"
                     ) from error
         await self.torch.run(self.backend.snapshot, version)
         self._copied = version
@@ -137,7 +142,7 @@ class Publishing:
     async def _write(self, reading: Sequence[int]) -> Publication:
         with self.timeline.span("write", version=self._copied):
             writing = self.writer.run(self.backend.write, reading)
-            return await asyncio.wait_for(writing, self.config.weights.write_timeout)
+            return await asyncio.wait_for(writing, self.write_seconds)
 
     async def _offer(self, manifest: WeightManifest, parts: list[Any]) -> list[Any]:
         return parts if self.server is None else [self.server.offer(manifest, *parts)]
@@ -148,7 +153,7 @@ class Publishing:
         from r3async.learner.state import save_version  # loads torch, which this process has by now
 
         writing = self.writer.run(save_version, directory, model, Path(manifest.path), self.config.generator.dtype)
-        await asyncio.wait_for(writing, self.config.weights.write_timeout)
+        await asyncio.wait_for(writing, self.write_seconds)
 
     async def close(self) -> None:
         """Nothing is served any more. Idempotent."""

@@ -12,14 +12,17 @@ from r3async.config import Config
 from r3async.world import ActorRef
 
 
-async def save_model(config: Config, learner: ActorRef, run_dir: Path, enter: Callable[[str], object]) -> int:
+async def save_model(
+    config: Config, learner: ActorRef, run_dir: Path, checkpoint_bytes: int, enter: Callable[[str], object]
+) -> int:
     """Have it save the model, and wait for the last checkpoint. Returns how many updates made the weights. `enter(phase)`."""
     enter("saving the model")
     model, failure = str(run_dir / "model"), "the model was not saved"
     updates = await ask(config, "learner.start_timeout", learner, "save", model, failure=failure)
     enter("writing a checkpoint")
     setting, failure = "checkpoint.write_timeout", "the last checkpoint was not written"
-    await ask(config, setting, learner, "finish_checkpoint", failure=failure, grace=RPC_SECONDS)
+    seconds = config.checkpoint.write_seconds(checkpoint_bytes) + RPC_SECONDS
+    await ask(config, setting, learner, "finish_checkpoint", failure=failure, seconds=seconds)
     return updates
 
 

@@ -63,6 +63,8 @@ class Generator(msgspec.Struct):
     """Its host does not take the file of a version."""
     trouble: str = ""
     """What it was lost by last."""
+    ended_for: str = ""
+    """Why its process was ended from here, until that loss is reported."""
     installing: asyncio.Task[InstallReport] | None = None
     """A delivery to its present process that has not ended, or was not looked at yet."""
     described: dict[str, Any] = {}
@@ -256,13 +258,13 @@ class Fleet:
         generator.generated_tokens, generator.lost_tokens = generator.lost_tokens, 0
 
     def report_lost(self, generator: Generator, error: BaseException, leased_again: Sequence[int]) -> None:
-        generator.trouble = str(error)
+        generator.trouble, generator.ended_for = generator.ended_for or str(error), ""
         self.events.warning(
             "generator_lost",
             generator=generator.generator_id,
             pid=generator.pid,
             leased_again=leased_again,
-            error=str(error)[:300],
+            error=generator.trouble[:300],
         )
 
     # -- starting ------------------------------------------------------------------------------------------------
@@ -297,10 +299,6 @@ class Fleet:
         generator.process = info["pid"], info["host"]
         generator.health.loaded()
         return info
-
-    async def connect(self, way: Way) -> None:
-        """Connect every generator to the learner."""
-        await asyncio.gather(*(self.connect_one(g, way) for g in self))
 
     async def connect_one(self, generator: Generator, way: Way) -> None:
         await self._ask(generator, "connect", "connect", way.endpoint, way.backend, way.keys)

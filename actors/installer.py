@@ -100,18 +100,23 @@ class Installer:
         return generator.probed < 0 or version - generator.probed >= self._config.weights.probe_every
 
     async def begin(self) -> None:
-        """Deliver the first version the way every later one goes. Raises what an installation raised; those that are lost
-        meanwhile are left to `supervise`."""
+        """Connect all, and deliver the first version the way every later one goes. Raises what an installation raised; those that
+        are lost meanwhile are left to `supervise`."""
         await asyncio.gather(*(self._begin(g) for g in self.fleet))
 
     async def _begin(self, generator: Generator) -> None:
         try:
+            await self.connect(generator)
             await self._install(generator)
         except ProcessLost:
             raise
         except ActorLost as error:
             self.fleet.lose(generator)
             self.fleet.report_lost(generator, error, [])
+
+    async def connect(self, generator: Generator) -> None:
+        """To the learner, and to the transport of its weights, for which its host has to make a folder."""
+        await self._with_its_disk(generator, self.fleet.connect_one, generator, self.way)
 
     @property
     def behind(self) -> bool:
@@ -251,6 +256,7 @@ class Installer:
             self._refused[1][name] += 1
             if all(self._refused[1][g.generator_id] >= REFUSALS for g in self.fleet if not g.finished):
                 raise RunFailed(f"{error} (no generator can install version {version} of the weights)") from error
+        generator.ended_for = str(error)  # of its process, only that it is gone can be seen
         await end_process(self._world, generator.handle, *generator.process)
 
     async def _probe(self, generator: Generator, published: Published) -> None:
@@ -274,9 +280,10 @@ class Installer:
         """For `r3async diagnose`: the version is not published any more when the run has ended."""
         if self._config.generator.engine == "scripted":
             return
-        version, setting, failure = published.version, "weights.write_timeout", "it was not written"
+        version, manifest = published.version, published.publication.manifest
+        given = self._config, "weights.write_timeout", self._learner, "keep", manifest
         try:
-            await ask(self._config, setting, self._learner, "keep", published.publication.manifest, failure=failure)
+            await ask(*given, failure="it was not written", seconds=self._config.weights.write_seconds(manifest.nbytes))
         except Exception as error:  # the probe's own message is the one to read
             self._events.warning("version_not_kept", version=version, error=str(error))
         else:
@@ -405,7 +412,7 @@ class Installer:
         try:
             await self._wait_until_alive(generator, self._clock() + self._config.generator.start_timeout)
             await self.fleet.load_one(generator)
-            await self._with_its_disk(generator, self.fleet.connect_one, generator, self.way)
+            await self.connect(generator)
         except ActorLost:
             raise
         except Exception as error:

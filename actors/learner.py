@@ -24,6 +24,7 @@ from r3async.config import config_from_dict, environments
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Trajectory
 from r3async.data.versions import FIRST, Lineage
+from r3async.data.written import written_bytes
 from r3async.learner.batch.planner import Cost, cost_model
 from r3async.record.events import open_events
 from r3async.record.recording import Recorder
@@ -115,6 +116,7 @@ class LearnerActor:
         self._packer = world.threads.lane("prepare")
         self._recorder = Recorder(self.run_dir, self.config, lineage, self.events.warning, world=world)
         self._trained_file = AppendFile(self.run_dir / TRAINED, world=world)
+        self._written = written_bytes(self.config, self.model_path, files=world.files)
         self._labels = [each.label for each in environments(self.config)]
         self._interrupted = asyncio.Event()
         self._doing = "between steps"
@@ -138,7 +140,8 @@ class LearnerActor:
     # -- start and stop --------------------------------------------------------------------------------------------
 
     async def start(self) -> dict[str, Any]:
-        """Load the model, and the checkpoint if the run is resumed. Returns whereabouts."""
+        """Load the model, and the checkpoint if the run is resumed. Returns whereabouts, and what the conductor has to know;
+        `written`: see `written_bytes`."""
         self._lag.start()
         self._loaded = model = await self._torch.run(self._load)
         gpus = await self._torch.run(model.backend.gpus)
@@ -146,7 +149,7 @@ class LearnerActor:
         ranks = [pid for pid, _ in model.backend.processes]
         self.events.info("learner_started", pid=self.world.processes.pid, ranks=ranks, **facts)
         sees = sees_run(self.run_dir, self.lineage.number, self.world.files)
-        return {**whereabouts(self.world), "gpus": gpus, "sees_run": sees}
+        return {**whereabouts(self.world), "gpus": gpus, "sees_run": sees, "written": self._written}
 
     def _load(self) -> Model:
         path, schedule = self.model_path, self.config.schedule
@@ -189,7 +192,8 @@ class LearnerActor:
         text = None if watched is None else np.asarray(watched, np.int32)
         given = server(config, transport, reception.keys, world)
         lanes = self._torch, self._writer
-        known = world, config, self.lineage, self._timeline, model.backend, *lanes, text, given
+        seconds = config.weights.write_seconds(self._written.version)
+        known = world, config, self.lineage, self._timeline, model.backend, *lanes, text, seconds, given
         publishing = Publishing(*known, self.events.warning)
         await publishing.disk.insist(DISK_HINT, self._torch.run, model.backend.publish_through, transport)
         self._work = Work(reception, trainer, Ahead(reception, self._packer, trainer.prepared), checkpoints, publishing)
@@ -291,7 +295,7 @@ class LearnerActor:
                 await work.publishing.copy(counts.version, scored=scored)
         trajectories = [t for group in groups for t in group]
         metrics |= episode_metrics(trajectories) | environment_metrics(trajectories, self._labels)
-        metrics |= work.reception.figures()
+        metrics |= work.reception.figures() | work.publishing.figures()
         metrics |= {f"lag/learner_{name}": value for name, value in self._lag.figures().items()} | self._stages.take()
         (before, spent), (ended, spent_now) = self._mark, self._now()
         self._mark = ended, spent_now

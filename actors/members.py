@@ -51,6 +51,8 @@ class Members:
         self._stopping, self._lost, self._changed = stopping, lost, changed
         self._started: _Started | None = None
         self._begun = asyncio.Event()
+        self.excluded: list[str] = []
+        """Those without which the run goes on, for they were lost too often."""
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._ended = asyncio.Event()
         """One of these may have."""
@@ -92,6 +94,7 @@ class Members:
                 raise
             generator = self._fleet[name]
             self._events.error("generator_excluded", generator=name, pid=generator.pid, error=str(error))
+            self.excluded.append(name)
             self._kill(generator.handle)
             self._forget(generator)
 
@@ -110,7 +113,7 @@ class Members:
         try:
             info = await self._fleet.load_one(generator)
             self._fits(info)
-            await self._fleet.connect_one(generator, start.installer.way)
+            await start.installer.connect(generator)
             await start.installer.settle(generator)
         except ProcessLost:
             raise

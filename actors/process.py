@@ -70,11 +70,12 @@ def begin(world: World, run_dir: Path, role: str) -> RunLock:
 
 
 async def ask(
-    config: Config, setting: str, actor: ActorRef, method: str, *args: Any, failure: str, grace: float = 0.0
+    config: Config, setting: str, actor: ActorRef, method: str, *args: Any, failure: str, seconds: float | None = None
 ) -> Any:
-    """What an actor answers, for which it has as many seconds as the `setting` is, and `grace`. Raises `RunFailed` with
-    what did not happen, and the setting."""
-    seconds = operator.attrgetter(setting)(config) + grace
+    """What an actor answers, for which it has as many `seconds` as the `setting` is, or as follow from it. Raises `RunFailed`
+    with what did not happen, and the setting."""
+    if seconds is None:
+        seconds = operator.attrgetter(setting)(config)
     try:
         return await actor.call(method, *args, timeout=seconds)
     except TimeoutError as error:

@@ -19,6 +19,7 @@ from r3async.actors.ranks import LocalLearner, RankActor
 from r3async.actors.redo import HOLD, SNAPSHOT, Change, RedoLog
 from r3async.checkpoint import FileRecord
 from r3async.config import Config
+from r3async.data.written import UNKNOWN, WrittenBytes, written_bytes
 from r3async.learner import LearnerError, MinibatchResult, summed_stages
 from r3async.learner.batch.packing import MicroBatch
 from r3async.weights.publish import Publication
@@ -58,9 +59,12 @@ class RankedLearner:
         world: World = REAL,
         start: Callable[[], Ranks] | None = None,
         tell: Tell = _silent,
+        written: WrittenBytes = UNKNOWN,
     ):
-        """`start`: the ranks once more."""
+        """`start`: the ranks once more. `written`: see `written_bytes`."""
         self._config, self._world, self._ranks, self._start, self._tell = config, world, ranks, start, tell
+        self._version_seconds = config.weights.write_seconds(written.version)
+        self._state_seconds = config.checkpoint.write_seconds(written.checkpoint)
         self._publisher: ShardedPublisher | None = None
         self._transport = ""
         self._log = RedoLog(config.supervise.copy_steps if start is not None and ranks.one_host else 0)
@@ -86,7 +90,7 @@ class RankedLearner:
         `LearnerError`."""
         start = partial(start_ranks, cls.rank, config, model_path, run_dir, places, world)
         try:
-            return cls(config, start(), world, start, tell)
+            return cls(config, start(), world, start, tell, written_bytes(config, model_path, files=world.files))
         except RankLost as error:  # the same start would end in the same way
             raise LearnerError(str(error)) from error
 
@@ -223,7 +227,7 @@ class RankedLearner:
     def _write(self, calls: RankCalls, reading: Sequence[int]) -> Publication:
         if self._publisher is None:
             writing = calls.begin(0, "call", "write", reading, lane=WRITE)
-            return calls.wait([writing], self._config.weights.write_timeout, alone=True)[0]
+            return calls.wait([writing], self._version_seconds, alone=True)[0]
         publication = self._publisher.send(reading)
         if self._transport == "nccl":
             (publication,) = calls.wait([calls.begin(0, "call", "announce", publication.manifest, lane=WRITE)])
@@ -233,11 +237,11 @@ class RankedLearner:
         """The method `name` of every rank, in its thread for writing, each with arguments of its own."""
         calls = self._ranks.calls
         begun = [calls.begin(rank, "call", name, *args, lane=WRITE) for rank, args in enumerate(given)]
-        return calls.wait(begun, self._config.weights.write_timeout, alone=True)
+        return calls.wait(begun, self._version_seconds, alone=True)
 
     def write_state(self, directory: Path) -> list[FileRecord]:
         """See `LocalLearner.write_state`: each rank writes its own file."""
-        timeout, files = self._config.checkpoint.write_timeout, self._world.files
+        timeout, files = self._state_seconds, self._world.files
 
         def write(calls: RankCalls) -> list[FileRecord]:
             for name in files.list(directory):  # what ranks that were lost began to write

@@ -213,6 +213,7 @@ class Reception:
             "transport/duplicates": receiver.duplicates,
             "transport/rejected": receiver.rejected,
             "transport/damaged": receiver.damaged,
+            "transport/strangers": receiver.refused.total(),
             "buffer/ready_groups": self.buffer.ready_groups(),
         }
 

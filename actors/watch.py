@@ -35,7 +35,7 @@ ANSWERING = "answering/learner"
 
 class Watch:
     """Lives on the conductor's event loop. `loads`: what each generator reported last. `learner`: its actor.
-    `published()`: the newest version that engines are to have. While
+    `published()`: the newest version that engines are to have. `write_seconds`: that one may take to be written. While
     `resting()`, work that nobody has begun waits for nobody: the run is ending, or generators evaluate.
 
     Stages: `playing/G`, `sending/G` and `installing/G` of each generator, `training`, `publishing`, `storing` (the spool's disk
@@ -55,6 +55,7 @@ class Watch:
         learner: ActorRef,
         loads: Mapping[str, Mapping[str, float]],
         published: Callable[[], int],
+        write_seconds: float,
         resting: Callable[[], bool] = lambda: False,
     ):
         self.world, self.config, self.run_dir, self.events = world, config, run_dir, events
@@ -64,9 +65,9 @@ class Watch:
         """The learner's, as reported last."""
         self._question = Question(partial(learner.call, "status"))
         self._releasing: asyncio.Task[None] | None = None
-        weights, supervise = config.weights, config.supervise
+        supervise = config.supervise
         # What has a limit of its own fails by that, and its message is better.
-        limits = {"training": supervise.step_seconds, "publishing": weights.write_timeout + RPC_SECONDS}
+        limits = {"training": supervise.step_seconds, "publishing": write_seconds + RPC_SECONDS}
         self.dog = Watchdog(self._clock, supervise.stall_seconds, limits)
         self._looked: dict[str, None] = {}
         """Generators that were looked at last."""
@@ -199,7 +200,11 @@ class Watch:
                 + (f", and in {self.run_dir}/logs for {', '.join(silent)}, which did not answer" if silent else "")
             )
         if action == "restart":
-            await (self._restart(generator) if generator is not None else self._lose_learner(stall))
+            if generator is None:
+                await self._lose_learner(stall)
+            else:
+                generator.ended_for = describe(stall)
+                await self._restart(generator)
 
     def _generator(self, stall: Stall) -> Generator | None:
         name = stall.stage.partition("/")[2]

@@ -162,7 +162,10 @@ def chaos(
     preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")] = "quickstart",
     overrides: Overrides = None,
     scenario: Annotated[
-        str, typer.Option(help="what happens: kills, rewind, first-checkpoint, full-disk or frozen")
+        str,
+        typer.Option(
+            help="what happens: kills, rewind, first-checkpoint, full-disk, frozen, blocked-line, full-memory or strangers"
+        ),
     ] = "kills",
     kills: Annotated[int, typer.Option(help="processes to kill, of every role (scenario kills)", min=0)] = 20,
     seed: Annotated[int, typer.Option(help="of the run, of who is hit when, and of the noise")] = 0,

@@ -54,6 +54,7 @@ import msgspec
 from r3async.config import Config, ConfigError, LearnerConfig
 from r3async.data.architectures import ARCHITECTURES, REFUSED, declared, supported
 from r3async.data.model_shape import ModelShape, ShapeError, read_shape
+from r3async.data.written import WIDTH
 from r3async.tools.adapted import adapted
 from r3async.untrusted import decode_python_json
 
@@ -65,7 +66,6 @@ CHUNK_ELEMENTS = 2**25
 BUCKET_ELEMENTS = 2**26
 """`learner.shares.BUCKET_ELEMENTS`, and that of `learner.offload`."""
 CONTEXT_BYTES = 1.5 * GIB
-WIDTH = {"float32": 4, "bfloat16": 2}
 
 
 _QWEN3_MOE = {

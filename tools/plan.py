@@ -14,6 +14,7 @@ from r3async.actors.layout import Demand, hosts_needed
 from r3async.config import Config, ConfigError, check_policy_loss
 from r3async.data.model_shape import ModelShape, RoutingShape
 from r3async.data.records import SCHEMA
+from r3async.data.written import WIDTH, WrittenBytes
 from r3async.schedule.admission import age_bound, slots_of
 from r3async.schedule.groups import HEADER_BYTES, largest_buffer
 from r3async.tools.adapted import adapted
@@ -21,7 +22,6 @@ from r3async.tools.layouts import recommended
 from r3async.tools.memory import (
     GIB,
     GPU_PARAMETERS,
-    WIDTH,
     EngineMemory,
     RankMemory,
     check_trained,
@@ -66,10 +66,16 @@ class Plan(msgspec.Struct, frozen=True):
     wire_bytes_per_step: int
     buffer_bytes: int
     version_bytes: int
+    write_seconds: float
+    """That writing a version may take (`weights.write_timeout`)."""
     first_install_seconds: float
     """That an engine may take for its first installation (`weights.install_timeout`)."""
     install_seconds: float
     """And for each that follows."""
+    checkpoint_bytes: int
+    """0 with adapters, which are few."""
+    checkpoint_seconds: float
+    """That writing a checkpoint may take (`checkpoint.write_timeout`)."""
     rank: RankMemory
     engine: EngineMemory
     gpus: int
@@ -129,7 +135,7 @@ def make_plan(config: Config, imports: bool = True) -> Plan:
     rows = config.episode.max_turns if config.episode.rows == "stepwise" else 1
     tokens = rows * config.episode.max_total_tokens
     per_token = wire_bytes(routing)
-    version_bytes = shape.parameters * WIDTH[config.generator.dtype]
+    written = WrittenBytes.of(config, shape.parameters)
     gpus, shared, hosts, across = _places(config) if on_gpus else (0, False, [], [])
     plan = Plan(
         model=shape.name,
@@ -145,9 +151,12 @@ def make_plan(config: Config, imports: bool = True) -> Plan:
         wire_bytes_per_token=per_token,
         wire_bytes_per_step=episodes * (tokens * per_token + HEADER_BYTES),
         buffer_bytes=largest_buffer(config, shape.routing),
-        version_bytes=version_bytes,
-        first_install_seconds=config.weights.install_seconds(version_bytes, first=True),
-        install_seconds=config.weights.install_seconds(version_bytes, first=False),
+        version_bytes=written.version,
+        write_seconds=config.weights.write_seconds(written.version),
+        first_install_seconds=config.weights.install_seconds(written.version, first=True),
+        install_seconds=config.weights.install_seconds(written.version, first=False),
+        checkpoint_bytes=written.checkpoint,
+        checkpoint_seconds=config.checkpoint.write_seconds(written.checkpoint),
         rank=rank,
         engine=engine,
         gpus=gpus,
@@ -326,8 +335,12 @@ def describe(plan: Plan, config: Config) -> str:
         + (": trajectories may wait at their generators" if plan.buffer_bytes > config.transport.credit_bytes else ""),
         f"weights     {size(plan.version_bytes)} a version to each host; shared memory for {PUBLISHED_VERSIONS}: "
         f"{size(PUBLISHED_VERSIONS * plan.version_bytes)}",
+        f"            at most {plan.write_seconds:.0f} s to write (weights.write_timeout)",
         f"            {plan.first_install_seconds:.0f} s for an engine's first installation, {plan.install_seconds:.0f} s for "
         "each that follows (weights.install_timeout)",
+        "checkpoint  "
+        + f"{size(plan.checkpoint_bytes)}, " * bool(plan.checkpoint_bytes)
+        + f"at most {plan.checkpoint_seconds:.0f} s to write (checkpoint.write_timeout)",
         f"memory, a rank of the learner ({number(rank.parameters)} parameters), estimated",
         f"  weights {size(rank.weights)} + optimizer {size(rank.optimizer)} + activations {size(rank.activations)} "
         f"(recompute {config.learner.recompute}) + logits {size(rank.logits)}"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from r3async.config import Config
 from r3async.data.model_shape import ModelShape
+from r3async.data.written import WIDTH
 from r3async.tools.adapted import adapted
-from r3async.tools.memory import WIDTH, copies
+from r3async.tools.memory import copies
 
 
 def size(count: float) -> str:

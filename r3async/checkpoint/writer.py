@@ -14,6 +14,7 @@ from r3async.checkpoint.directory import Checkpoints
 from r3async.checkpoint.resume import fingerprint_model
 from r3async.checkpoint.state import CheckpointError, FileRecord, RunState, TrainingState
 from r3async.config import CheckpointConfig, Config, to_dict
+from r3async.data.written import written_bytes
 from r3async.world import World
 from r3async.world.real import REAL
 
@@ -61,6 +62,8 @@ class CheckpointWriter:
         self, config: Config, run_id: str, model_path: Path, run_dir: Path, events: Any, *, world: World = REAL
     ):
         self._settings, self._config = config.checkpoint, to_dict(config)
+        written = written_bytes(config, model_path, files=world.files)
+        self._seconds = config.checkpoint.write_seconds(written.checkpoint)
         self._run_id, self._model_path, self._events, self._world = run_id, model_path, events, world
         self._checkpoints = Checkpoints.of(config, run_dir, report=self._report, files=world.files)
         self._lane = world.threads.lane("checkpoint")
@@ -114,11 +117,10 @@ class CheckpointWriter:
         if self._pending is None:
             return
         step, writing = self._pending
-        timeout = self._settings.write_timeout
-        await asyncio.wait([writing], timeout=timeout)
+        await asyncio.wait([writing], timeout=self._seconds)
         if not writing.done():
             raise CheckpointError(
-                f"the checkpoint of step {step} was not written within {timeout:g} s (checkpoint.write_timeout)"
+                f"the checkpoint of step {step} was not written within {self._seconds:g} s (checkpoint.write_timeout)"
             )
         self._pending = None
         writing.result()

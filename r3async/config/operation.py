@@ -80,10 +80,20 @@ class ScheduleConfig(Section):
 
 INSTALL_SECONDS = 120.0
 """To install any version; beyond that it is a matter of its bytes."""
-FIRST_BYTES_PER_SECOND = 2e8
-"""At least, where all of a file is fetched, and loaded by vLLM's own loader: the 61 GB of 30 B parameters take 100 to 280 s."""
-BYTES_PER_SECOND = 5e8
+WRITE_SECONDS = 600.0
+"""To write any version."""
+CHECKPOINT_SECONDS = 1800.0
+"""To write any checkpoint."""
+WHOLE_BYTES_PER_SECOND = 2e8
+"""At least, where all of a file is written, or fetched and loaded by vLLM's own loader: the 61 GB of 30 B parameters take an
+engine 100 to 280 s."""
+CHANGED_BYTES_PER_SECOND = 5e8
 """At least, where what changed is fetched and the file is loaded by the plan."""
+
+
+def _seconds(chosen: float | None, least: float, nbytes: int, rate: float = WHOLE_BYTES_PER_SECOND) -> float:
+    """That work on so many bytes may take: as it is `chosen`, or by default `least`, and `rate` bytes in each further second."""
+    return least + nbytes / rate if chosen is None else chosen
 
 
 class WeightsConfig(Section):
@@ -101,8 +111,9 @@ class WeightsConfig(Section):
     """Seconds that an engine may take to get and install a version; with `generator.on_update = drain`, the wait included. Then
     it is restarted. Default: 120, and by the bytes of a version: 1 for each 200 MB at the first installation of an engine, which
     fetches and loads all of them, and 1 for each 500 MB at the others. `--dry-run` says how many that are."""
-    write_timeout: Positive = 600.0
-    """Seconds that writing one version may take. It is written beside the next step; the step after that waits for it."""
+    write_timeout: Positive | None = None
+    """Seconds that writing one version may take. It is written beside the next step; the step after that waits for it. Default:
+    600, and 1 for each 200 MB of a version. `--dry-run` says how many that are."""
     probe: bool = True
     """Compare log-probs of a fixed text, and those that the engine reports of tokens sampled after it at the run's temperature,
     between learner and engine; on a mismatch stop the run and name the tensor. At the first delivery, every `probe_every`
@@ -116,9 +127,12 @@ class WeightsConfig(Section):
 
     def install_seconds(self, nbytes: int, first: bool) -> float:
         """What `install_timeout` says of a version of so many bytes. `first`: for an engine that has no weights yet."""
-        if self.install_timeout is not None:
-            return self.install_timeout
-        return INSTALL_SECONDS + nbytes / (FIRST_BYTES_PER_SECOND if first else BYTES_PER_SECOND)
+        rate = WHOLE_BYTES_PER_SECOND if first else CHANGED_BYTES_PER_SECOND
+        return _seconds(self.install_timeout, INSTALL_SECONDS, nbytes, rate)
+
+    def write_seconds(self, nbytes: int) -> float:
+        """What `write_timeout` says of a version of so many bytes."""
+        return _seconds(self.write_timeout, WRITE_SECONDS, nbytes)
 
 
 class TransportConfig(Section):
@@ -221,10 +235,15 @@ class CheckpointConfig(Section):
     asynchronous: bool = True
     """Write beside the steps that follow, from a copy in host memory: 12 bytes a parameter, over all ranks. One copy waits at
     most."""
-    write_timeout: Positive = 1800.0
-    """Seconds that writing one may take; the next one waits for it."""
+    write_timeout: Positive | None = None
+    """Seconds that writing one may take; the next one waits for it. Default: 1800, and 1 for each 200 MB of it (12 bytes a
+    parameter). `--dry-run` says how many that are."""
     directory: str = ""
     """Where they are; default: `checkpoints` in the run's directory."""
+
+    def write_seconds(self, nbytes: int) -> float:
+        """What `write_timeout` says of a checkpoint of so many bytes."""
+        return _seconds(self.write_timeout, CHECKPOINT_SECONDS, nbytes)
 
 
 SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]

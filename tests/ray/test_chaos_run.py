@@ -9,7 +9,7 @@ from rich.console import Console
 from r3async.config import ConfigError
 from r3async.tools.chaos.relay import Noise
 from r3async.tools.chaos.run import chaos
-from r3async.tools.chaos.scenarios import FullDisk
+from r3async.tools.chaos.scenarios import SCENARIOS, FullDisk
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
@@ -44,12 +44,33 @@ def test_a_run_of_which_every_role_is_killed_trains_everything_once(untrained, t
     assert report.changed  # what of it the learner counted dies with it if it is killed before its next step
 
 
-def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_free_bytes_again(untrained, tmp_path):
+def allowed(scenario, root):
+    """Skips where no file system may be mounted."""
     try:
-        with FullDisk.place(tmp_path):
+        with scenario.place(root):
             pass
     except ConfigError as error:
         pytest.skip(str(error))
+
+
+def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_free_bytes_again(untrained, tmp_path):
+    allowed(FullDisk, tmp_path)
     report = rehearse(untrained, tmp_path, [], scenario="full-disk")
     assert report.problems == []
     assert report.faults == {"disk": 2}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "faults"),
+    [
+        ("blocked-line", {"line": 1}),
+        ("full-memory", {"disk": 2}),
+        ("strangers", {"strangers": 3000, "generator": 1}),
+    ],
+)
+def test_a_run_in_which_weights_meet_trouble_in_one_place_trains_everything_once(untrained, tmp_path, scenario, faults):
+    allowed(SCENARIOS[scenario], tmp_path)
+    report = rehearse(untrained, tmp_path, [], scenario=scenario)
+    assert report.problems == []
+    assert report.faults == faults
+    assert report.resumed == 0

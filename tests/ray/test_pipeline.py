@@ -64,6 +64,8 @@ PROMISED_METRICS = [
     "transport/duplicates",
     "transport/rejected",
     "transport/damaged",
+    "transport/strangers",
+    "weights/strangers",
 ]
 
 

@@ -145,3 +145,17 @@ def test_the_simulator_scales_a_run_beside_faults():
         result = run.run()
     assert (result.violated, result.reason, result.steps) == ("", "", 6)
     assert result.faults["scale"] == 3
+
+
+def test_one_that_was_excluded_is_counted_no_more_and_another_takes_its_place(machine, tmp_path):
+    async def replace(machine):
+        await machine.step(2)
+        await machine.kill("generator-1")
+        await machine.event("generator_excluded")
+        await scaled(machine, 2, "two again")
+
+    settings = [*SETTINGS, "generator.count=2", "generator.max_restarts=0"]
+    report = rehearse(machine, tmp_path, [], *settings, meddle=replace)
+    assert report.problems == []
+    assert [event["of"] for event in machine.events("scaling")] == [1]
+    assert [event["generator"] for event in machine.events("generator_joined")] == ["generator-2"]

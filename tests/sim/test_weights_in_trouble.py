@@ -125,3 +125,30 @@ def test_a_host_whose_disk_takes_no_weights_loses_its_generator_which_waits_for_
     (name,) = names
     assert {event["generator"] for event in cluster.events("weights_stalled")} == {name}
     assert [event["generator"] for event in cluster.events("generator_lost")] == [name], "once, however long it takes"
+
+
+@SEEDS
+def test_a_host_that_is_full_when_its_generator_connects_first_holds_up_no_other(cluster, tmp_path, seed):
+    names = []
+
+    async def fill_up(machine):
+        process = await machine.until(
+            lambda: next(
+                (
+                    p
+                    for p in machine.simulation.processes
+                    if p.name.startswith("generator") and p.host is not machine.host
+                ),
+                None,
+            )
+        )
+        names.append(process.name)
+        process.host.disk.refuse(MEMORY, errno.ENOSPC)
+        await machine.step(2)
+        process.host.disk.allow(MEMORY)
+        await machine.event("weights_go_on")
+
+    train(cluster, tmp_path, fill_up, *SLOW)
+    (name,) = names
+    assert {event["generator"] for event in cluster.events("weights_stalled")} == {name}
+    assert [event["generator"] for event in cluster.events("generator_lost")] == [name], "once, however long it takes"

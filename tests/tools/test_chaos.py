@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import socket
+import threading
 
 import pytest
 
@@ -19,7 +21,8 @@ from r3async.tools.chaos.accounting import (
     check_lineages,
     check_trained,
 )
-from r3async.tools.chaos.relay import Noise, Relay, flip
+from r3async.tools.chaos.crowd import Crowd
+from r3async.tools.chaos.relay import Line, Noise, Relay, flip
 from r3async.transport import wire
 from tests.helpers.transport import CLIENT_KEYS, FAST, LIMIT, Inbox, make_trajectory, receiving, send_all, sending
 
@@ -76,6 +79,47 @@ async def test_a_trajectory_that_is_damaged_each_time_is_given_up_with_the_reaso
     ((name, why),) = refused
     assert name == "t0"
     assert why
+
+
+def test_a_line_passes_bytes_both_ways_and_none_while_it_is_blocked():
+    blocked = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        line = Line(f"tcp://127.0.0.1:{server.getsockname()[1]}", blocked.is_set)
+        line.start()
+        host, _, port = line.endpoint.removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host, int(port)), LIMIT) as near, server.accept()[0] as far:
+            near.sendall(b"there")
+            assert far.recv(100) == b"there"
+            blocked.set()
+            far.sendall(b"back")
+            near.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                near.recv(100)
+            blocked.clear()
+            near.settimeout(LIMIT)
+            assert near.recv(100) == b"back"
+            far.close()
+            assert near.recv(100) == b"", "one end's end is the other's"
+        line.close()
+        line.join(LIMIT)
+
+
+def test_a_crowd_comes_back_when_it_is_turned_out_and_counts():
+    with socket.create_server(("127.0.0.1", 0), backlog=8) as server:
+        crowd = Crowd(4, [server.getsockname()])
+        guests = [server.accept()[0] for _ in range(4)]
+        for guest in guests:
+            guest.sendall(b"who are you?")
+        while crowd.seen.most < 4:
+            crowd.look(LIMIT)
+        guests.pop().close()
+        while crowd.seen.turned_out < 1:
+            crowd.look(LIMIT)
+        server.settimeout(LIMIT)
+        guests.append(server.accept()[0])
+        assert (crowd.seen.tried, crowd.seen.let_in, crowd.seen.turned_out, crowd.seen.most) == (5, 4, 1, 4)
+        for guest in guests:
+            guest.close()
 
 
 # -- the accounting ----------------------------------------------------------------------------------------------------

@@ -225,6 +225,19 @@ def test_how_long_an_installation_may_take_follows_from_the_bytes_of_a_version_u
     assert (fixed.first_install_seconds, fixed.install_seconds) == (77, 77)
 
 
+def test_how_long_writing_may_take_follows_from_the_bytes_unless_it_is_set():
+    config = load_config("moe_30b_r3")
+    plan = make_plan(config)
+    assert plan.checkpoint_bytes == pytest.approx(366e9, rel=0.01)
+    assert (plan.write_seconds, plan.checkpoint_seconds) == pytest.approx((905, 3632), rel=0.01)
+    for printed in ("at most 905 s to write (weights.write_timeout)", "3632 s to write (checkpoint.write_timeout)"):
+        assert printed in describe(plan, config)
+    fixed = make_plan(load_config("moe_30b_r3", ["weights.write_timeout=77", "checkpoint.write_timeout=78"]))
+    assert (fixed.write_seconds, fixed.checkpoint_seconds) == (77, 78)
+    adapters = make_plan(load_config("moe_30b_lora"))
+    assert (adapters.checkpoint_bytes, adapters.checkpoint_seconds) == (0, 1800)
+
+
 def test_a_dry_run_prints_its_plan_and_imports_nothing_heavy(tmp_path):
     code = (
         "import sys; sys.argv = ['r3async', 'train', 'moe_30b_r3', '--dry-run', '--json']\n"

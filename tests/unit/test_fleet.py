@@ -163,6 +163,11 @@ async def test_one_that_plays_is_lost_if_its_disk_does_not_take_a_version_in_tim
     assert [g.state for g in fleet] == ["lost", "healthy"]
     (failed,) = [facts for event, facts in fleet.events.seen if event == "install_failed"]
     assert "Too many open files" in failed["error"]
+    for gone in ("its connection is gone", "it was killed"):
+        fleet.report_lost(fleet["generator-0"], ActorLost(gone), [])
+    told = [facts["error"] for event, facts in fleet.events.seen if event == "generator_lost"]
+    assert "Too many open files" in told[0], "the cause, and not what it looks like from here"
+    assert told[1] == fleet["generator-0"].trouble == "it was killed"
 
 
 async def test_the_first_installation_of_a_process_has_the_time_that_its_bytes_take(installer, fleet, handles):

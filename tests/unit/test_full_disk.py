@@ -10,6 +10,7 @@ import pytest
 
 from r3async.config import ConfigError
 from r3async.rollout.agents.agents import _write_private
+from r3async.tools.chaos.filling import top_up
 from r3async.tools.chaos.scenarios import FullDisk
 from r3async.world.real import REAL
 from r3async.world.threads import dump_stacks
@@ -28,7 +29,7 @@ def small_disk(tmp_path):
 def fill(directory: Path) -> Path:
     ballast = directory / "ballast"
     with ballast.open("wb", buffering=0) as file:
-        FullDisk._top_up(file.fileno())
+        top_up(file.fileno())
     return ballast
 
 

@@ -50,7 +50,7 @@ class Run:
     """A run at rest: two healthy generators that play, and a learner between two steps."""
 
     def __init__(self, tmp_path, *overrides):
-        settings = [f"supervise.stall_seconds={STALL}", "supervise.step_seconds=1000", "weights.write_timeout=200"]
+        settings = [f"supervise.stall_seconds={STALL}", "supervise.step_seconds=1000"]
         self.config = load_config("quickstart", [*settings, "weights.install_timeout=150", *overrides])
         self.clock, self.learner, self.handles, self.events = Clock(), Actor(), [Actor(), Actor()], []
         logger = SimpleNamespace(
@@ -79,6 +79,7 @@ class Run:
             learner=self.learner,
             loads=self.loads,
             published=lambda: 0,
+            write_seconds=200.0,
             resting=lambda: self.resting,
         )
         self.watch._status = self.learner.says
@@ -257,6 +258,7 @@ async def test_a_stalled_generator_is_restarted_by_ending_its_process(run):
     await run.watch._act(stall("playing/generator-0"))
     assert run.world.killed == [(run.handles[0], True)]
     assert run.events[0][1]["action"] == "restart"
+    assert run.first.ended_for.startswith("generator-0, in `playing`, did nothing")
 
 
 async def test_a_generator_that_stands_still_in_several_stages_is_restarted_once(run, monkeypatch):

@@ -124,7 +124,7 @@ def learner(tmp_path, monkeypatch):
     monkeypatch.setattr(r3async.actors.learner, "begin", lambda *args: None)
     actor = LearnerActor(REAL, "run", to_dict(settings), "model", str(tmp_path))
     timeline, lanes = Timeline(tmp_path, "learner", enabled=False), (actor._torch, actor._writer)
-    publishing = Publishing(REAL, actor.config, actor.lineage, timeline, backend, *lanes, None)
+    publishing = Publishing(REAL, actor.config, actor.lineage, timeline, backend, *lanes, None, LIMIT)
     monkeypatch.setattr(r3async.actors.learner, "check_ages", lambda *args: None)
     monkeypatch.setattr(r3async.actors.learner, "age_metrics", lambda *args: {})
     monkeypatch.setattr(Trainer, "prepared", lambda self, groups: Prepared(groups, [], [], [], {}, []))
@@ -170,7 +170,7 @@ async def test_a_version_that_cannot_be_written_raises_and_holds_nothing_up(lear
 
 
 async def test_a_version_that_is_not_written_in_time_is_named_with_the_setting(learner):
-    learner.config.weights.write_timeout = 0.1
+    learner.work.publishing.write_seconds = 0.1
     await learner.train_step()
     with pytest.raises(
         TimeoutError, match=r"version 2 has to wait for version 1, .* 0\.1 s \(weights\.write_timeout\)"

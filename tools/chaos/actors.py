@@ -8,6 +8,7 @@ import random
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,20 @@ from r3async.actors.learner import LearnerActor
 from r3async.actors.supervise import Pipeline, Running
 from r3async.data.records import Trajectory
 from r3async.record.steps import checksum
+from r3async.rollout.engines import InstallReport
 from r3async.schedule.groups import GroupBuffer
 from r3async.tools.chaos.accounting import Acknowledged, Damaged, Passed, Sent
-from r3async.tools.chaos.relay import Direction, Noise, Relay
+from r3async.tools.chaos.relay import Direction, Line, Noise, Relay
 from r3async.transport import Ledger
+from r3async.transport.sender import Sender
 from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, frames_of
+from r3async.weights.publish import Publication
+from r3async.weights.tcp import Source
+from r3async.world import World
 from r3async.world.appending import AppendFile
-from r3async.world.keys import ClientKeys, generator_keys
+from r3async.world.files import replace_file
+from r3async.world.keys import ClientKeys
+from r3async.world.processes import HOST_NAME
 
 LATE_SECONDS = 2.0
 """By which the learner that acknowledges too early writes too late."""
@@ -72,18 +80,69 @@ class Recorder:
         self._file.append(msgspec.json.encode(message))
 
 
-class ChaosGenerator(GeneratorActor):
-    """Reaches the learner through a `Relay` of its own process."""
+class Ports(msgspec.Struct, frozen=True):
+    """Addresses at which the learner takes trajectories, and gives weights."""
 
-    async def connect(self, endpoint: str, backend: str, keys: ClientKeys | None) -> None:
+    trajectories: str
+    weights: str
+
+
+def ports_file(run_dir: Path, generator_id: str) -> Path:
+    """The `Ports` that a generator was told of."""
+    return chaos_directory(run_dir) / f"{generator_id}.ports"
+
+
+def blocked_line(run_dir: Path, generator_id: str) -> Path:
+    """While this file is there, nothing passes between the generator and what the learner gives weights by."""
+    return chaos_directory(run_dir) / f"{generator_id}.blocked"
+
+
+def memory_of(directory: str, generator_id: str) -> Path:
+    """Where a generator has its weights, if `weights.directory` is the learner's `directory`."""
+    return Path(directory).with_name(generator_id)
+
+
+class ChaosGenerator(GeneratorActor):
+    """Reaches the learner through a `Relay` of its own process. With `weights.backend = "tcp"` it is on a host of its own, as far
+    as weights know: they come over a `Line`, into a folder that no other has."""
+
+    def __init__(self, world: World, generator_id: str, run_id: str, config: dict[str, Any], *args: Any):
+        self._apart = config["weights"]["backend"] == "tcp"
+        if self._apart:
+            os.environ[HOST_NAME] = generator_id
+        super().__init__(world, generator_id, run_id, config, *args)
+        weights = self.config.weights
+        if self._apart and weights.directory:
+            weights.directory = str(memory_of(weights.directory, generator_id))
+        self._parts = replace(self._parts, sender=self._by_relay)
+        self._endpoint = ""
+        """Where the learner takes trajectories."""
+        self._lines: list[Line] = []
+
+    async def install(self, publication: Publication) -> InstallReport:
+        return await super().install(self._by_line(publication) if self._apart else publication)
+
+    def _by_line(self, publication: Publication) -> Publication:
+        source: Source = publication.parts[0]
+        if not self._lines:
+            blocked = blocked_line(self.run_dir, self.generator_id)
+            self._lines.append(Line(source.endpoint, blocked.exists))
+            self._lines[0].start()
+            ports = Ports(self._endpoint, source.endpoint)
+            replace_file(ports_file(self.run_dir, self.generator_id), msgspec.json.encode(ports))
+        source = msgspec.structs.replace(source, endpoint=self._lines[0].endpoint)
+        return msgspec.structs.replace(publication, parts=[source])
+
+    def _by_relay(self, endpoint: str, *args: Any, keys: ClientKeys, **options: Any) -> Sender:
+        """What sends trajectories to the learner. Weights come with the keys that it was given."""
         directory = chaos_directory(self.run_dir)
         noise = msgspec.json.decode((directory / "noise.json").read_bytes(), type=Noise)
         seed = zlib.crc32(f"{noise.seed}/{self.generator_id}".encode())
         note = Recorder(directory / f"{self.generator_id}-{os.getpid()}.jsonl")
-        keys = generator_keys(self.config.transport, keys)
         self.relay = Relay(endpoint, noise, random.Random(seed), note, note.damage, keys=keys)
         self.relay.start()
-        await super().connect(self.relay.endpoint, backend, self.relay.sender_keys)
+        self._endpoint = endpoint
+        return Sender(self.relay.endpoint, *args, keys=self.relay.sender_keys, **options)
 
 
 class AckBeforeSpool(LearnerActor):

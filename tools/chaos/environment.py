@@ -15,7 +15,8 @@ class Unsteady:
     """A task is a few letters; the reward is 0 or 1, of the answers' bytes alone."""
 
     def __init__(self, turns: int = 2, seconds: float = 0.02, failing: float = 0.01):
-        """`seconds`: of a call, at most. `failing`: probability that a call raises."""
+        """`seconds`: of a call, at most. `failing`: probability that a call raises, as a broken connection
+        does: the next try may well succeed."""
         self._turns, self._seconds, self._failing = turns, seconds, failing
         self._rng = random.Random()
         self._answers = ""
@@ -40,4 +41,4 @@ class Unsteady:
     def _work(self) -> None:
         time.sleep(self._rng.uniform(0, self._seconds))
         if self._rng.random() < self._failing:
-            raise RuntimeError("this environment fails now and then, on purpose")
+            raise ConnectionError("this environment fails now and then, on purpose")

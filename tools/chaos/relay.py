@@ -1,8 +1,11 @@
-"""A faulty connection between a sender and its receiver: frames are delayed, and bits of them change. All of them are noted."""
+"""Faulty connections. Between a sender and its receiver frames are delayed, and bits of them change, and all of them are noted.
+Between a host and what sends it weights nothing passes for a while."""
 
 from __future__ import annotations
 
+import contextlib
 import random
+import socket
 import threading
 import time
 from collections import deque
@@ -84,9 +87,9 @@ class Relay(threading.Thread):
             if self._back is not None and self._back in ready:
                 self._hold("to_generator", self._back.recv_multipart())
             self._release()
-        for socket in (self._front, self._back):
-            if socket is not None:
-                socket.close()
+        for end in (self._front, self._back):
+            if end is not None:
+                end.close()
         self._context.term()
 
     def close(self) -> None:
@@ -126,3 +129,43 @@ def flip(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
         changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
         frames[i] = bytes(changed)
     return frames
+
+
+class Line(threading.Thread):
+    """Passes bytes on between whoever connects to `endpoint` and the port at `target`, and none while `blocked()`: what waits
+    then comes later, as over TCP."""
+
+    def __init__(self, target: str, blocked: Callable[[], bool]):
+        super().__init__(name="chaos-line", daemon=True)
+        host, _, port = target.removeprefix("tcp://").rpartition(":")
+        self._target, self._blocked = (host, int(port)), blocked
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                near, _ = self._listener.accept()
+                try:
+                    far = socket.create_connection(self._target)
+                except OSError:
+                    near.close()
+                    continue
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def close(self) -> None:
+        """No further connection is made."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with source:
+            with contextlib.suppress(OSError):
+                while data := source.recv(2**16):
+                    while self._blocked():
+                        time.sleep(POLL_MS / 1000)
+                    sink.sendall(data)
+            for end in (source, sink):  # the other direction ends with this one
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)

@@ -97,7 +97,7 @@ def settings(scenario: type[Scenario], kills: int, engine: str) -> list[str]:
     return [
         *common,
         "generator.engine=scripted",
-        "generator.engine_args={ token_seconds = 0.005 }",
+        f"generator.engine_args={{ token_seconds = {scenario.token_seconds} }}",
         "weights.probe=false",
         *(f"model.init.{name}={value}" for name, value in tiny.items()),
         *scenario.settings,
@@ -141,8 +141,9 @@ def chaos(
     kind = SCENARIOS[scenario]
     name = "-".join(part for part in ("chaos", preset, scenario * (scenario != "kills"), str(seed), fault) if part)
     record = ["observe.record=full"] * replayed
-    chosen = [*settings(kind, kills, engine), f"seed={seed}", f"name={name}", "resume=none", *record, *overrides]
+    common = [*settings(kind, kills, engine), f"seed={seed}", f"name={name}", "resume=none", *record]
     with kind.place(root) as place:
+        chosen = [*common, *kind.settings_in(place), *overrides]
         rehearsal = Rehearsal(preset, chosen, scenario, seed, fault, place, console or Console(file=sys.stderr))
         return rehearsal.run(kind, kills, msgspec.structs.replace(noise or Noise(), seed=seed), roles)
 

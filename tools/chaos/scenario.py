@@ -34,6 +34,8 @@ class Scenario(threading.Thread, ABC):
 
     settings: ClassVar[Sequence[str]] = ()
     """Overrides, over those that all scenarios share and under what the person sets."""
+    token_seconds: ClassVar[float] = 0.005
+    """Of the scripted engine: the run takes longer than what happens to it."""
 
     def __init__(
         self,
@@ -63,6 +65,11 @@ class Scenario(threading.Thread, ABC):
     def place(cls, root: Path) -> AbstractContextManager[Path]:
         """Where the run's directory is made, when `root` was asked for."""
         return contextlib.nullcontext(root)
+
+    @classmethod
+    def settings_in(cls, place: Path) -> Sequence[str]:
+        """Further overrides, which name what is there."""
+        return ()
 
     @abstractmethod
     def disturb(self) -> None:

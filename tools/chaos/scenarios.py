@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import random
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +13,11 @@ from typing import Any, ClassVar
 
 import psutil
 
-from r3async.config import ConfigError
 from r3async.record.reading import read_objects
 from r3async.record.steps import TRAINED
+from r3async.tools.chaos.filling import Filling, mounted
 from r3async.tools.chaos.scenario import TAIL, Role, Scenario
+from r3async.tools.chaos.weights import BlockedLine, FullMemory, Strangers
 
 # -- kills: processes of every role, one after the other, by `kill -9` --------------------------------------------------
 
@@ -233,19 +232,17 @@ MEGABYTES = 20
 FILLS = 2
 STEPS = 60
 HELD_SECONDS = (3.0, 5.0)
-TOP_UP_SECONDS = 0.05
 
 
-class FullDisk(Scenario):
+class FullDisk(Filling):
     """Fills the disk twice, each time for some seconds. Rows of steps that were made meanwhile have to be there in the end."""
 
     settings: ClassVar[Sequence[str]] = (
         # A full spool pauses generators; here the run has to make steps all the while.
         "buffer.durability=memory",
         "routing.trace=all",
-        # Not faster than the disk can be filled and freed.
-        "generator.engine_args={ token_seconds = 0.05 }",
     )
+    token_seconds = 0.05
 
     @classmethod
     def steps(cls, faults: int) -> int:
@@ -255,23 +252,8 @@ class FullDisk(Scenario):
     @contextmanager
     def place(cls, root: Path) -> Iterator[Path]:
         """A file system of that size, mounted below `root`. Raises `ConfigError` where that is not allowed."""
-        point = root.absolute() / f"full-disk.{os.getpid()}"
-        point.mkdir(parents=True)
-        mounting = ["mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", str(point)]
-        try:
-            done = subprocess.run(mounting, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise ConfigError(
-                    f"--scenario full-disk mounts a file system of {MEGABYTES} MB, which is not allowed here "
-                    f"({done.stderr.strip()}): run it as root, or in a namespace of its own: unshare -rm r3async chaos …"
-                )
-            try:
-                yield point
-            finally:
-                subprocess.run(["umount", "--lazy", str(point)], check=True)
-        finally:
-            with contextlib.suppress(OSError):
-                point.rmdir()
+        with mounted(root.absolute() / f"full-disk.{os.getpid()}", MEGABYTES, "full-disk") as point:
+            yield point
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -282,34 +264,8 @@ class FullDisk(Scenario):
         for number in range(FILLS):
             if not self.wait_for_step(2 + number * STEPS // 2):
                 return
-            self._fill(self.rng.uniform(*HELD_SECONDS))
-
-    def _fill(self, seconds: float) -> None:
-        ballast, began, until = self.run_dir.parent / "ballast", 0.0, 0.0
-        with ballast.open("ab", buffering=0) as file:
-            while not until or time.time() < until:
-                self._top_up(file.fileno())
-                if not until:
-                    began = time.time()
-                    until = began + seconds
-                    self.done["disk"] += 1
-                    self.report(f"chaos: the disk is full for {seconds:.1f} s, fault {self.done.total()}")
-                if not self.wait(TOP_UP_SECONDS):
-                    break
-        ballast.unlink()
-        self.full.append((began, time.time()))
-        self.report("chaos: the disk has free bytes again")
-
-    @staticmethod
-    def _top_up(descriptor: int) -> None:
-        """To the last byte: what others free meanwhile, too."""
-        for size in (2**20, 2**12, 1):
-            try:
-                while True:
-                    os.write(descriptor, bytes(size))
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
+            seconds = self.rng.uniform(*HELD_SECONDS)
+            self.full.append(self.fill(self.run_dir.parent, "the disk", lambda full_for, s=seconds: full_for >= s))
 
     def problems(self) -> list[str]:
         problems = []
@@ -326,9 +282,12 @@ class FullDisk(Scenario):
 
 
 SCENARIOS: dict[str, type[Scenario]] = {
+    "blocked-line": BlockedLine,
     "first-checkpoint": FirstCheckpoint,
     "frozen": Frozen,
     "full-disk": FullDisk,
+    "full-memory": FullMemory,
     "kills": Kills,
     "rewind": Rewind,
+    "strangers": Strangers,
 }

@@ -79,7 +79,8 @@ class Conductor:
         self.dispatch = Dispatch(self.admission, self.fleet, resting)
         known = self.config, self.events, self.fleet, self.dispatch
         self.members = Members(*known, self._lose, self._resized, resting, world.actors.kill, clock)
-        self.evaluator = Evaluator(self.config, self.run_dir, self.events, self.fleet, world=world)
+        revive = self.members.revive
+        self.evaluator = Evaluator(self.config, self.run_dir, self.events, self.fleet, revive=revive, world=world)
         self._stop_requested = asyncio.Event()
         self._stop_seconds = LOADING_STOP_SECONDS
         """How long the actors may take to end: while they load, nothing has to be finished."""

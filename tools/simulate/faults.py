@@ -64,7 +64,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     `short_write`     a share of `amount` of what is appended fails half-way
     `short_put`       the `amount`th trajectory from then on that is written to the spool fails half-way
     `slow_disk`       each operation on files takes `amount` seconds
-    `no_descriptors`  the process `target` opens no file and no connection (EMFILE), and lets nobody in
+    `no_descriptors`  the process `target` opens no file and no connection (EMFILE), and lets nobody in; those that it has are cut
     `power`           host `target` ends with all its processes, and is back after `seconds`; if it has the disk, all hosts do,
                       and what was not synced is lost, or torn
     `power_writing`   the same, in the `amount`th operation from then on that changes the disk
@@ -130,7 +130,7 @@ SHAPES: dict[Kind, _Shape] = {
     "short_write": _Shape(2, "none", (0.5, 20), (0.05, 0.7)),
     "short_put": _Shape(4, "none", (60, 60), (1, 6)),
     "slow_disk": _Shape(1, "none", (5, 40), (0.001, 0.1), "seconds"),
-    "no_descriptors": _Shape(0, "role", (1, 60)),
+    "no_descriptors": _Shape(0, "role", (10, 100)),
     "power": _Shape(2, "host", (0.5, 20)),
     "power_writing": _Shape(3, "disk", (0.5, 20), (1, 60)),
     "kill": _Shape(6, "role"),

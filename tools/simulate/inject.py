@@ -246,6 +246,7 @@ class Injector:
     def _fill_descriptors(self, fault: Fault) -> None:
         if (process := self._simulation.find(fault.target)) is not None:
             process.full = True
+            self._simulation.network.cut(fault.target)
             self._lasts(fault, lambda: setattr(process, "full", False))
 
     def _freeze(self, fault: Fault) -> None:

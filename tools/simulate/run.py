@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import os
 import shutil
@@ -50,7 +49,6 @@ MOST_SECONDS = 36_000.0
 LOOK_SECONDS = 5.0
 DISK_SECONDS = 120.0
 """After the last fault, until nothing can fail for a disk any more."""
-DISK_ERRORS = ("[Errno 5]", "[Errno 24]", "[Errno 28]", os.strerror(errno.EMFILE))
 AGAIN_SECONDS = 5.0
 """Until the person gives the command again, after the driver ended or failed."""
 
@@ -350,7 +348,7 @@ def _may_fail(outcome: Exception | None, last: float, now: float) -> bool:
     """Whether a person would give the command again: a disk did not do what it must, or processes of the run still write. Both
     are over some time after the `last` fault."""
     said = str(outcome)
-    disk = isinstance(outcome, OSError) or any(error in said for error in DISK_ERRORS)
+    disk = isinstance(outcome, OSError) or "[Errno 5]" in said or "[Errno 28]" in said
     busy = isinstance(outcome, ConfigError) and ("in use by another" in said or "did not end within" in said)
     return (disk and now < last + DISK_SECONDS) or (busy and now < last + LOCK_SECONDS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 from r3async.actors.installer import Installer
@@ -51,7 +52,7 @@ def evaluation_ends_with_its_generator(revive: Any) -> Any:
 
 @mutant(GroupPlayer, "__init__")
 def given_up_at_once(init: Any) -> Any:
-    """An episode is given up when its environment fails for the first time."""
+    """An episode is dropped when its environment fails for the first time."""
 
     def once(self: GroupPlayer, **facts: Any) -> None:
         init(self, **facts)
@@ -72,7 +73,7 @@ def no_second_try_to_connect(reconnect: Any) -> Any:
 @mutant(disk_waits, "is_disk_trouble")
 def full_process_not_waited_for(is_disk_trouble: Any) -> Any:
     """Weights that cannot be written for want of descriptors are not tried again."""
-    return lambda error: is_disk_trouble(error) and error.errno != 24
+    return lambda error: is_disk_trouble(error) and error.errno != errno.EMFILE
 
 
 @mutant(Installer, "reading")

@@ -1,8 +1,9 @@
 """`python -m r3async.tools.comparison`: docs/comparison.md, from docs/figures/comparison.toml.
 
-A cell of the data is what another framework states about itself, its evidence, and the day on which that was read. What is older
-than 60 days on the day of writing (`as_of`) is printed as "?". The day is kept in the data, so that
-the page is the same whenever it is checked. `--check` writes nothing, and exits 1 if the page is not what would be written.
+A cell of the data is what another framework states about itself, with its evidence. Each piece of evidence has its own day,
+that of a release or of a thread, whenever it was read. The page prints its month. A cell whose newest day is more than 180
+days before the day of writing (`as_of`) is marked "old". The day of writing is kept in the data, so that the page is the
+same whenever it is checked. `--check` writes nothing, and exits 1 if the page is not what would be written.
 """
 
 from __future__ import annotations
@@ -17,24 +18,41 @@ import msgspec
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "comparison.md"
 DATA = PAGE.parent / "figures" / "comparison.toml"
-OLD = datetime.timedelta(days=60)
-HEAD = """# Comparison with other frameworks
+OLD = datetime.timedelta(days=180)
+HEAD = f"""# Comparison with other frameworks
 
-What other open frameworks state about the points that r3async is about, each with its evidence. A framework that a table
-lacks may have the feature: no evidence was found. "?" stands for evidence older than 60 days. The page was written on
-{as_of} from [its data](figures/comparison.toml) by `python -m r3async.tools.comparison`. Each point ends with who is
-ahead of r3async.
+What nine other open frameworks state about the points that r3async is about, and about more, each with its evidence. A
+framework that a table lacks may have the feature: no evidence was found. r3async has not been run on GPUs; the others
+have. Each point ends with who is ahead of r3async.
+
+Beside each source is the month of its own day: that of a release, or of the earliest entry of a pull request or issue that
+was read. "Undated" are pages whose day is not known. A cell whose newest known day is more than {OLD.days} days old is marked
+"old": the framework may have more by now. The page was written on {{as_of}} from [its data](figures/comparison.toml) by
+`python -m r3async.tools.comparison`.
 """
+LABELS = (
+    (r"/(?:pull|issues)/(\d+)$", "#"),
+    (r"/(?:releases/tag|tree)/([^/]+)$", ""),
+    (r"/blob/[^/]+/(?:.*/)?([^/]+)$", ""),
+    (r"^https://pypi\.org/project/[^/]+/([\d.]+)/$", ""),
+    (r"^https://arxiv\.org/abs/(.+)$", "arXiv "),
+    (r"#(readme)$", ""),
+)
+
+
+class Evidence(msgspec.Struct, forbid_unknown_fields=True):
+    """Where a reader finds it. `at`: the address; `dated`: its own day, if that is known."""
+
+    at: str
+    dated: datetime.date | None = None
 
 
 class Cell(msgspec.Struct, forbid_unknown_fields=True):
-    """What one framework states. `of`: a key of `Comparison.names`; `evidence`: addresses; `read`: when they were read."""
+    """What one framework states. `of`: a key of `Comparison.names`."""
 
     of: str
     text: str
-    evidence: list[str]
-    read: datetime.date
-    commit: str = ""
+    evidence: list[Evidence]
 
 
 class Point(msgspec.Struct, forbid_unknown_fields=True):
@@ -55,16 +73,27 @@ class Comparison(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _label(address: str) -> str:
-    """`#123` of a pull request or issue, `v1.2` of a release, else "docs"."""
-    if numbered := re.search(r"/(?:pull|issues)/(\d+)$", address):
-        return f"#{numbered[1]}"
-    return address.rsplit("/", 1)[1] if "/releases/tag/" in address else "docs"
+    """`#123` of a pull request or issue, the version of a release, the name of a file, else "docs"."""
+    for pattern, mark in LABELS:
+        if found := re.search(pattern, address):
+            return mark + found[1]
+    return "docs"
+
+
+def _source(evidence: Evidence) -> str:
+    when = f"{evidence.dated:%b %Y}" if evidence.dated else "undated"
+    return f"[{_label(evidence.at)}]({evidence.at}), {when}"
+
+
+def is_old(cell: Cell, as_of: datetime.date) -> bool:
+    """The newest day of its evidence is further back than `OLD`. Evidence without a day says nothing."""
+    days = [evidence.dated for evidence in cell.evidence if evidence.dated]
+    return bool(days) and as_of - max(days) > OLD
 
 
 def _statement(cell: Cell, as_of: datetime.date) -> str:
-    sources = ", ".join(f"[{_label(address)}]({address})" for address in cell.evidence)
-    at = f" at `{cell.commit}`" if cell.commit else ""
-    return f"? ({sources})" if as_of - cell.read > OLD else f"{cell.text} ({sources}{at})"
+    sources = "; ".join(map(_source, cell.evidence))
+    return f"{cell.text} ({sources}{'; old' if is_old(cell, as_of) else ''})"
 
 
 def page(data: Comparison) -> str:

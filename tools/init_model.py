@@ -25,6 +25,7 @@ import msgspec
 import xxhash
 
 import r3async.learner
+from r3async.actors.process import RunFailed
 from r3async.config import Config, ConfigError, InitConfig, LearnerConfig, config_from_dict, environments, to_dict
 from r3async.config.training import RoutingConfig
 from r3async.data.records import Sample
@@ -32,6 +33,7 @@ from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
 from r3async.envs.dataset import is_dataset
 from r3async.envs.factory import BUILT_IN, environment_factory
 from r3async.envs.objects import all_held, hold
+from r3async.envs.raised import describe_raised
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer, Conversation
 from r3async.rollout.demonstrations import Demonstration
@@ -53,6 +55,7 @@ WARM_BATCH = 64
 """Episodes of a supervised step."""
 WARM_TOKENS = 16384
 """Of a micro-batch."""
+FAILED_IN_A_ROW = 8
 EVALUATED = 64
 """Episodes of an evaluation."""
 DIGEST = "digest"
@@ -120,7 +123,9 @@ def random_model(init: InitConfig, tokenizer: Any) -> Any:
 class OracleData:
     """Episodes played by the environment's own oracle."""
 
-    def __init__(self, factory: EnvironmentFactory, renderer: ChatRenderer, seed: int):
+    def __init__(
+        self, factory: EnvironmentFactory, renderer: ChatRenderer, seed: int, progress: Progress = lambda line: None
+    ):
         env = factory()
         if not isinstance(env, HasOracle):
             raise ConfigError(
@@ -128,8 +133,33 @@ class OracleData:
             )
         self._factory, self._renderer = factory, renderer
         self._rng = random.Random(f"warm-up {seed}")
+        self._progress, self._reported = progress, set[str]()
 
     async def _episode(self) -> tuple[Demonstration, list[tuple[list[int], Environment, int]]]:
+        """Play one to its end. The user's code may raise on some tasks, as it may in training: another task is played then.
+
+        Raises the error that `FAILED_IN_A_ROW` tasks failed with.
+        """
+        for failed in range(1, FAILED_IN_A_ROW + 1):
+            try:
+                return await self._played()
+            except ConfigError:
+                raise
+            except Exception as error:
+                self._report(error)
+                if failed == FAILED_IN_A_ROW:
+                    raise RunFailed(
+                        f"{failed} tasks in a row failed while the new model was warmed up: {describe_raised(error).line}"
+                    ) from error
+        raise AssertionError
+
+    def _report(self, error: Exception) -> None:
+        """Each distinct error once."""
+        if (line := describe_raised(error).line) not in self._reported:
+            self._reported.add(line)
+            self._progress(f"the warm-up leaves a task out: {line}")
+
+    async def _played(self) -> tuple[Demonstration, list[tuple[list[int], Environment, int]]]:
         env: Any = self._factory()
         conversation = Conversation(
             self._renderer, await env.reset(self._rng.getrandbits(63)), getattr(env, "tools", ())
@@ -189,7 +219,10 @@ class OracleData:
                 ended = self._renderer.end_id in row
                 answer = row[: row.index(self._renderer.end_id)] if ended else row
                 text = self._renderer.text(answer)
-                rewards.append((await env.step(Action(text, "stop" if ended else "length"))).reward)
+                try:
+                    rewards.append((await env.step(Action(text, "stop" if ended else "length"))).reward)
+                except Exception as error:  # the user's, of what the model wrote
+                    self._report(error)
             return rewards
 
         return sum(run_on_shared_loop(score())) / episodes
@@ -242,7 +275,7 @@ def init_model(directory: Path, config: Config, progress: Progress = lambda line
     """Make `directory`: safetensors, tokenizer, chat template, and `r3async_init.json` with what was done.
 
     Written aside and renamed, so that an interrupted call leaves nothing half made. Raises `FileExistsError` if the
-    directory exists, `ConfigError` if the environment has no oracle.
+    directory exists, `ConfigError` if the environment has no oracle, `RunFailed` if its tasks fail one after the other.
     """
     if directory.exists():
         raise FileExistsError(f"{directory} exists already")
@@ -258,7 +291,7 @@ def init_model(directory: Path, config: Config, progress: Progress = lambda line
     logging.disable_progress_bar()
     tokenizer = byte_tokenizer()
     renderer = ChatRenderer(tokenizer)
-    data = OracleData(factory, renderer, init.seed)
+    data = OracleData(factory, renderer, init.seed, progress)
     model = random_model(init, tokenizer)
     parameters = sum(p.numel() for p in model.parameters())
     progress(f"made a random Qwen3-MoE: {parameters / 1e6:.2f} M parameters, {init.experts} experts, top-{init.top_k}")

@@ -91,11 +91,13 @@ class TrainingState(ConductorState, frozen=True, forbid_unknown_fields=True, kw_
 
 class TrustRegionState(TypedDict):
     """`coef`: of the KL term. `error`: of the last step; None before the first. `gaps`: see `TrustRegion.estimate`; empty
-    before they are known. `reach`: see there. Both are missing where an older release wrote the state."""
+    before they are known. `variances`: of the last measurements, see `TrustRegion.learn`. `reach`: see there. All three are
+    missing where an older release wrote the state."""
 
     coef: float
     error: float | None
     gaps: NotRequired[list[float | None]]
+    variances: NotRequired[list[float]]
     reach: NotRequired[float]
 
 

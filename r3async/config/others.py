@@ -63,6 +63,8 @@ OTHERS = {
     "log_prob_micro_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKENS}",
     "ppo_max_token_len_per_gpu": "learner.max_tokens_per_micro_batch",
     "max_tokens_per_gpu": "learner.max_tokens_per_micro_batch",
+    "max_tokens_per_microbatch": "learner.max_tokens_per_micro_batch",
+    "token_budget": "learner.max_tokens_per_micro_batch",
     "use_dynamic_bsz": _FOLLOWS,
     "use_sample_packing": _FOLLOWS,
     "packing": _FOLLOWS,
@@ -77,6 +79,7 @@ OTHERS = {
     "num_train_steps": "steps",
     "total_steps": "steps",
     "total_training_steps": "steps",
+    "max_training_steps": "steps",
     "total_epochs": "steps: passes over the data follow from steps and `schedule.groups_per_step`",
     "num_train_epochs": "steps: passes over the data follow from steps and `schedule.groups_per_step`",
     "num_generations": "schedule.samples_per_group",
@@ -92,6 +95,10 @@ OTHERS = {
     "staleness_threshold": "schedule.max_staleness: versions, not a share",
     "max_head_offpolicyness": "schedule.max_staleness",
     "max_off_policy_steps": "schedule.max_staleness",
+    "max_off_policy_threshold": "schedule.max_staleness",
+    "max_steps_off_policy": "schedule.max_staleness",
+    "max_weight_staleness": "schedule.max_staleness",
+    "max_trajectory_age_steps": "schedule.max_staleness",
     "async_generation_ratio": "schedule.max_staleness: versions, not a share",
     # the algorithm
     "beta": "algorithm.reference_kl.coef",
@@ -137,6 +144,7 @@ OTHERS = {
     "filter_groups.enable": "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true",
     "online_difficulty_filtering": "schedule.difficulty.settled_share",
     "dynamic_sampling": "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true",
+    "dynamic_sampling.type": "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true",
     "sapo_temperature_pos": "algorithm.sapo.tau_positive",
     "sapo_temperature_neg": "algorithm.sapo.tau_negative",
     "num_iterations": "schedule.epochs_per_step",
@@ -152,6 +160,9 @@ OTHERS = {
     "router_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
     "router_replay.mode": 'routing.replay: "rollout" is R3, "learner" is R2',
     "enable_router_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
+    "moe_enable_routing_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
+    "enable_rollout_routing_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
+    "use_rollout_routing_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
     "gamma": "- rewards are not discounted: how they are credited is `algorithm.credit`",
     "lam": _NO_CRITIC,
     "gae_lambda": _NO_CRITIC,
@@ -171,6 +182,7 @@ OTHERS = {
     "max_generate_length": "episode.max_new_tokens",
     "max_new_tokens": "episode.max_new_tokens",
     "max_tokens": "episode.max_new_tokens",
+    "max_completion_tokens": "episode.max_new_tokens",
     "sampling.max_tokens": "episode.max_new_tokens",
     "max_prompt_length": "episode.max_prompt_tokens",
     "prompt_length": "episode.max_prompt_tokens",
@@ -224,6 +236,7 @@ OTHERS = {
     "strategy": 'learner.backend: "megatron" or "torch" (FSDP2)',
     "env_class": "env.name",
     "env.id": "env.name",
+    "taskset.id": "env.name",
     "environment": "env.name: with arguments in `env.args`",
     "max_env_workers": "env.workers",
     # keeping, watching
@@ -256,7 +269,7 @@ OTHERS = {
     "eval_base_model": "evaluation.at_start",
     "logging_steps": "- every step is logged, in runs/NAME/metrics.jsonl",
 }
-"""Of TRL (`GRPOConfig`), verl, SkyRL, prime-rl, AReaL, slime and ROLL."""
+"""Of TRL (`GRPOConfig`, `AsyncGRPOConfig`), verl, SkyRL, prime-rl, AReaL, slime, miles, NeMo RL, ART and ROLL."""
 
 SETTINGS = frozenset(
     setting

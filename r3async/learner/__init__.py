@@ -58,7 +58,7 @@ class MinibatchResult(msgspec.Struct, frozen=True):
     recorded tokens whose own top-k set is the recorded one (0 if none is recorded); `expert_load` int64 `[L, experts]`,
     tokens sent to each expert, padding not counted. `traces`: of this rank, if they were asked for. `drift` float64 `[3, n, 2]`:
     `figures.drift_sums` of all trained tokens, of the probed ones, and of these with the routers' own choice; of no row where
-    nothing measured it. `gap_moments` float64 `[4]`: `figures.gap_moments`. `digests`: of its stages, with `observe.record`.
+    nothing measured it. `gap_moments` float64 `[5]`: `figures.gap_moments`. `digests`: of its stages, with `observe.record`.
     """
 
     metrics: dict[str, float]
@@ -66,7 +66,7 @@ class MinibatchResult(msgspec.Struct, frozen=True):
     expert_load: np.ndarray
     traces: list[RouteTrace] = []
     drift: np.ndarray = msgspec.field(default_factory=lambda: np.zeros((3, 0, 2)))
-    gap_moments: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(4))
+    gap_moments: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(5))
     digests: dict[str, int] = {}
 
 

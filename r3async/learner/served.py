@@ -32,7 +32,7 @@ from torch import Tensor
 from r3async.config import Config
 from r3async.data.records import Sample, TokenTable
 from r3async.learner.batch.packing import MicroBatch, pack, padding_like
-from r3async.learner.figures import AGES, DRIFT_ROWS, MEASURED_DRIFT, ObjectiveSums, age_gaps, estimated
+from r3async.learner.figures import AGES, DRIFT_ROWS, MEASURED_DRIFT, ObjectiveSums, age_gaps, estimated, gap_variance
 from r3async.learner.optimizer import Update
 
 if TYPE_CHECKING:
@@ -178,10 +178,16 @@ def served_sums(backend: LearnerBackend, minibatch: Minibatch, probes: Probes) -
 
 
 def take_update(
-    backend: LearnerBackend, minibatch: Minibatch, probes: Probes, total: np.ndarray, drift: np.ndarray
+    backend: LearnerBackend,
+    minibatch: Minibatch,
+    probes: Probes,
+    total: np.ndarray,
+    drift: np.ndarray,
+    moments: np.ndarray,
 ) -> Update:
     """Clip and make the optimizer's step, unless there is a cause not to, or the measured drift is beyond `rollout_kl.max`; then
-    shorten it if the drift after it is beyond `rollout_kl.limit`. Collective. `total`, `drift`: see `Minibatch.total`, `.drifts`.
+    shorten it if the drift after it is beyond `rollout_kl.limit`. Collective. `total`, `drift`: see `Minibatch.total`, `.drifts`;
+    `moments`: `gap_moments`.
 
     The coefficient of the next step follows from the drift measured in this one, if this one has contrast.
     """
@@ -196,7 +202,9 @@ def take_update(
         update = optimizer.skip("trust_region")
     else:
         update = shortened(backend, minibatch, probes, drift, optimizer.step())
-    trust_region.update(measured, None if found is None else age_gaps(drift))
+    trust_region.update(measured)
+    if found is not None:
+        trust_region.learn(age_gaps(drift), gap_variance(drift, moments))
     return replace(update, served=served)
 
 

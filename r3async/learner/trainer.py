@@ -248,7 +248,7 @@ def train_minibatch(
         micro_batches = looked_at(micro_batches, backend.config, version)
         minibatch = begin(backend, micro_batches, version=version, trace=trace)
     total, update = ObjectiveSums.zero().values(), backend.optimizer.skip(minibatch.cause)
-    drift, moments = np.zeros((3, DRIFT_ROWS, 2)), np.zeros(4)
+    drift, moments = np.zeros((3, DRIFT_ROWS, 2)), np.zeros(5)
     if minibatch.counts.trained:
         try:
             with stage("probe"):
@@ -262,9 +262,9 @@ def train_minibatch(
                 total, (drift, by_episode) = minibatch.total(), minibatch.drifts(served)
                 if not own:  # without replay every pass routes by itself
                     drift[2], by_episode[2] = drift[1], by_episode[1]
-                moments = gap_moments(by_episode)
+                moments = gap_moments(by_episode, backend.trust_region.usual_variance)
             with stage("optimizer"):
-                update = take_update(backend, minibatch, probes, total, drift)
+                update = take_update(backend, minibatch, probes, total, drift, moments)
         except BaseException:
             backend.forget()
             raise

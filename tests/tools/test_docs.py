@@ -1,19 +1,16 @@
 """What the pages say of the code is true of the code."""
 
-import datetime
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from r3async.config import Config, ConfigError, load_config
 from r3async.data.architectures import ARCHITECTURES, REFUSED, TORCH_ONLY
 from r3async.record.catalogue import METRICS, metric
 from r3async.schedule.admission import age_bound
-from r3async.tools import comparison
 from r3async.tools.config_reference import (
     METRICS_PAGE,
     MODELS_PAGE,
@@ -134,25 +131,6 @@ def test_the_table_of_presets_is_that_of_the_files():
         assert age_bound(load_config(name).schedule) == int(bound), name
     said = set(re.findall(r"^\| `(\w+)` ", text, re.MULTILINE))
     assert said <= {p.stem for p in preset_paths()}
-
-
-def test_the_comparison_is_that_of_its_data_and_every_claim_has_evidence():
-    data = msgspec.toml.decode(comparison.DATA.read_text(), type=comparison.Comparison)
-    assert comparison.PAGE.read_text() == comparison.page(data)
-    for cell in (cell for point in data.point for cell in point.cell):
-        assert cell.evidence, cell.text
-        assert all(address.startswith("https://") for address in cell.evidence), cell.text
-        assert cell.read <= data.as_of, cell.text
-
-
-def test_evidence_of_more_than_sixty_days_is_a_question_mark():
-    data = msgspec.toml.decode(comparison.DATA.read_text(), type=comparison.Comparison)
-    newest = max(cell.read for point in data.point for cell in point.cell)
-    data.as_of = newest + datetime.timedelta(days=60)
-    assert any("Asynchronous by default" in row or "stable since" in row for row in comparison.page(data).splitlines())
-    data.as_of = newest + datetime.timedelta(days=61)
-    rows = [row for row in comparison.page(data).splitlines() if row.startswith("| ") and "r3async" not in row]
-    assert all(row.split(" | ")[1].startswith("? (") for row in rows if row != "| | |")
 
 
 def test_nobody_needs_more_than_the_package_to_write_the_reference(tmp_path):

@@ -58,7 +58,7 @@ def test_every_block_says_a_way_that_there_is(page):
         if block.language == "sh":
             assert block.how in ("", "dry-run") or re.match(r"skip: \w.{9,}", block.how), (page.name, block)
         elif block.language == "python":
-            assert block.how in ("", "run", "train") or re.match(r"file \w+\.py$", block.how), (page.name, block)
+            assert block.how in ("run", "train") or re.match(r"file \w+\.py$", block.how), (page.name, block)
         else:
             file = block.language == "toml" and re.match(r"file \w+\.toml$", block.how)
             assert not block.how or file, (page.name, block)
@@ -98,8 +98,7 @@ def copy_sources(target):
 
 
 def play(block, folder):
-    if block.how in ("", "train"):
-        compile(block.text, "<page>", "exec")
+    if block.how == "train":
         return
     if block.how.startswith("file "):
         name = block.how.removeprefix("file ")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from r3async.actors.process import RunFailed
 from r3async.config import ConfigError, load_config
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer
@@ -188,3 +189,39 @@ def test_a_reward_that_keeps_a_connection_warms_a_model_up_and_the_person_is_tol
         init_model(tmp_path / "model", config, progress=lines.append)
         assert len(answers) == 1 + module.WARM_BATCH
     assert any("`reward` is called for each" in line for line in lines)
+
+
+def raising_model(tmp_path, reward, lines):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(100)))
+    settings = [f"data={tmp_path / 'rows.jsonl'}", "data.eval=0", f"reward=tests.tools.test_init_model:{reward}"]
+    settings += [*SMALL[:2], "model.path=", "model.init.warm_reward=1.0", "model.init.max_warm_steps=1"]
+    init_model(tmp_path / "model", load_config("math", settings), progress=lines.append)
+
+
+def failing_sometimes(completion, answer):
+    if answer in ("7", "33"):
+        raise ValueError("my parser broke")
+    return 0.5
+
+
+def failing_always(completion, answer):
+    raise ValueError("my parser broke")
+
+
+def test_a_task_whose_reward_raises_is_left_out_of_the_warm_up_and_the_error_is_printed_once(tmp_path):
+    """Training would count it and continue, too."""
+    lines = []
+    raising_model(tmp_path, "failing_sometimes", lines)
+    assert (tmp_path / "model" / "config.json").is_file()
+    printed = [line for line in lines if "my parser broke" in line]
+    assert len(printed) == 1
+    assert "ValueError: my parser broke (test_init_model.py:" in printed[0]
+
+
+def test_a_reward_that_raises_on_every_task_ends_the_warm_up_with_its_error_in_a_line(tmp_path):
+    lines = []
+    with pytest.raises(
+        RunFailed, match=r"8 tasks in a row failed .* ValueError: my parser broke \(test_init_model.py:"
+    ):
+        raising_model(tmp_path, "failing_always", lines)
+    assert sum("my parser broke" in line for line in lines) == 1

@@ -28,7 +28,7 @@ def sums_of(tokens) -> np.ndarray:
 def test_means_are_those_of_single_tokens_however_they_are_divided(tokens, cut):
     def result(part):
         sums = np.stack([sums_of(part), sums_of([]), sums_of([])])
-        found = {"rollout_kl/k3": 0.0, "batch/trained_tokens": float(len(part)), **drift_metrics(sums, np.zeros(4))}
+        found = {"rollout_kl/k3": 0.0, "batch/trained_tokens": float(len(part)), **drift_metrics(sums, np.zeros(5))}
         return MinibatchResult(found, np.zeros(0, np.float32), np.zeros((0, 0), np.int64), [], sums)
 
     got = combined([result(tokens[:cut]), result(tokens[cut:])]).metrics
@@ -46,13 +46,13 @@ def test_means_are_those_of_single_tokens_however_they_are_divided(tokens, cut):
 def test_served_drift_is_the_replayed_one_and_what_the_probed_tokens_differ_by():
     everything = [(-0.5, -0.2, 1, 0, 5), (-0.1, -0.4, 2, 1, 100), (-0.3, -0.3, 2, 0, 7)]
     probed, served = everything[:1], [(-0.9, -0.2, 1, 0, 5)]
-    found = drift_metrics(np.stack([sums_of(part) for part in (everything, probed, served)]), np.zeros(4))
+    found = drift_metrics(np.stack([sums_of(part) for part in (everything, probed, served)]), np.zeros(5))
     k3 = [np.expm1(a - b) - (a - b) for a, b, *_ in (*everything, *served)]
     assert found["served_kl/k3"] == pytest.approx(np.mean(k3[:3]) + k3[3] - k3[0], rel=1e-5)
     assert found["served_kl/k3_age_1"] == pytest.approx(k3[3], rel=1e-5)  # every token of that age was probed
     assert found["served_kl/tokens"] == 1
     assert "served_kl/k3_age_2" not in found
-    assert "served_kl/k3" not in drift_metrics(np.stack([sums_of(part) for part in (everything, [], [])]), np.zeros(4))
+    assert "served_kl/k3" not in drift_metrics(np.stack([sums_of(part) for part in (everything, [], [])]), np.zeros(5))
 
 
 def test_each_is_told_apart_by_name():

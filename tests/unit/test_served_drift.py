@@ -17,7 +17,7 @@ from r3async.config import Config, LearnerConfig, RolloutKLConfig, config_from_d
 from r3async.data.records import Sample
 from r3async.learner import build_learner
 from r3async.learner.batch.packing import pack
-from r3async.learner.figures import AGES, DRIFT_ROWS, combined, estimated, gap_moments, served_interval
+from r3async.learner.figures import AGES, DRIFT_ROWS, combined, estimated, gap_moments, gap_variance, served_interval
 from r3async.learner.losses.drift import TrustRegion
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.preparation import prepare
@@ -326,16 +326,35 @@ def probed_sums(replayed: np.ndarray, served: np.ndarray, tokens: np.ndarray, pr
 
 def test_the_interval_holds_the_drift_of_all_tokens_whatever_episodes_are_probed():
     """120 episodes, whose gaps have a long tail, and 20 of them probed."""
-    rng, within = np.random.default_rng(0), []
+    rng, within, alone = np.random.default_rng(0), [], []
+    region = TrustRegion(RolloutKLConfig())
     for _ in range(400):
         tokens = rng.integers(5, 60, 120).astype(float)
         replayed = tokens * rng.gamma(1.0, 0.02, 120)
-        served = replayed + tokens * rng.lognormal(-4, 1.5, 120)
+        served = replayed + tokens * rng.lognormal(-5, 2.0, 120)
         drift, moments = probed_sums(replayed, served, tokens, rng.permutation(120) < 20)
+        true = served.sum() / tokens.sum()
         low, high = served_interval(drift, moments) or (math.inf, -math.inf)
         assert low <= estimated(drift) <= high
-        within.append(low <= served.sum() / tokens.sum() <= high)
-    assert np.mean(within) >= 0.97
+        alone.append(low <= true <= high)
+        moments[4] = moments[0] * region.usual_variance
+        low, high = served_interval(drift, moments) or (math.inf, -math.inf)
+        within.append(low <= true <= high)
+        region.learn([None], gap_variance(drift, moments))
+    assert np.mean(alone) < np.mean(within) >= 0.99, (
+        "what earlier measurements found is wider, where this one missed the tail"
+    )
+
+
+def test_the_usual_variance_is_kept_with_the_run_and_follows_the_last_measurements():
+    region = TrustRegion(RolloutKLConfig())
+    assert region.usual_variance == 0.0
+    for variance in (100.0, 1.0, 2.0, math.nan, 3.0, None, 6.0):
+        region.learn([0.1], variance)
+    assert region.usual_variance == 3.0
+    resumed = TrustRegion(RolloutKLConfig())
+    resumed.restore(region.state())
+    assert resumed.usual_variance == 3.0
 
 
 def test_the_interval_is_that_of_episodes_however_often_a_step_has_them_and_of_none_there_is_none():
@@ -352,10 +371,10 @@ def test_the_interval_is_that_of_episodes_however_often_a_step_has_them_and_of_n
 def test_the_estimate_takes_the_gap_of_each_age_and_that_of_age_0_for_no_other():
     region = TrustRegion(RolloutKLConfig())
     assert region.estimate(0.1, [5.0, 5.0, 0.0]) is None, "nothing was measured"
-    region.update(0.1, [0.01, None, None])
+    region.learn([0.01, None, None], None)
     assert region.estimate(0.1, [7.0, 0.0, 0.0]) == pytest.approx(0.11)
     assert region.estimate(0.1, [7.0, 1.0, 0.0]) is None, "an engine of the same weights says nothing of older tokens"
-    region.update(0.1, [None, 0.04, None])
+    region.learn([None, 0.04, None], None)
     assert region.estimate(0.1, [5.0, 5.0, 0.0]) == pytest.approx(0.1 + (0.01 + 0.04) / 2)
     assert region.estimate(0.1, [0.0, 0.0, 3.0]) == pytest.approx(0.14)
     again = TrustRegion(RolloutKLConfig())

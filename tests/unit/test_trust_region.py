@@ -85,7 +85,10 @@ class TwoSided:
     def estimate(self, replayed: float, tokens_by_age: object) -> float | None:
         raise AssertionError
 
-    def update(self, measured: float, gaps: object = None) -> None:
+    def learn(self, gaps: object, variance: object) -> None:
+        pass
+
+    def update(self, measured: float) -> None:
         error = min(measured / TARGET - 1, ERROR_LIMIT)
         before = error if self.error is None else self.error
         self.coef = min(max(self.coef * math.exp(0.1 * (error + error - before)), 1e-4), 100)
@@ -151,13 +154,13 @@ def test_between_two_measurements_the_served_drift_is_as_far_above_the_replayed_
     region = TrustRegion(RolloutKLConfig(target=TARGET))
     assert region.estimate(0.03, [0, 5]) is None
     assert region.measured(0.03, None) == 0.03
-    region.update(0.05, [None, 0.02])
+    region.learn([None, 0.02], None)
     assert region.estimate(0.03, [0, 5]) == pytest.approx(0.05)
     assert region.measured(0.03, 0.04) == 0.04
-    region.update(0.05, [None, math.nan])
+    region.learn([None, math.nan], None)
     region.update(0.05)
     assert region.estimate(0.03, [0, 5]) == pytest.approx(0.05)
-    region.update(0.05, [None, -0.04])
+    region.learn([None, -0.04], None)
     assert region.estimate(0.03, [0, 5]) == 0
     assert TrustRegion(RolloutKLConfig(target=TARGET, measure="replayed")).measured(0.03, 0.05) == 0.03
 
@@ -179,7 +182,8 @@ def test_a_restored_controller_goes_on_as_if_it_had_never_stopped():
     config = RolloutKLConfig(target=TARGET)
     one, other = TrustRegion(config), TrustRegion(config)
     for measured in (0.1, 0.05, 0.03):
-        one.update(measured, [None, measured / 3])
+        one.update(measured)
+        one.learn([None, measured / 3], measured)
     other.restore(json.loads(json.dumps(one.state())))
     for measured in (0.02, 0.5):
         assert one.estimate(measured, [0, 5]) == other.estimate(measured, [0, 5]) > measured

@@ -31,7 +31,9 @@ class Controller(Protocol):
 
     def estimate(self, replayed: float, tokens_by_age: Sequence[float]) -> float | None: ...
 
-    def update(self, measured: float, gaps: Sequence[float | None] | None = None) -> None: ...
+    def update(self, measured: float) -> None: ...
+
+    def learn(self, gaps: Sequence[float | None], variance: float | None) -> None: ...
 
 
 class Plant(msgspec.Struct, frozen=True):
@@ -70,7 +72,8 @@ def respond(
         drift = 0.7 * drift + 0.3 * free / (1 + coefs[-1 - plant.delay] / plant.half) ** plant.power
         replayed = drift / (plant.ratio if calm else plant.in_burst)
         if step % every == 0:
-            controller.update(controller.measured(replayed, drift), [None, drift - replayed])
+            controller.update(controller.measured(replayed, drift))
+            controller.learn([None, drift - replayed], None)
         else:
             controller.update(controller.measured(replayed, controller.estimate(replayed, ALL_OF_AGE_1)))
         drifts.append(drift)

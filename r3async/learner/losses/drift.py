@@ -35,6 +35,8 @@ REACH_DOWN, REACH_UP = 0.7, 1.15
 """Of what a step tries first: the least that it is multiplied with after a step that was shortened, and with after one that was
 not. It settles where about one step in four is shortened."""
 LEAST_REACH = 1 / 32
+VARIANCES = 4
+"""Measurements that say what variance of the gap is usual. More of them hold no more, and are wider where drift falls."""
 ERROR_LIMIT = 3.0
 """Errors that count: one wild step moves the coefficient no further than drift of 4 times the target does."""
 
@@ -188,6 +190,8 @@ class TrustRegion:
         self._error: float | None = None
         self._gaps: list[float | None] = []
         """By age: how far served drift was above the replayed one when it was last measured."""
+        self._variances: list[float] = []
+        """Of the gap over episodes, as the last measurements found it."""
         self.coef = config.coef
         """Of the next step."""
         self.reach = 1.0
@@ -199,14 +203,26 @@ class TrustRegion:
         late: lengths that go up and down made an oscillation. What was too far once is tried again step by step."""
         self.reach = min(1.0, max(LEAST_REACH, self.reach * (max(share, REACH_DOWN) if share < 1 else REACH_UP)))
 
-    def update(self, measured: float, gaps: Sequence[float | None] | None = None) -> None:
-        """Once after each step. A measurement that is not finite changes nothing. `gaps`: of each age, how far served drift is
-        above the replayed one, if this step measured it; None for an age without probed tokens."""
-        if gaps is not None:
-            before = self._gaps or [None] * len(gaps)
-            self._gaps = [
-                new if new is not None and math.isfinite(new) else old for new, old in zip(gaps, before, strict=True)
-            ]
+    def learn(self, gaps: Sequence[float | None], variance: float | None) -> None:
+        """Once after each step that measured served drift: what the steps that do not are estimated by.
+
+        `gaps`: of each age, how far served drift is above the replayed one; None for an age without probed tokens. `variance`:
+        `gap_variance`; None where too few episodes were probed.
+        """
+        before = self._gaps or [None] * len(gaps)
+        self._gaps = [
+            new if new is not None and math.isfinite(new) else old for new, old in zip(gaps, before, strict=True)
+        ]
+        if variance is not None and math.isfinite(variance):
+            self._variances = [*self._variances, variance][-VARIANCES:]
+
+    @property
+    def usual_variance(self) -> float:
+        """Mean of the last variances of the gap; 0 before the first measurement."""
+        return sum(self._variances) / max(len(self._variances), 1)
+
+    def update(self, measured: float) -> None:
+        """Once after each step. A measurement that is not finite changes nothing."""
         target = self._config.target
         if target is None or not math.isfinite(measured):
             return
@@ -247,11 +263,18 @@ class TrustRegion:
 
     def state(self) -> TrustRegionState:
         """What `restore` reads."""
-        return {"coef": self.coef, "error": self._error, "gaps": self._gaps, "reach": self.reach}
+        return {
+            "coef": self.coef,
+            "error": self._error,
+            "gaps": self._gaps,
+            "variances": self._variances,
+            "reach": self.reach,
+        }
 
     def restore(self, state: TrustRegionState) -> None:
         """Continue from a `state`, within the bounds of this configuration; without a `target` its coefficient holds."""
         self._gaps, self.reach = list(state.get("gaps", [])), state.get("reach", 1.0)
+        self._variances = list(state.get("variances", []))
         if self._config.target is not None:
             self.coef, self._error = self._bounded(state["coef"]), state["error"]
 

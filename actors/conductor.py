@@ -354,7 +354,8 @@ class Conductor:
 
     async def _checkpoint_at_last(self) -> None:
         """Begin the one of the last step, which is tried again for as long as a checkpoint may take. Raises `RunFailed`."""
-        clock, limit = self.world.clock.monotonic, self.config.checkpoint.write_timeout
+        clock = self.world.clock.monotonic
+        limit = self.config.checkpoint.write_seconds(self._written.checkpoint)
         deadline = clock() + limit
         while self.made != self._due.last:
             await self._checkpoint()

@@ -164,9 +164,8 @@ class Rehearsal:
         from r3async.tools.chaos.actors import chaos_directory, chaos_pipeline
         from r3async.tools.train import train
 
-        config = load_config(
-            self.preset, self.chosen, None
-        )  # a scenario sets what makes a model, which a given one does not read
+        # A scenario sets what makes a model, which a given one does not read: so the command of these settings is none.
+        config = load_config(self.preset, self.chosen, None)
         run_dir = self.root / config.name
         directory = chaos_directory(run_dir)
         shutil.rmtree(directory, ignore_errors=True)

@@ -21,7 +21,7 @@ from r3async.world import disk_waits
 
 @mutant(Evaluator, "start")
 def cut_off_evaluation_forgotten(start: Any) -> Any:
-    """An evaluation that was played when the run was stopped or lost is not begun again."""
+    """An evaluation that was played when the run was stopped or lost is not repeated."""
 
     def nothing(self: Evaluator, step: int, version: int) -> None:
         self._evaluated = step
@@ -84,7 +84,7 @@ def version_removed_while_it_is_read(reading: Any) -> Any:
 
 @mutant(HostFolder, "tidy")
 def tidied_while_it_is_used(tidy: Any) -> Any:
-    """Whoever fetches a version removes all others of its host."""
+    """A process that fetches a version removes all others of its host."""
 
     def everything(self: HostFolder, keep: Any) -> None:
         for name in self._files.list(self.path):

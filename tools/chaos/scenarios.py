@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -265,7 +267,7 @@ class FullDisk(Filling):
             if not self.wait_for_step(2 + number * STEPS // 2):
                 return
             seconds = self.rng.uniform(*HELD_SECONDS)
-            self.full.append(self.fill(self.run_dir.parent, "the disk", lambda full_for, s=seconds: full_for >= s))
+            self.full.append(self.fill(self.run_dir.parent, "the disk", partial(operator.le, seconds)))
 
     def problems(self) -> list[str]:
         problems = []

@@ -34,6 +34,7 @@ from r3async.schedule.pace import Pacing
 from r3async.untrusted import decode_msgpack
 from r3async.world import ActorLost, ActorRef, World
 from r3async.world.appending import AppendFile
+from r3async.world.disk_waits import RETRY_SECONDS, is_disk_trouble
 from r3async.world.stages import begin_task, booked, stage
 
 LOADING_STOP_SECONDS = 5.0
@@ -80,7 +81,8 @@ class Conductor:
         self.dispatch = Dispatch(self.admission, self.fleet, resting)
         known = self.config, self.events, self.fleet, self.dispatch
         self.members = Members(*known, self._lose, self._resized, resting, world.actors.kill, clock)
-        self.evaluator = Evaluator(self.config, self.run_dir, self.events, self.fleet, world=world)
+        revive = self.members.revive
+        self.evaluator = Evaluator(self.config, self.run_dir, self.events, self.fleet, revive=revive, world=world)
         self._stop_requested = asyncio.Event()
         self._stop_seconds = LOADING_STOP_SECONDS
         """How long the actors may take to end: while they load, nothing has to be finished."""
@@ -188,8 +190,7 @@ class Conductor:
             self.evaluator.start(self.made, self.version)
             await self._train(installer, list(background))
             self._phase = "writing a checkpoint"
-            if self.made != self._due.last:
-                await while_well(self._checkpoint(), [delivering])
+            await while_well(self._checkpoint_at_last(), [delivering])
             watching.cancel()  # what follows has limits of its own
             await self._settle(delivering)
             given = self.config, self.learner, self.run_dir, self._written.checkpoint, partial(setattr, self, "_phase")
@@ -330,8 +331,8 @@ class Conductor:
         self.evaluator.after(self.made, self.version)
 
     async def _checkpoint(self) -> None:
-        """Begin a checkpoint of the run as it is between two steps."""
-        self._due.done(self.made)
+        """Begin a checkpoint of the run as it is between two steps. One that cannot be begun, as for want of descriptors, is due
+        again after the next step."""
         state = ConductorState(
             admission=self.admission.snapshot(),
             tasks=self.tasks.snapshot(),
@@ -339,10 +340,32 @@ class Conductor:
             elapsed=self._elapsed,
             generated_tokens=self._generated_tokens,
         )
-        state = await state.with_records(self.run_dir, CONDUCTOR_RECORDS, keeper=self.world.keeper)
-        with self.timeline.span("checkpoint", step=self.made):
-            seconds = await self.learner.call("checkpoint", state)
+        try:
+            state = await state.with_records(self.run_dir, CONDUCTOR_RECORDS, keeper=self.world.keeper)
+            with self.timeline.span("checkpoint", step=self.made):
+                seconds = await self.learner.call("checkpoint", state)
+        except OSError as error:
+            if not is_disk_trouble(error):
+                raise
+            self.events.error("checkpoint_failed", step=self.made, error=f"{type(error).__name__}: {error}")
+            return
+        self._due.done(self.made)
         self.events.info("checkpoint_begun", step=self.made, training_waited_seconds=round(seconds, 4))
+
+    async def _checkpoint_at_last(self) -> None:
+        """Begin the one of the last step, which is tried again for as long as a checkpoint may take. Raises `RunFailed`."""
+        clock = self.world.clock.monotonic
+        limit = self.config.checkpoint.write_seconds(self._written.checkpoint)
+        deadline = clock() + limit
+        while self.made != self._due.last:
+            await self._checkpoint()
+            if self.made != self._due.last:
+                if clock() > deadline:
+                    raise RunFailed(
+                        f"the checkpoint of step {self.made} could not be begun within {limit:g} s (checkpoint.write_timeout): "
+                        f"see checkpoint_failed in {EVENTS}, mend the cause and resume"
+                    )
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _publish(self, installer: Installer, version: int) -> None:
         """Have the copied weights written, and make them those that engines are to install.

@@ -104,6 +104,14 @@ class Members:
         task = self._playing[generator.generator_id] = begin_task("deliver", playing)
         task.add_done_callback(lambda _: self._ended.set())
 
+    def revive(self, generator: Generator) -> None:
+        """It was lost, and somebody needs it: if it had nothing more to play, nobody else restarts it."""
+        playing = self._playing.get(generator.generator_id)
+        if playing is not None and playing.done():
+            self._fleet.lose(generator)
+            generator.finished = False
+            self._play(generator)
+
     async def join(self, generator_id: str, handle: ActorRef) -> str:
         """A process that was just begun: have it load, take the current weights and be probed, then lease. Returns why it cannot,
         and then it is no member; "" if it is one. Waits until the run plays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,12 +24,14 @@ from r3async.schedule.admission import slots_of
 from r3async.schedule.difficulty import NO_SIZE, Score, TaskHistory
 from r3async.schedule.mix import MixedCursor
 from r3async.schedule.tasks import By, Cursor, EpisodeEnd, FailedTask, TaskFailures
-from r3async.world import World
+from r3async.world import ActorLost, World
 from r3async.world.appending import AppendFile
+from r3async.world.disk_waits import DiskWait
 from r3async.world.real import REAL
 
 ERROR_CHARACTERS = 500
 POLL_SECONDS = 0.2
+DISK_HINT = "free bytes there, or file descriptors of this process: its row is written, and which checkpoint is best is not known"
 RECENT = 8
 """Evaluations that the driver may ask for."""
 PING_SECONDS = 1.0
@@ -144,14 +147,25 @@ class Silent(RuntimeError):
 class Evaluator:
     """At most one evaluation at a time, beside training and never in its way: one that fails is an event.
 
-    One generator plays it, with the weights of the step, and with newer ones as they are installed. If that does not answer for
-    `supervise.silence_seconds`, another one plays it from the beginning. `run_dir/evaluation.jsonl` gets an object for each,
+    One generator plays it, with the weights of the step, and with newer ones as they are installed. If that is lost, or does not
+    answer for `supervise.silence_seconds`, another one plays it from the beginning, or the same one when it is back: one that had
+    nothing more to play is brought back by `revive`. `run_dir/evaluation.jsonl` gets an object for each,
     `{"step", "time", "evaluation/reward_mean", …}`: the newest step when it began, and the versions of the weights that sampled
     it. All of it is in a file beside the checkpoints (`checkpoint/evaluations.py`). `events`: a structlog logger.
     """
 
-    def __init__(self, config: Config, run_dir: Path, events: Any, fleet: Fleet, *, world: World = REAL):
-        self.config, self.settings = config, config.evaluation
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        events: Any,
+        fleet: Fleet,
+        *,
+        revive: Callable[[Generator], object] = lambda generator: None,
+        world: World = REAL,
+    ):
+        self.config, self.settings, self._revive = config, config.evaluation, revive
+        self._disk = DiskWait(world, events.warning, "evaluation_not_kept", "evaluation_kept")
         self._world, self._clock, self._events, self._fleet = world, world.clock, events, fleet
         self._run_dir, self._file = run_dir, AppendFile(run_dir / EVALUATION, world=world)
         self._directory = Checkpoints.of(config, run_dir, files=world.files).directory
@@ -201,10 +215,11 @@ class Evaluator:
 
     async def _evaluate(self, step: int, version: int) -> None:
         result = None
-        await self._keep(EvaluationFile(step, self._clock.time()))
+        begun = EvaluationFile(step, self._clock.time())
+        with contextlib.suppress(OSError):  # it is played all the same
+            await self._keep(begun)
         try:
-            await self._installed(version)
-            result = await self._played(step)
+            result = await self._played(step, version)
         finally:
             if result is None:  # failed, or cancelled
                 with contextlib.suppress(OSError):
@@ -213,7 +228,7 @@ class Evaluator:
             return
         made = EvaluationFile(step, self._clock.time(), figures_of(result), result)
         self._write(made)
-        await self._keep(made)
+        await self._disk.insist(DISK_HINT, self._keep, made)
 
     def _write(self, made: EvaluationFile) -> None:
         """Its row."""
@@ -223,44 +238,62 @@ class Evaluator:
         self.recent.append(row)
 
     async def _keep(self, evaluation: EvaluationFile) -> None:
-        try:
-            await self._world.threads.run(write_evaluation, self._directory, evaluation, files=self._world.files)
-        except OSError as error:
-            self._events.warning("evaluation_not_kept", step=evaluation.step, error=str(error))
+        await self._world.threads.run(write_evaluation, self._directory, evaluation, files=self._world.files)
 
-    async def _installed(self, version: int) -> None:
-        """Wait until a healthy generator has these weights, if there is one. One that does not install them in time is lost."""
-        while (newest := self._able()[:1]) and newest[0].version < version:  # noqa: ASYNC110
+    async def _player(self, version: int, left: Mapping[str, float]) -> Generator | None:
+        """The healthy generator with the newest weights, as soon as one has these. One that was `left`, by the time, has to have
+        answered something since then. None: there was none for as long as an evaluation may take."""
+        began = self._clock.monotonic()
+        while (now := self._clock.monotonic()) < began + self.settings.timeout:
+            able = [g for g in self._fleet if g.state == "healthy" and not g.leaving and g.version >= version]
+            able = [g for g in able if g.health.silent_for < now - left.get(g.generator_id, -math.inf)]
+            if able:
+                return max(able, key=lambda g: g.version)
             await asyncio.sleep(POLL_SECONDS)
+        return None
 
-    def _able(self) -> list[Generator]:
-        """Healthy generators, those with the newest weights first."""
-        return sorted((g for g in self._fleet if g.state == "healthy" and not g.leaving), key=lambda g: -g.version)
+    async def _hear(self, generator: Generator) -> None:
+        """Wait until one that does not answer does, or is lost."""
+        try:
+            await generator.handle.call("whereabouts")
+        except ActorLost:
+            self._revive(generator)
+        else:
+            self._fleet.answered(generator)
 
-    async def _played(self, step: int) -> dict[str, Any] | None:
+    async def _played(self, step: int, version: int) -> dict[str, Any] | None:
         """An `Evaluation` in plain data; None, with an event, if it failed."""
-        silent: dict[str, None] = {}
-        while True:
-            generator = next((g for g in self._able() if g.generator_id not in silent), None)
-            if generator is None:
-                error = f"{', '.join(sorted(silent))} did not answer" if silent else "no generator is healthy"
-                self._events.warning("evaluation_failed", step=step, error=error)
-                return None
-            name = generator.generator_id
-            try:
-                result = await self._played_by(generator)
-            except Silent:
-                silent[name] = None
-                self._events.warning("evaluation_moved", step=step, generator=name, hint="it does not answer")
-                continue
-            except Exception as error:
-                if generator.leaving:
+        left: dict[str, float] = {}
+        hearing: list[asyncio.Task[None]] = []
+        try:
+            while (generator := await self._player(version, left)) is not None:
+                name = generator.generator_id
+                try:
+                    result = await self._played_by(generator)
+                except (Silent, ActorLost) as error:
+                    left[name] = self._clock.monotonic()
+                    if lost := isinstance(error, ActorLost):
+                        self._revive(generator)
+                    else:
+                        hearing.append(asyncio.create_task(self._hear(generator)))
+                    hint = "it was lost" if lost else "it does not answer"
+                    self._events.warning("evaluation_moved", step=step, generator=name, hint=hint)
+                except Exception as error:
+                    if not generator.leaving:
+                        error_line = describe_raised(error).line
+                        self._events.warning("evaluation_failed", step=step, generator=name, error=error_line)
+                        return None
                     self._events.warning("evaluation_moved", step=step, generator=name, hint="it has left")
-                    continue
-                self._events.warning("evaluation_failed", step=step, generator=name, error=describe_raised(error).line)
-                return None
-            self._events.info("evaluation_finished", step=step, generator=name, **figures_of(result))
-            return result
+                else:
+                    self._events.info("evaluation_finished", step=step, generator=name, **figures_of(result))
+                    return result
+        finally:
+            for each in hearing:
+                each.cancel()
+        limit = f"within {self.settings.timeout:g} s (evaluation.timeout)"
+        error_line = f"no generator was healthy and had version {version} of the weights {limit}"
+        self._events.warning("evaluation_failed", step=step, error=error_line)
+        return None
 
     async def _played_by(self, generator: Generator) -> dict[str, Any]:
         """Its result. Raises `Silent` if it stops answering meanwhile, `TimeoutError`, and what the evaluation raised."""

@@ -23,7 +23,7 @@ HEAD = f"""# Comparison with other frameworks
 
 What nine other open frameworks state about the points that r3async is about, and about more, each with its evidence. A
 framework that a table lacks may have the feature: no evidence was found. r3async has not been run on GPUs; the others
-are. Each point ends with who is ahead of r3async.
+have. Each point ends with who is ahead of r3async.
 
 Beside each source is the month of its own day: that of a release, or of the earliest entry of a pull request or issue that
 was read. "Undated" are pages whose day is not known. A cell whose newest known day is more than {OLD.days} days old is marked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -188,13 +189,20 @@ class Sender:
         if self._session:
             self._socket.close()
             self.reconnects += 1
+        self._welcomed, self._heard_at = False, -math.inf
+        self.resent += self._outbox.reset()
         identity = self.sender_id.encode()
         self._socket = self._sockets.dealer(self.endpoint, identity, self._on_message, keys=self._keys)
         self._session = self._unique()
-        self._welcomed = False
         self._heard_at = self._clock()
-        self.resent += self._outbox.reset()
         self._say_hello()
+
+    def _reconnect(self) -> None:
+        """Now, or at a later heartbeat: this process may lack descriptors."""
+        try:
+            self._connect()
+        except OSError as error:
+            logger.warning("no connection to %s, which is tried again: %s", self.endpoint, error)
 
     def _say_hello(self) -> None:
         self._say(Hello(self._session, self.sender_id, self.run_id, SCHEMA.fingerprint))
@@ -212,7 +220,7 @@ class Sender:
             # A link on which the largest message takes longer than the timeout would otherwise never deliver it.
             self._backoff = min(2 * self._backoff, MAX_BACKOFF)
         if overdue or now - self._heard_at > self.settings.ack_timeout:
-            self._connect()
+            self._reconnect()
         else:
             self._say_hello()
 
@@ -235,11 +243,11 @@ class Sender:
             elif message.final:
                 self._fail(TransportRefused(f"{self.endpoint} refuses {message.reason}"))
             else:
-                self._connect()
+                self._reconnect()
 
     def _welcome(self, message: Welcome) -> None:
         if self._welcomed and message.epoch != self.epoch:  # what the one before had in hand is lost
-            self._connect()
+            self._reconnect()
             return
         self.epoch, self._welcomed = message.epoch, True
         self._until, self._at_once = message.until, message.at_once

@@ -14,7 +14,7 @@ import os
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from socket import SOL_SOCKET
 from socket import socket as OsSocket
 from typing import TYPE_CHECKING, Any
@@ -101,6 +101,18 @@ def apply_client_keys(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
     socket.curve_secretkey = keys.secret
     socket.curve_publickey = zmq.curve_public(keys.secret)
     socket.curve_serverkey = keys.server_public
+
+
+@contextlib.contextmanager
+def opening() -> Iterator[contextlib.ExitStack]:
+    """For what is made of several sockets: if one of them cannot be, what the stack has is undone, and what ZeroMQ failed with,
+    such as a lack of descriptors, is an `OSError`."""
+    with contextlib.ExitStack() as undo:
+        try:
+            yield undo
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror) from error
+        undo.pop_all()
 
 
 def open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
@@ -206,19 +218,17 @@ class RouterSocket(LoopSocket):
     def __init__(
         self, context: zmq.Context[Any], address: str, on_message: OnMessage, keys: ServerKeys, refused: Counter[str]
     ):
-        socket = open_socket(context, zmq.ROUTER)
-        # Without MANDATORY an answer to a peer that is lost, or does not read, would vanish without a trace.
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A peer that reconnects takes its name over from the connection that it gave up.
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.setsockopt(zmq.IPV6, "[" in address)
-        self._authenticator = Authenticator(context, socket, keys, refused)
-        try:
+        with opening() as undo:
+            socket = open_socket(context, zmq.ROUTER)
+            undo.callback(socket.close)
+            # Without MANDATORY an answer to a peer that is lost, or does not read, would vanish without a trace.
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            # A peer that reconnects takes its name over from the connection that it gave up.
+            socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            socket.setsockopt(zmq.IPV6, "[" in address)
+            self._authenticator = Authenticator(context, socket, keys, refused)
+            undo.callback(self._authenticator.close)
             socket.bind(address)
-        except zmq.ZMQError as error:
-            self._authenticator.close()
-            socket.close()
-            raise OSError(error.errno, error.strerror) from error
         super().__init__(socket, on_message)
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -233,18 +243,18 @@ class DealerSocket(LoopSocket):
     def __init__(
         self, context: zmq.Context[Any], endpoint: str, identity: bytes, on_message: OnMessage, keys: ClientKeys
     ):
-        socket = open_socket(context, zmq.DEALER)
-        socket.setsockopt(zmq.IPV6, "[" in endpoint)
-        socket.setsockopt(zmq.ROUTING_ID, identity)
-        apply_client_keys(socket, keys)
-        self._monitor = LoopSocket(socket.get_monitor_socket(FAILED), self._handshake_failed)
+        with opening() as undo:
+            socket = open_socket(context, zmq.DEALER)
+            undo.callback(socket.close)
+            socket.setsockopt(zmq.IPV6, "[" in endpoint)
+            socket.setsockopt(zmq.ROUTING_ID, identity)
+            apply_client_keys(socket, keys)
+            self._monitor = LoopSocket(socket.get_monitor_socket(FAILED), self._handshake_failed)
+            undo.callback(self._monitor.close)
+            undo.callback(socket.disable_monitor)
+            socket.connect(endpoint)
         super().__init__(socket, on_message)
         self.endpoint = endpoint
-        try:
-            socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            raise OSError(error.errno, error.strerror) from error
 
     def close(self) -> None:
         if not self.closed:
@@ -316,16 +326,18 @@ class Authenticator:
 
     def __init__(self, context: zmq.Context[Any], server: zmq.Socket[bytes], keys: ServerKeys, refused: Counter[str]):
         self._keys, self._refused = keys, refused
-        handler = context.socket(zmq.REP)
-        handler.linger = 0
-        handler.bind(ZAP)
+        with opening() as undo:
+            handler = context.socket(zmq.REP)
+            undo.callback(handler.close)
+            handler.linger = 0
+            handler.bind(ZAP)
+            server.zap_domain = b"r3async"
+            apply_server_keys(server, keys)
+            watched = FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_LISTENING
+            self._monitor = LoopSocket(server.get_monitor_socket(watched), self._happened)
         self._zap = LoopSocket(handler, self._answer)
-        server.zap_domain = b"r3async"
-        apply_server_keys(server, keys)
         self._server = server
         self._door = Door()
-        watched = FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_LISTENING
-        self._monitor = LoopSocket(server.get_monitor_socket(watched), self._happened)
 
     def close(self) -> None:
         """Before the server's socket is closed. Idempotent."""

@@ -18,6 +18,7 @@ class Process:
     """As the simulated disk sees one."""
 
     name = "learner"
+    full = False
 
     def __init__(self) -> None:
         self.ended, self.disk_seconds = False, 0.0

@@ -47,7 +47,7 @@ RULES = Rules(
 def playing(group: int, episode: int, lineage: int, *versions: int, take: int = 0, nbytes: int = 100) -> Facts:
     """`take`: tells playings of one episode apart."""
     content = hash((group, episode, lineage, versions, take))
-    return Facts(trajectory_name(group, episode), group, episode, lineage, versions, content, nbytes)
+    return Facts(trajectory_name(group, episode), group, episode, lineage, versions, content, nbytes, reward=0.0)
 
 
 class Writer:

@@ -5,6 +5,7 @@ The production code from the directory of a run to its checkpoints; each start i
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -314,3 +315,22 @@ def test_nothing_is_removed_while_the_disk_does_not_give_the_newest_checkpoint()
     disk.allow(checkpoints.path(5) / "run.json")
     assert checkpoints.prune() == [1, 2]
     assert reported == []
+
+
+@pytest.mark.parametrize("who", ["conductor", "learner"])
+def test_a_checkpoint_that_cannot_be_begun_for_want_of_descriptors_is_made_when_it_can_be(machine, who):
+    async def fill(machine):
+        await machine.step(1)
+        process = await machine.process(who)
+        process.full = True
+        await asyncio.sleep(60.0)
+        process.full = False
+
+    slow = "generator.engine_args={ token_seconds = 0.2 }"
+    machine.train("steps=3", "checkpoint.every_steps=1", slow, meddle=fill)
+    failed = machine.events("checkpoint_failed")
+    assert failed
+    assert all("Too many open files" in event["error"] for event in failed)
+    assert machine.events("checkpoint_written")[-1]["step"] == 3
+    assert [row["step"] for row in machine.rows()] == [1, 2, 3]
+    assert len(machine.events("conductor_started")) == 1

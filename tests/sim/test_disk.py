@@ -357,3 +357,20 @@ def test_records_on_a_disk_that_writes_short_are_whole_and_in_order(seed, record
     disk.short_writes = 0.0
     assert keeper.retry()
     assert read(files, file.path) == b"".join(b"record %d\n" % index for index in range(records))
+
+
+def test_a_process_without_descriptors_opens_nothing_and_goes_on_with_what_it_has():
+    _, files = disk_and_files()
+    with files.open(Path("/a"), new=True) as file:
+        files.process.full = True
+        file.append([b"x"])
+        for opening in (
+            lambda: files.open(Path("/a")),
+            lambda: files.open(Path("/b"), create=True),
+            lambda: files.list(Path("/")),
+        ):
+            with pytest.raises(OSError, match="Too many open files"):
+                opening()
+        assert files.stat(Path("/a")).size == 1
+        files.process.full = False
+        assert "a" in files.list(Path("/"))

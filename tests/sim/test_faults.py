@@ -12,14 +12,19 @@ from r3async.tools.simulate.history import (
     Acknowledged,
     Arrived,
     Began,
+    Evaluated,
+    Evaluating,
     Event,
+    Failed,
     Finished,
     Injected,
+    Looked,
     Lost,
     Placed,
     PowerFailed,
     Stored,
     Taken,
+    Trained,
 )
 from r3async.tools.simulate.run import Simulated, model_here
 from r3async.tools.simulate.search import quiet_logs
@@ -127,3 +132,42 @@ def test_power_fails_after_a_start_that_found_what_was_not_synced():
     assert 9.0 < killed < began[1]
     assert failed == [pytest.approx(began[1] + 5.0, abs=1e-5)]
     assert len(began) == 3
+
+
+def test_a_generator_without_descriptors_fetches_its_weights_when_it_has_some():
+    workload = Workload(3, steps=4, hosts=2, seconds=2.0, max_staleness=2, train_seconds=15.0)
+    fault = Fault(30.0, "no_descriptors", "generator-0", seconds=25.0)
+    simulated = run(workload, fault)
+    looked = [event.at for event in of(simulated, Looked)]
+    assert not [at for at in looked if fault.at < at < fault.end]
+    assert [at for at in looked if at > fault.end]
+    assert not [event for event in of(simulated, Lost) if event.who == "generator-0" and event.at < fault.end]
+
+
+@pytest.mark.parametrize("kind", ["env_dies", "env_hangs", "env_late"])
+def test_what_an_environment_s_process_loses_is_played_again(kind: str):
+    workload = Workload(3, steps=4, seconds=10.0, tail=0, stall_seconds=60.0)
+    fault = Fault(20.0, kind, "generator-0", seconds=54.0, amount=60.0)
+    simulated = run(workload, fault)
+    failed = of(simulated, Failed)
+    assert len({event.task for event in failed}) > 1  # all that it played
+    ended = {"env_dies": 20.0, "env_hangs": 84.0, "env_late": 84.0}[kind]
+    assert min(event.at for event in failed) <= ended
+    trained = [f for event in of(simulated, Trained) for members in event.groups for f in members]
+    assert all(f.reward is not None for f in trained)
+    assert {f.task for f in trained} >= {event.task for event in failed}
+
+
+def test_a_run_evaluates_what_is_due_though_the_generator_that_plays_it_ends():
+    workload = Workload(
+        5, steps=4, least_train_seconds=20.0, train_seconds=21.0, evaluate_every=2, evaluation_seconds=30.0
+    )
+    plain = Simulated(Case(workload, ()))
+    assert not plain.run().violated
+    begun = of(plain, Evaluating)
+    assert [event.step for event in begun] == [2, 4]
+    for late in begun:
+        simulated = run(workload, Fault(late.at + 5.0, "kill", "generator-0"))
+        evaluated = of(simulated, Evaluated)
+        assert [event.step for event in evaluated] == [2, 4]
+        assert of(simulated, Finished)[0].evaluated == (2, 4)

@@ -15,6 +15,8 @@ from r3async.tools.simulate.history import (
     Asked,
     Began,
     Delivered,
+    Evaluated,
+    Evaluating,
     Event,
     Fetched,
     Finished,
@@ -193,6 +195,23 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
         "session",
         lambda: inserted(Acknowledged, 0, lambda at: Delivered(at, "a", (trajectory_name(0, 0),), False)),
     ),
+    "given up too soon": (
+        "failed",
+        lambda: inserted(Taken, 0, lambda at: Sent(at, "a", msgspec.structs.replace(playing(0, 0, 1), reward=None))),
+    ),
+    "two evaluations at a time": (
+        "evaluation",
+        lambda: inserted(Taken, 2, lambda at: Evaluating(at, 1), lambda at: Evaluating(at, 2)),
+    ),
+    "evaluated with old weights": ("evaluation", lambda: inserted(Taken, 2, lambda at: Evaluated(at, 2, (7,), 1, 2))),
+    "other tasks are evaluated": (
+        "evaluation",
+        lambda: inserted(Taken, 2, lambda at: Evaluated(at, 1, (7,), 1, 2), lambda at: Evaluated(at, 2, (9,), 2, 2)),
+    ),
+    "trained tasks are evaluated": ("evaluation", lambda: inserted(Taken, 2, lambda at: Evaluated(at, 2, (0,), 2, 2))),
+    "an evaluation is missing": ("evaluation", lambda: edited(Finished, 0, evaluated=(4,))),
+    "that of the last step is missing": ("evaluation", lambda: edited(Finished, 0, evaluated=(2,))),
+    "an evaluation is there twice": ("evaluation", lambda: edited(Finished, 0, evaluated=(2, 2, 4))),
     "steps are missing at the end": ("ended", lambda: edited(Finished, 0, steps=3)),
     "no step after the last fault": ("stuck", lambda: inserted(Published, 4, lambda at: Passed(at + 101.0))),
     "no step after a step": ("stuck", lambda: inserted(Saved, 1, lambda at: Passed(at + 51.0))),
@@ -203,7 +222,10 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
 def test_what_must_not_be_is_named(what: str):
     name, make = SPOILED[what]
     soon = {"install_seconds": 3.0, "fetch_seconds": 20.0}
-    other = {"age": {"age_bound": 0}, "replaced": {"replaced_groups": 1}, "prompt": soon}.get(name, {})
+    every = {"evaluate_every": 2, "evaluated_tasks": 1}
+    other = {"age": {"age_bound": 0}, "replaced": {"replaced_groups": 1}, "prompt": soon, "evaluation": every}.get(
+        name, {}
+    )
     assert broken(make(), msgspec.structs.replace(RULES, **other)).name == name
 
 

@@ -21,7 +21,13 @@ from r3async.tools.simulate.workload import Workload
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
 SEEDS = 150
 """Of ten virtual minutes each, at least. `r3async simulate --seeds 1000` runs more."""
-QUICK = ("unlink_before_commit", "version_counted_twice", "recovery_forgets", "failed_parent_given_again")
+QUICK = (
+    "unlink_before_commit",
+    "version_counted_twice",
+    "recovery_forgets",
+    "failed_parent_given_again",
+    "given_up_at_once",
+)
 WITHIN = 25
 """Seeds in which each of these is found."""
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
+import os
 import random
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -26,8 +30,10 @@ QUIET_SECONDS = 0.3
 class Place:
     """Where a script runs: `sockets(name)` are those of a process."""
 
-    def __init__(self, make: Callable[[str], Sockets]):
+    def __init__(self, make: Callable[[str], Sockets], full: Callable[[], AbstractContextManager[object]]):
         self._make = make
+        self.full = full
+        """While it is entered, nothing more is opened."""
         self._made: list[Sockets] = []
 
     def sockets(self, name: str = "p") -> Sockets:
@@ -49,6 +55,23 @@ class Place:
             await sockets.close()
 
 
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process has as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
+
+
 async def run(script: Callable[[Place], Any], place: Place) -> None:
     try:
         async with asyncio.timeout(30):
@@ -62,12 +85,26 @@ def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Place], Any]], N
     """Runs a script over the one and over the other."""
 
     def over_zeromq(script: Callable[[Place], Any]) -> None:
-        asyncio.run(run(script, Place(lambda name: ZeroMqSockets())))
+        asyncio.run(run(script, Place(lambda name: ZeroMqSockets(), no_descriptors)))
 
     def simulated(script: Callable[[Place], Any]) -> None:
         loop = VirtualLoop(seconds=1000.0)
         network = SimulatedNetwork(loop, random.Random(1))
-        loop.run_until_complete(run(script, Place(lambda name: network.sockets("host", Process(loop, name)))))
+        processes: list[Process] = []
+
+        def sockets(name: str) -> Sockets:
+            processes.append(Process(loop, name))
+            return network.sockets("host", processes[-1])
+
+        @contextlib.contextmanager
+        def full() -> Iterator[None]:
+            for full in (True, False):
+                for process in processes:
+                    process.full = full
+                if full:
+                    yield
+
+        loop.run_until_complete(run(script, Place(sockets, full)))
         assert not loop.failures
         loop.close()
 
@@ -210,6 +247,28 @@ def test_who_sends_a_frame_that_is_too_large_is_disconnected(play):
         assert dealer.send(b"too", bytes(MAX_FRAME + 100)) == 0
         await until(lambda: dealer.send(b"next") == 0 and router.heard[-1] == [b"d", b"next"])
         assert all(len(frame) < 10 for frames in router.heard for frame in frames)
+
+    play(script)
+
+
+def test_a_process_without_descriptors_makes_no_socket_and_those_that_it_has_go_on(play):
+    async def script(place: Place) -> None:
+        sockets = place.sockets()
+        router, client = place.router(sockets), place.sockets("client")
+        dealer = place.dealer(router, sockets=client)
+        dealer.send(b"before")
+        await until(lambda: router.heard)
+        with place.full():
+            for attempt in (lambda: place.dealer(router, b"e", sockets=client), lambda: place.router(client)):
+                with pytest.raises(OSError, match="Too many open files") as failed:
+                    attempt()
+                assert failed.value.errno == errno.EMFILE
+            assert dealer.send(b"meanwhile") == 0
+            await until(lambda: len(router.heard) == 2)
+        later = place.dealer(router, b"e", sockets=client)
+        assert later.send(b"after") == 0
+        await until(lambda: len(router.heard) == 3)
+        place.router(client)
 
     play(script)
 

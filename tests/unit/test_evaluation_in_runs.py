@@ -1,23 +1,27 @@
 """Evaluations of a run: when they are due, whom they may hold up, and nothing of them in what is trained."""
 
 import asyncio
+import errno
 import json
 
 import msgspec
 import pytest
 
+from r3async.actors import tasks
 from r3async.actors.fleet import Fleet
 from r3async.actors.generator import GeneratorActor, GeneratorParts
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.actors.process import NotLoaded
 from r3async.actors.tasks import Evaluator
-from r3async.checkpoint.evaluations import read_evaluation_files
+from r3async.checkpoint.evaluations import read_evaluation_files, write_evaluation
 from r3async.config import config_from_dict, load_config, to_dict
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import training_seed
+from r3async.world import ActorLost
 from r3async.world.keys import new_keys
 from r3async.world.real import REAL
 from tests.helpers.serving import ready, renderer
+from tests.helpers.transport import until
 from tests.helpers.world import StandIn
 
 
@@ -111,7 +115,7 @@ async def test_an_evaluation_waits_for_the_weights_of_its_step_and_prefers_who_h
 
         return StandIn(evaluate=evaluate)
 
-    it, events = evaluator(tmp_path, None)
+    it, events = evaluator(tmp_path, None, timeout=1.0)
     it._fleet = fleet = Fleet(it.config, events, {name: generator(name) for name in "ab"})
     for member in fleet:
         member.health.loaded()
@@ -145,7 +149,7 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
 
         return StandIn(evaluate=evaluate, whereabouts=whereabouts)
 
-    it, events = evaluator(tmp_path, None)
+    it, events = evaluator(tmp_path, None, timeout=1.0)
     it.config = config_from_dict({"supervise": {"silence_seconds": 0.1}})
     fleet = Fleet(it.config, events, {name: generator(name, name != "c") for name in "abc"})
     for member in fleet:
@@ -164,7 +168,77 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
     fleet["c"].health.lost()
     it.after(4, 0)
     await settle(it)
-    assert events.reported[-1] == ("evaluation_failed", {"step": 4, "error": "a, b did not answer"})
+    error = "no generator was healthy and had version 0 of the weights within 1 s (evaluation.timeout)"
+    assert events.reported[-1] == ("evaluation_failed", {"step": 4, "error": error})
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["it was lost", "it does not answer"])
+async def test_a_generator_that_comes_back_plays_its_evaluation_again(tmp_path, lost):
+    """With the weights of the step, and not with those that it has meanwhile."""
+    tries, revived, back = [], [], asyncio.Event()
+
+    async def answer():
+        tries.append(fleet["g"].version)
+        if len(tries) == 1 and lost:
+            raise ActorLost("g: killed")
+        await asyncio.sleep(60 if len(tries) == 1 else 0)
+        return {"reward_mean": 0.5}
+
+    async def whereabouts():
+        if len(tries) == 1 and not lost:
+            await back.wait()
+
+    it, events = evaluator(tmp_path, None)
+    it.config = config_from_dict({"supervise": {"silence_seconds": 0.1}})
+    it._fleet = fleet = Fleet(it.config, events, {"g": StandIn(evaluate=answer, whereabouts=whereabouts)})
+    it._revive = lambda generator: revived.append(generator.generator_id)
+    health = fleet["g"].health
+    health.loaded()
+    health.installed(3, 3)
+    it.after(2, version=3)
+    await until(lambda: events.reported)
+    await asyncio.sleep(0.3)
+    assert tries == [3]
+    if lost:
+        health.lost()
+        health.restarting()
+        health.loaded()
+        health.installed(2, 2)
+        await asyncio.sleep(0.3)
+        assert tries == [3]
+        health.installed(3, 3)
+    back.set()
+    await settle(it)
+    assert tries == [3, 3]
+    assert revived == ["g"] * lost
+    told = [(event, fields.get("hint")) for event, fields in events.reported]
+    assert told == [
+        ("evaluation_moved", "it was lost" if lost else "it does not answer"),
+        ("evaluation_finished", None),
+    ]
+    assert [line["step"] for line in lines(tmp_path)] == [2]
+
+
+async def test_a_result_waits_for_a_disk_that_does_not_take_it(tmp_path, monkeypatch):
+    async def answer():
+        return {"reward_mean": 0.5}
+
+    def write(directory, evaluation, **facts):
+        if evaluation.finished and len(refused) < 2:
+            refused.append(evaluation.step)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return write_evaluation(directory, evaluation, **facts)
+
+    refused = []
+    monkeypatch.setattr(tasks, "write_evaluation", write)
+    it, events = evaluator(tmp_path, answer)
+    it._disk._retry_seconds = 0.05
+    it.after(2, 0)
+    await settle(it)
+    (one,) = read_evaluation_files(tmp_path / "checkpoints").values()
+    assert one.result == {"reward_mean": 0.5}
+    assert refused == [2, 2]
+    assert [event for event, _ in events.reported] == ["evaluation_finished", "evaluation_not_kept", "evaluation_kept"]
 
 
 async def test_an_evaluation_that_fails_is_an_event_and_no_more(tmp_path):
@@ -177,10 +251,10 @@ async def test_an_evaluation_that_fails_is_an_event_and_no_more(tmp_path):
     await it.finish(2, 0, lambda: False)
     assert [(e, f["step"]) for e, f in events.reported] == [("evaluation_failed", 2)]
     assert "the environment is away" in events.reported[0][1]["error"]
-    it, events = evaluator(tmp_path, answer, dead=True)
+    it, events = evaluator(tmp_path, answer, dead=True, timeout=0.3)
     it.after(2, 0)
     await settle(it)
-    assert events.reported[0][1]["error"] == "no generator is healthy"
+    assert events.reported[0][1]["error"].startswith("no generator was healthy and had version 0")
     assert lines(tmp_path) == []
 
 

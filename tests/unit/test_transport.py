@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import random
 import time
 from collections import Counter
@@ -287,3 +288,24 @@ async def test_a_sender_that_is_silent_is_forgotten_and_says_hello_again():
         await silent.send(*delivered("t1", 0, 10, b"x"))
         assert await silent.answer() == wire.Refusal("session", "unknown session: say HELLO", final=False)
     assert receiver.rejected == 0
+
+
+async def test_a_sender_that_lacks_descriptors_when_it_connects_again_tries_until_it_has_one(monkeypatch, caplog):
+    inbox, port, config = Inbox(), free_port(), TransportConfig(ack_timeout=0.2)
+    async with sending(f"tcp://127.0.0.1:{port}", config) as sender:
+        dealer, refused = sender._sockets.dealer, []
+
+        def full(*args: Any, **facts: Any) -> Any:
+            if len(refused) < 5:
+                refused.append(args)
+                raise OSError(errno.EMFILE, "Too many open files")
+            return dealer(*args, **facts)
+
+        monkeypatch.setattr(sender._sockets, "dealer", full)
+        sending_one = asyncio.create_task(sender.send(make_trajectory(1)))
+        await until(lambda: len(refused) == 5)  # nobody answers, so it connects again
+        async with receiving(inbox, config, port=port):
+            await asyncio.wait_for(sending_one, LIMIT)
+            assert await sender.flush(LIMIT) == 0
+    assert inbox.once({"t1"})
+    assert "Too many open files" in caplog.text

@@ -108,8 +108,8 @@ def make_model(preset: str, chosen: Sequence[str], directory: Path, say: Callabl
     """Make and warm up the model that these settings ask for, while nothing fails yet. Returns the setting that names it."""
     from r3async.tools.init_model import init_model
 
-    calm = ["env.args={ failing = 0.0 }"] if load_config(preset, chosen).env.name.endswith(":Unsteady") else []
-    init_model(directory, load_config(preset, [*chosen, *calm]), progress=say)
+    calm = ["env.args={ failing = 0.0 }"] if load_config(preset, chosen, None).env.name.endswith(":Unsteady") else []
+    init_model(directory, load_config(preset, [*chosen, *calm], None), progress=say)
     return f"model.path={directory}"
 
 
@@ -164,7 +164,8 @@ class Rehearsal:
         from r3async.tools.chaos.actors import chaos_directory, chaos_pipeline
         from r3async.tools.train import train
 
-        config = load_config(self.preset, self.chosen)
+        # A scenario sets what makes a model, which a given one does not read: so the command of these settings is none.
+        config = load_config(self.preset, self.chosen, None)
         run_dir = self.root / config.name
         directory = chaos_directory(run_dir)
         shutil.rmtree(directory, ignore_errors=True)

@@ -266,8 +266,8 @@ class FullDisk(Filling):
         for number in range(FILLS):
             if not self.wait_for_step(2 + number * STEPS // 2):
                 return
-            seconds = self.rng.uniform(*HELD_SECONDS)
-            self.full.append(self.fill(self.run_dir.parent, "the disk", partial(operator.le, seconds)))
+            held_long_enough = partial(operator.le, self.rng.uniform(*HELD_SECONDS))
+            self.full.append(self.fill(self.run_dir.parent, "the disk", held_long_enough))
 
     def problems(self) -> list[str]:
         problems = []

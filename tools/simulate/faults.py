@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from r3async.tools.simulate.workload import Workload
+from r3async.tools.simulate.workload import CALL, Workload
 
 Kind = Literal[
     "cut",
@@ -27,6 +27,7 @@ Kind = Literal[
     "short_write",
     "short_put",
     "slow_disk",
+    "no_descriptors",
     "power",
     "power_writing",
     "kill",
@@ -38,6 +39,9 @@ Kind = Literal[
     "silence",
     "slow_start",
     "failing_start",
+    "env_dies",
+    "env_hangs",
+    "env_late",
     "clock",
     "stop",
     "scale",
@@ -60,6 +64,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     `short_write`     a share of `amount` of what is appended fails half-way
     `short_put`       the `amount`th trajectory from then on that is written to the spool fails half-way
     `slow_disk`       each operation on files takes `amount` seconds
+    `no_descriptors`  the process `target` opens no file and no connection (EMFILE), and lets nobody in; those that it has are cut
     `power`           host `target` ends with all its processes, and is back after `seconds`; if it has the disk, all hosts do,
                       and what was not synced is lost, or torn
     `power_writing`   the same, in the `amount`th operation from then on that changes the disk
@@ -73,6 +78,9 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     `silence`         the same, of a generator, for longer than it may be silent
     `slow_start`      processes that start take `amount` seconds longer
     `failing_start`   a share of `amount` of processes that start end at once
+    `env_dies`        the process that plays the environments of generator `target` ends, with what it plays
+    `env_hangs`       it answers nothing more, until it is ended for that
+    `env_late`        its answers take `amount` seconds longer
     `clock`           the wall clock of host `target` jumps by `amount` seconds
     `stop`            the person stops the run, and begins it again when it has ended
     `scale`           the person asks for `amount` generators
@@ -122,6 +130,7 @@ SHAPES: dict[Kind, _Shape] = {
     "short_write": _Shape(2, "none", (0.5, 20), (0.05, 0.7)),
     "short_put": _Shape(4, "none", (60, 60), (1, 6)),
     "slow_disk": _Shape(1, "none", (5, 40), (0.001, 0.1), "seconds"),
+    "no_descriptors": _Shape(0, "role", (10, 100)),
     "power": _Shape(2, "host", (0.5, 20)),
     "power_writing": _Shape(3, "disk", (0.5, 20), (1, 60)),
     "kill": _Shape(6, "role"),
@@ -133,6 +142,9 @@ SHAPES: dict[Kind, _Shape] = {
     "silence": _Shape(0, "generator", (60, 100)),
     "slow_start": _Shape(1, "none", (10, 60), (2, 30), "seconds"),
     "failing_start": _Shape(1, "none", (5, 40), (0.2, 0.8)),
+    "env_dies": _Shape(0, "generator"),
+    "env_hangs": _Shape(0, "generator", (60 * CALL, 60 * CALL)),
+    "env_late": _Shape(0, "generator", (5, 100), (2, 50), "seconds"),
     "clock": _Shape(1, "host", amount=(-3600, 3600)),
     "stop": _Shape(1, "none"),
     "scale": _Shape(0, "none"),  # drawn beside the others
@@ -141,6 +153,8 @@ BESIDE: dict[str, tuple[float, tuple[Kind, ...]]] = {
     "weights": (0.6, ("damage_weights", "mute", "mute", "memory_full")),
     "spool": (0.25, ("kill_unsynced",)),
     "fleet": (0.2, ("silence",)),
+    "descriptors": (0.2, ("no_descriptors",)),
+    "environments": (0.25, ("env_dies", "env_hangs", "env_late")),
 }
 """Drawn beside those that have a weight, by numbers of their own: in which share of the runs, and one of what."""
 SCALED = 0.3

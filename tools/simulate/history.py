@@ -85,7 +85,7 @@ class Installing(Event, frozen=True):
 
 
 class GaveUp(Event, frozen=True):
-    """A generator could not install what it was asked to."""
+    """A generator could not install what it was asked to, or is asked to end."""
 
     generator: str
 
@@ -148,6 +148,13 @@ class Sent(Event, frozen=True):
 
     generator: str
     trajectory: Facts
+
+
+class Failed(Event, frozen=True):
+    """The environment of an episode of a task failed at a generator: it raised, or its process ended, or was ended."""
+
+    generator: str
+    task: int
 
 
 class Delivered(Event, frozen=True):
@@ -228,6 +235,28 @@ class Unlinked(Event, frozen=True):
     file: str
 
 
+class Evaluating(Event, frozen=True):
+    """An evaluation after step `step` is begun. Its file says so."""
+
+    step: int
+
+
+class Evaluated(Event, frozen=True):
+    """The result of the evaluation after step `step` is in its file: of these tasks, sampled by weights from version `oldest` to
+    `newest`."""
+
+    step: int
+    tasks: tuple[int, ...]
+    oldest: int
+    newest: int
+
+
+class NotEvaluated(Event, frozen=True):
+    """A generator that plays an evaluation gives it up, though its process lives."""
+
+    generator: str
+
+
 class Slots(Event, frozen=True):
     """What the conductor says of its slots."""
 
@@ -252,10 +281,11 @@ class Passed(Event, frozen=True):
 
 
 class Finished(Event, frozen=True):
-    """The run has ended: with so many steps, or with what it failed with."""
+    """The run has ended: with so many steps, or with what it failed with. `evaluated`: steps of its record of evaluations."""
 
     steps: int
     failed: str = ""
+    evaluated: tuple[int, ...] = ()
 
 
 History = (
@@ -273,6 +303,7 @@ History = (
     | Removed
     | Plays
     | Installed
+    | Failed
     | Delivered
     | Sent
     | Acknowledged
@@ -284,6 +315,9 @@ History = (
     | Saved
     | Stored
     | Unlinked
+    | Evaluating
+    | Evaluated
+    | NotEvaluated
     | Slots
     | Injected
     | Quiet

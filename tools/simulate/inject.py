@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from r3async.actors.crew import Wish, write_wish
+from r3async.tools.simulate.environment import Helper, helper_of
 from r3async.tools.simulate.faults import MOST_GENERATORS, Fault, quiet_after
 from r3async.tools.simulate.history import Acknowledged, Began, Event, Injected, Quiet, Taken
 from r3async.tools.simulate.observe import Watched
@@ -54,7 +55,7 @@ class Injector:
         simulation.plan_start = self._planned_start
         self._disk.observe = self._before
         simulation.listeners.append(self._after)
-        self._kinds: dict[str, Callable[[Fault], None]] = {
+        self._kinds: dict[str, Callable[[Fault], object]] = {
             "cut": self._cut,
             "half_open": self._half_open,
             "stall": self._stall,
@@ -68,6 +69,7 @@ class Injector:
             "short_write": self._spoil_disk,
             "short_put": self._trap,
             "slow_disk": self._spoil_disk,
+            "no_descriptors": self._fill_descriptors,
             "power": self._lose,
             "power_writing": self._trap,
             "kill": self._kill,
@@ -79,6 +81,9 @@ class Injector:
             "silence": self._freeze,
             "slow_start": self._lasts,
             "failing_start": self._lasts,
+            "env_dies": lambda fault: self._spoil_environments(fault, lambda helper: helper.end("its process died")),
+            "env_hangs": lambda fault: self._spoil_environments(fault, lambda helper: setattr(helper, "hangs", True)),
+            "env_late": self._delay_environments,
             "clock": self._step_clock,
             "stop": lambda fault: stop(),
             "scale": self._scale,
@@ -238,10 +243,26 @@ class Injector:
         self._simulation.see(Injected, f"{fault.describe()}: power of {host} fails now")
         self._lose(Fault(self._simulation.loop.now, "power", host, 1.0))
 
+    def _fill_descriptors(self, fault: Fault) -> None:
+        if (process := self._simulation.find(fault.target)) is not None:
+            process.full = True
+            self._simulation.network.cut(fault.target)
+            self._lasts(fault, lambda: setattr(process, "full", False))
+
     def _freeze(self, fault: Fault) -> None:
         if (process := self._simulation.find(fault.target)) is not None:
             self._simulation.freeze(process)
             self._at(fault.end, self._simulation.thaw, process)
+
+    def _spoil_environments(self, fault: Fault, spoil: Callable[[Helper], object]) -> Helper | None:
+        if (process := self._simulation.find(fault.target)) is None:
+            return None
+        spoil(helper := helper_of(process))
+        return helper
+
+    def _delay_environments(self, fault: Fault) -> None:
+        if helper := self._spoil_environments(fault, lambda helper: setattr(helper, "late", fault.amount)):
+            self._lasts(fault, lambda: setattr(helper, "late", 0.0))
 
     def _trap(self, fault: Fault) -> None:
         self._traps.append((fault, Counter()))

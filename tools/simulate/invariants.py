@@ -2,7 +2,7 @@
 
 A **branch** is a lineage with the steps that it has behind it (`branches`). An episode is **here** in a lineage if the
 learner has acknowledged it, or if the spool kept it from before. A checkpoint is **safe** when it has its name and its
-directory is synced. Each rule's docstring (`rules_training`, `rules_delivery`, `rules_weights`) says what it means across
+directory is synced. Each rule's docstring (`rules_*.py`) says what it means across
 crashes, resumes and lineages; `RULES` has them all, by name."""
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from r3async.tools.simulate.history import Event
 from r3async.tools.simulate.known import Known, Rules
 from r3async.tools.simulate.rules import Rule, Violated
 from r3async.tools.simulate.rules_delivery import DELIVERY
+from r3async.tools.simulate.rules_evaluations import EVALUATIONS
 from r3async.tools.simulate.rules_training import TRAINING
 from r3async.tools.simulate.rules_weights import WEIGHTS
 
 __all__ = ["RULES", "Checker", "Rules", "Violated"]
 
-RULES = [*TRAINING, *DELIVERY, *WEIGHTS]
+RULES = [*TRAINING, *DELIVERY, *WEIGHTS, *EVALUATIONS]
 
 
 class Checker:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -17,8 +17,11 @@ from r3async.tools.simulate.history import (
     Asked,
     Began,
     Delivered,
+    Evaluated,
+    Evaluating,
     Event,
     Facts,
+    Failed,
     Fetched,
     Finished,
     GaveUp,
@@ -28,6 +31,7 @@ from r3async.tools.simulate.history import (
     Leased,
     Looked,
     Lost,
+    NotEvaluated,
     Passed,
     Placed,
     Plays,
@@ -73,6 +77,9 @@ class Rules(msgspec.Struct, frozen=True):
     step_seconds: float = math.inf
     install_seconds: float = math.inf
     fetch_seconds: float = math.inf
+    evaluate_every: int = 0
+    evaluate_first: bool = False
+    evaluated_tasks: int = 0
 
 
 class Lease(NamedTuple):
@@ -170,6 +177,16 @@ class Known:
         """Generators, and what they delivered to this learner: whether in no session but such as were over."""
         self.deadline = math.inf
         """For the next step."""
+        self.failed: Counter[int] = Counter()
+        """By task: how often its environment did."""
+        self.evaluating: int | None = None
+        """The step whose evaluation is played."""
+        self.skipped: set[int] = set()
+        """Steps of this branch whose evaluation was due while another one was played."""
+        self.given_up: set[int] = set()
+        """Those whose evaluation a generator gave up, or an end of the run did, and others were due by the next start."""
+        self.evaluated_tasks: tuple[int, ...] = ()
+        """That were evaluated last."""
         self._sent_here: dict[str, dict[int, Facts]] = defaultdict(dict)
         """What was sent to this learner."""
         self._apply = {
@@ -187,6 +204,7 @@ class Known:
             Fetched: self._fetched,
             Passed: self._passed,
             Plays: self._plays,
+            Failed: self._failed,
             Delivered: self._delivered,
             Sent: self._was_sent,
             Acknowledged: self._acknowledged,
@@ -195,6 +213,9 @@ class Known:
             Saved: self._saved,
             Stored: self._stored,
             Unlinked: self._unlinked,
+            Evaluating: self._evaluating,
+            Evaluated: self._evaluated,
+            NotEvaluated: self._not_evaluated,
             Injected: self._injected,
             Quiet: self._quiet,
             Finished: self._finished,
@@ -264,6 +285,11 @@ class Known:
         for engine in self.engines.values():
             engine.begins()
         self.newest, self.newest_at = -1, math.inf
+        for steps in (self.skipped, self.given_up):  # the last one that was due a start begins, if it is missing
+            steps &= set(range(self.last_due(event.step)))
+        if self.evaluating is not None and self.evaluating < self.last_due(event.step):
+            self.given_up |= {self.evaluating, self.last_due(self.evaluating)}
+        self.evaluating = None
         for of_the_past in (self.leases, self.asked, self.held, self._sent_here, self.late):
             of_the_past.clear()
         if self.rules.durable == "nothing":
@@ -352,6 +378,9 @@ class Known:
     def _plays(self, event: Plays) -> None:
         self.engines[event.generator].plays = event.at
 
+    def _failed(self, event: Failed) -> None:
+        self.failed[event.task] += 1
+
     def _delivered(self, event: Delivered) -> None:
         for name in event.ids:
             self.late[event.generator, name] = self.late.get((event.generator, name), True) and not event.current
@@ -379,6 +408,8 @@ class Known:
             for f in members:
                 self.here.pop(f.trajectory_id, None)
                 self.held.pop(f.trajectory_id, None)
+        if self.evaluating is not None and rules.evaluate_every and event.step % rules.evaluate_every == 0:
+            self.skipped.add(event.step)
         if self.quiet:
             self.deadline = event.at + rules.step_seconds
 
@@ -398,8 +429,23 @@ class Known:
     def _unlinked(self, event: Unlinked) -> None:
         self.files[event.group].pop(event.file, None)
 
+    def last_due(self, step: int) -> int:
+        """The last step up to `step` whose evaluation is due."""
+        return step - step % self.rules.evaluate_every if self.rules.evaluate_every else 0
+
+    def _evaluating(self, event: Evaluating) -> None:
+        self.evaluating = event.step
+
+    def _evaluated(self, event: Evaluated) -> None:
+        self.evaluating, self.evaluated_tasks = None, event.tasks
+
+    def _not_evaluated(self, event: NotEvaluated) -> None:
+        if self.evaluating is not None:
+            self.given_up |= {self.evaluating, self.last_due(self.evaluating)}
+            self.evaluating = None
+
     def _injected(self, event: Injected) -> None:
-        self.spoiled |= "disk" in event.what or "short" in event.what
+        self.spoiled |= any(each in event.what for each in ("disk", "short", "descriptors"))
         self.cut_short |= "kill" in event.what or "power" in event.what
 
     def _quiet(self, event: Quiet) -> None:

@@ -15,6 +15,7 @@ from r3async.checkpoint.directory import Checkpoints
 from r3async.checkpoint.writer import CheckpointWriter
 from r3async.schedule.spool import Spool
 from r3async.tools.simulate import mutants_schedule as mutants_schedule  # fills MUTANTS
+from r3async.tools.simulate import mutants_supervision as mutants_supervision
 from r3async.tools.simulate import mutants_weights as mutants_weights
 from r3async.tools.simulate.planting import MUTANTS as MUTANTS
 from r3async.tools.simulate.planting import mutant

@@ -36,6 +36,7 @@ from r3async.tools.simulate.history import (
     Limited,
     Looked,
     Lost,
+    NotEvaluated,
     Placed,
     Plays,
     PowerFailed,
@@ -407,6 +408,17 @@ def _generator(kind: type) -> type:
                 return manifest
 
             weights.fetch = told
+
+        async def stop(self) -> None:
+            _watched(self.world.process).see(GaveUp, self.generator_id)
+            await super().stop()
+
+        async def evaluate(self) -> Any:
+            try:
+                return await super().evaluate()
+            except Exception:
+                _watched(self.world.process).see(NotEvaluated, self.generator_id)
+                raise
 
         async def run(self, conductor: Any) -> None:
             _watched(self.world.process).see(Plays, self.generator_id)

@@ -1,4 +1,4 @@
-"""The files of a simulated run, watched: what is stored, deleted and fetched, and which checkpoint is safe."""
+"""The files of a simulated run, watched: what is stored, deleted and fetched, which checkpoint is safe, what was evaluated."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path
 from r3async.rollout.engines.scripted import weights_key
-from r3async.tools.simulate.history import Arrived, Removed, Saved, Stored, Unlinked
+from r3async.tools.simulate.history import Arrived, Evaluated, Evaluating, Removed, Saved, Stored, Unlinked
+from r3async.untrusted import decode_json
 from r3async.weights.manifest import WeightError
 from r3async.world import File, Files
 from r3async.world.disk import Stat
+from r3async.world.files import read_file
 from r3async.world.simulated.processes import HostProcess
 
 if TYPE_CHECKING:
@@ -68,6 +71,18 @@ class WatchedFiles:
         self._of(path).rename(path, to)
         if fetched := _FETCHED.fullmatch(to.name):
             self._simulation.see(Arrived, self._process.name, int(fetched[1]), weights_in(to, self._memory))
+        elif to.parent.name == "checkpoints" and to.suffix == ".json":
+            self._see_evaluation(to)
+
+    def _see_evaluation(self, path: Path) -> None:
+        one = decode_json(read_file(path, files=self._disk), EvaluationFile)
+        if path != evaluation_path(path.parent, one.step):
+            return
+        if not one.finished:
+            self._simulation.see(Evaluating, one.step)
+            return
+        tasks, figures = tuple(sorted(map(int, one.result["rewards"]))), one.figures
+        self._simulation.see(Evaluated, one.step, tasks, figures["version_min"], figures["version_max"])
 
     def remove(self, path: Path) -> None:
         spooled = _spooled(path)

@@ -10,6 +10,7 @@ from r3async.tools.simulate.history import (
     Leased,
     Limited,
     Refused,
+    Sent,
     Slots,
     Stored,
     Unlinked,
@@ -109,6 +110,16 @@ def what_is_sound_is_taken(known: Known, event: Refused) -> str:
     playings = known.sent.get(event.trajectory_id, {}).values()
     if any(f.lineage == known.lineage and f.group not in known.branch.trained for f in playings):
         return f"{event.trajectory_id} of {event.generator} is refused: {event.reason}"
+    return ""
+
+
+@rule(DELIVERY, "failed", Sent)
+def what_failed_once_is_played_again(known: Known, event: Sent) -> str:
+    """Something stands for an episode that nobody played only if its environment failed more than once: it raised, or its process
+    ended, or hung."""
+    f = event.trajectory
+    if f.reward is None and known.failed[f.task] < 2:
+        return f"{f.trajectory_id} was given up, and its environment failed {known.failed[f.task]} times"
     return ""
 
 

@@ -23,6 +23,7 @@ from r3async.checkpoint import CheckpointError
 from r3async.checkpoint.directory import silent
 from r3async.config import Config, ConfigError, InitConfig
 from r3async.data.model_shape import moe_geometry
+from r3async.record.reading import EVALUATION, read_objects
 from r3async.record.timeline import Span, read_timeline
 from r3async.tools.simulate.faults import draw_faults, quiet_after
 from r3async.tools.simulate.history import Event, Finished, Injected, Passed
@@ -34,6 +35,7 @@ from r3async.tools.simulate.shrink import Case
 from r3async.tools.simulate.workload import CHUNK_BYTES, draw_workload
 from r3async.untrusted import decode_object
 from r3async.weights import relay
+from r3async.world import Files
 from r3async.world.appending import Report
 from r3async.world.simulated.loop import Deadlock, LimitReached
 from r3async.world.simulated.network import Delays
@@ -77,9 +79,10 @@ class Person:
         self.stop_requested = False
         self.step = 0
         self.report: Report = silent
+        self.told_to_resume = False
 
     def say(self, line: str) -> None:
-        pass
+        self.told_to_resume |= "to resume: the same command" in line
 
     def phase(self, text: str) -> None:
         pass
@@ -234,10 +237,16 @@ class Simulated:
 
     def _spans(self) -> list[Span]:
         """What the run's processes wrote of their time."""
+        with self._reading() as files:
+            return read_timeline(RUNS / "run", files=files)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[Files]:
+        """The disk, for somebody who reads what the run wrote."""
         host = next(iter(self.simulation.hosts.values()))
         process = self.simulation.begin_process("reader", host)
         try:
-            return read_timeline(RUNS / "run", files=host.disk.files(process))
+            yield host.disk.files(process)
         finally:
             self.simulation.end(process, "it has read")
 
@@ -296,8 +305,9 @@ class Simulated:
         """Whether the person is content, or the run has failed for good."""
         known = self.checker.known
         made = len(known.branch.steps) if known.branches else 0
-        if made == self.config.steps and (outcome is None or isinstance(outcome, ConfigError)):
-            self.simulation.see(Finished, made)
+        unfinished = self._person.told_to_resume and outcome is None  # its last evaluation is missing
+        if made == self.config.steps and (outcome is None or isinstance(outcome, ConfigError)) and not unfinished:
+            self._finish(made)
             return True
         if self._person.stop_requested and _was_stopped(outcome):
             self.simulation.see(Injected, "the person begins the run again")
@@ -307,7 +317,7 @@ class Simulated:
             and made == self.config.steps
             and not any(s.updates for s in known.branch.steps)
         ):
-            self.simulation.see(Finished, made)
+            self._finish(made)
             return True
         said = "it returned" if outcome is None else f"{type(outcome).__name__}: {outcome}"
         if isinstance(outcome, str):
@@ -319,8 +329,13 @@ class Simulated:
             self.gave_up.append(said)
             self.simulation.see(Injected, f"the command failed ({said}); the person gives it again")
             return False
-        self.simulation.see(Finished, made, said)
+        self._finish(made, said)
         return True
+
+    def _finish(self, made: int, failed: str = "") -> None:
+        with self._reading() as files:
+            rows = read_objects(RUNS / "run" / EVALUATION, files=files)
+        self.simulation.see(Finished, made, failed, tuple(row["step"] for row in rows))
 
 
 def _was_stopped(outcome: Exception | str | None) -> bool:

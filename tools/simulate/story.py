@@ -15,8 +15,11 @@ from r3async.tools.simulate.history import (
     Asked,
     Began,
     Delivered,
+    Evaluated,
+    Evaluating,
     Event,
     Facts,
+    Failed,
     Fetched,
     Finished,
     GaveUp,
@@ -27,6 +30,7 @@ from r3async.tools.simulate.history import (
     Limited,
     Looked,
     Lost,
+    NotEvaluated,
     Passed,
     Placed,
     Plays,
@@ -105,7 +109,7 @@ def _installing(e: Installing) -> Words:
 
 @_of(GaveUp)
 def _gave_up(e: GaveUp) -> Words:
-    return e.generator, "could not install it"
+    return e.generator, "installs nothing"
 
 
 @_of(Looked)
@@ -148,6 +152,11 @@ def _installed(e: Installed) -> Words:
 def _sent(e: Sent) -> Words:
     f = e.trajectory
     return e.generator, f"sends {f.trajectory_id}, sampled by {_versions(f)} of lineage {f.lineage}"
+
+
+@_of(Failed)
+def _failed(e: Failed) -> Words:
+    return e.generator, f"has an environment fail at task {e.task}"
 
 
 @_of(Delivered)
@@ -198,6 +207,21 @@ def _stored(e: Stored) -> Words:
 @_of(Unlinked)
 def _unlinked(e: Unlinked) -> Words:
     return "learner", f"removes {e.file} of group {e.group}"
+
+
+@_of(Evaluating)
+def _evaluating(e: Evaluating) -> Words:
+    return "conductor", f"begins to evaluate step {e.step}"
+
+
+@_of(Evaluated)
+def _evaluated(e: Evaluated) -> Words:
+    return "conductor", f"has evaluated step {e.step}, by versions {e.oldest} to {e.newest}"
+
+
+@_of(NotEvaluated)
+def _not_evaluated(e: NotEvaluated) -> Words:
+    return e.generator, "gives its evaluation up"
 
 
 @_of(Injected)

@@ -22,6 +22,8 @@ FIRST = 15.0
 restarts, a start fails and is made again, and the longest episodes are played."""
 NEXT = 7.5
 """And between two steps after that."""
+CALL = 0.9
+"""Of the environment, at most: its process is then ended. In `stall_seconds`, too."""
 LARGEST = 64 * 1024
 """Bytes of one trajectory, at most."""
 VERSION_BYTES = 400
@@ -38,7 +40,9 @@ class Workload(msgspec.Struct, frozen=True):
     many times longer than with a small model processes take to start, and threads and messages take. Limits of the
     configuration follow from `stall_seconds` and `silence_seconds`. `flat`, `tasks`: of the environment (`Errand`); where tasks
     come again, past rewards say which are posed. `fetch_seconds`: that a version's file takes to be written on a host;
-    `install_seconds`: that an engine takes to install it, at most. A host sends weights to `fanout` others at once."""
+    `install_seconds`: that an engine takes to install it, at most. A host sends weights to `fanout` others at once.
+    `evaluate_every`, `evaluate_first`, `evaluated_tasks`: of `[evaluation]`, whose episodes take `evaluation_seconds` each, at
+    most."""
 
     seed: int
     steps: int = 8
@@ -80,6 +84,10 @@ class Workload(msgspec.Struct, frozen=True):
     fetch_seconds: float = 0.0
     install_seconds: float = 0.0
     fanout: int = 2
+    evaluate_every: int = 0
+    evaluate_first: bool = False
+    evaluated_tasks: int = 3
+    evaluation_seconds: float = 1.0
 
     @property
     def roles(self) -> list[str]:
@@ -116,7 +124,8 @@ class Workload(msgspec.Struct, frozen=True):
             "env": {
                 "name": "r3async.tools.simulate.environment:Errand",
                 "args": {
-                    name: getattr(self, name) for name in ("turns", "seconds", "tail", "failing", "flat", "tasks")
+                    "limit": CALL * self.stall_seconds,
+                    **{n: getattr(self, n) for n in ("turns", "seconds", "tail", "failing", "flat", "tasks")},
                 },
             },
             "episode": {
@@ -185,12 +194,31 @@ class Workload(msgspec.Struct, frozen=True):
                 "max_failed_fraction": 1.0,
                 "max_skipped_steps": 1000,
             },
+            "evaluation": self._evaluation() if self.evaluate_every else {},
             "checkpoint": {
                 "every_steps": self.checkpoint_every,
                 "every_minutes": 0.0,
                 "keep_last": self.checkpoints_kept,
                 "asynchronous": self.asynchronous,
                 "write_timeout": self.stall_seconds,
+            },
+        }
+
+    def _evaluation(self) -> dict[str, Any]:
+        """Of other tasks than are trained. None of them raises."""
+        return {
+            "every": self.evaluate_every,
+            "at_start": self.evaluate_first,
+            "episodes": self.evaluated_tasks,
+            "timeout": 4 * self.stall_seconds,
+            "env": {
+                "name": "r3async.tools.simulate.environment:Errand",
+                "args": {
+                    "turns": 1,
+                    "seconds": self.evaluation_seconds / 2,
+                    "tail": 0,
+                    "limit": 4 * self.stall_seconds,
+                },
             },
         }
 
@@ -218,6 +246,9 @@ class Workload(msgspec.Struct, frozen=True):
             step_seconds=NEXT * self.stall_seconds,
             install_seconds=SLACK_SECONDS + self.install_seconds + 2 * self.hosts * self.fetch_seconds,
             fetch_seconds=SLACK_SECONDS + 2 * self.hosts * self.fetch_seconds,
+            evaluate_every=self.evaluate_every,
+            evaluate_first=self.evaluate_first,
+            evaluated_tasks=self.evaluated_tasks,
         )
 
     @property
@@ -275,6 +306,7 @@ def draw_workload(seed: int) -> Workload:
         tasks=rng.choice([0, 0, 4, 10]),
     )
     drawn = _draw_weights(drawn)
+    drawn = _draw_evaluations(drawn)
     share = 0.1 if ahead else 1.3 if behind else rng.choice([0.2, 0.5, 1.0])
     return msgspec.structs.replace(drawn, seconds=_call_seconds(drawn, share * drawn.least_train_seconds))
 
@@ -306,6 +338,24 @@ def _draw_weights(drawn: Workload) -> Workload:
         fetch_seconds=rng.choice([0.0, 0.0, 2.0, 10.0]),
         install_seconds=rng.choice([0.0, 0.0, 10.0, 60.0]),
         fanout=rng.choice([1, 1, 2]),
+    )
+
+
+EVALUATED = 0.4
+"""Share of the runs."""
+
+
+def _draw_evaluations(drawn: Workload) -> Workload:
+    """By numbers of its own. One takes up to two steps, so that much of what happens to the run happens to it."""
+    rng = random.Random(f"evaluations/{drawn.seed}")
+    if rng.random() >= EVALUATED:
+        return drawn
+    return msgspec.structs.replace(
+        drawn,
+        evaluate_every=rng.choice([1, 2, 2, 3]),
+        evaluate_first=rng.random() < 0.3,
+        evaluated_tasks=rng.randint(1, 4),
+        evaluation_seconds=round(rng.uniform(0.2, 2.0) * drawn.least_train_seconds, 3),
     )
 
 

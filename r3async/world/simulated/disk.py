@@ -17,14 +17,16 @@ from r3async.world.simulated.tree import DirectoryNode, Entry, FileNode, Node, T
 READING = frozenset({"open", "size", "read", "map", "stat", "list", "free", "lock"})
 GROWING = frozenset({"create", "append", "make"})
 WRITING = GROWING | {"truncate", "sync", "rename", "remove", "sync_directory"}
+OPENING = frozenset({"open", "create", "list", "sync_directory"})
 """Operations, as `refuse` takes and `observe` gets them. `create`: `open` of a file that is not there."""
 
 
 class Owner(Protocol):
-    """A simulated process. `disk_seconds`: how long its work on files takes; it is added to."""
+    """A simulated process. `disk_seconds`: how long its work on files takes; it is added to. `full`: it opens nothing more."""
 
     name: str
     ended: bool
+    full: bool
     disk_seconds: float
 
     def check(self) -> None:
@@ -92,6 +94,8 @@ class SimulatedDisk:
         process.disk_seconds += self.latency + nbytes / self.bytes_per_second
         self.observe(process, operation, path)
         process.check()
+        if process.full and operation in OPENING:
+            raise error(errno.EMFILE, path)
         if number := self.refusal(operation, path):
             raise error(number, path)
 

@@ -37,6 +37,8 @@ class Process:
         self.running = True
         """Neither frozen nor ended."""
         self.ended = False
+        self.full = False
+        """It has as many descriptors as it may: it can open nothing (EMFILE)."""
         self.context = Context()
         """To schedule in it from outside: `loop.call_later(delay, callback, context=process.context)`."""
         self.context.run(PROCESS.set, self)

@@ -9,6 +9,8 @@ What holds for DEALER and ROUTER over TCP holds here (`tests/sim/test_sockets.py
    and what the kernel had not taken yet goes over the next connection: there may be a gap, but nothing comes out of order.
 5. Nothing is delivered twice. Duplicates come from above: from senders that connect again, and send again what was not answered.
 
+6. A process without descriptors (`Process.full`) makes no socket, and lets nobody in; what connects waits outside.
+
 Faults last for the seconds that they are given, and concern connections between `a` and `b`, each the name of a process or host,
 or `ANY`. While one lasts, no new connection stands up between them.
 """
@@ -168,16 +170,21 @@ class SimulatedSockets:
         process.at_end(self._close)
 
     def router(self, address: str, on_message: OnMessage, *, keys: Any, refused: Counter[str]) -> Router:
-        self._process.check()
+        self._check()
         router = Router(self._network, self._host, self._process, address, on_message, keys, refused)
         self._sockets.append(router)
         return router
 
     def dealer(self, endpoint: str, identity: bytes, on_message: OnMessage, *, keys: Any) -> Dealer:
-        self._process.check()
+        self._check()
         dealer = Dealer(self._network, self._host, self._process, endpoint, identity, on_message, keys)
         self._sockets = [*(socket for socket in self._sockets if not socket.closed), dealer]
         return dealer
+
+    def _check(self) -> None:
+        self._process.check()
+        if self._process.full:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     async def close(self) -> None:
         self._close()

@@ -264,7 +264,7 @@ class Router(SimulatedSocket):
     def accept(self, dealer: Dealer, attempt: int) -> None:
         """A dealer knocks. One that has given up meanwhile is ignored."""
         network = self.network
-        if dealer.attempt != attempt or network.faults(self, dealer):
+        if dealer.attempt != attempt or network.faults(self, dealer) or self.process.full:
             return
         if self.closed:
             network.soon(dealer, dealer.retry)
@@ -359,7 +359,7 @@ class Dealer(SimulatedSocket):
         network = self.network
         router = network.find(self.host, *self._address)
         self.attempt = -1
-        if router is None or network.faults(self, router):
+        if router is None or self.process.full or network.faults(self, router):
             self.retry()
         else:
             self.attempt = next(network.numbers)

@@ -1,0 +1,133 @@
+"""Planted defects of evaluations, of episodes that fail, and of what is done about processes that are lost or lack something."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+from r3async.actors.installer import Installer
+from r3async.actors.members import Members
+from r3async.actors.tasks import Evaluator
+from r3async.checkpoint.directory import RunLock
+from r3async.rollout.group import GroupPlayer
+from r3async.schedule.health import Health
+from r3async.tools.simulate.planting import mutant
+from r3async.transport.sender import Sender
+from r3async.weights.host import HostFolder
+from r3async.world import disk_waits
+
+# -- evaluations -------------------------------------------------------------------------------------------------------
+
+
+@mutant(Evaluator, "start")
+def cut_off_evaluation_forgotten(start: Any) -> Any:
+    """An evaluation that was played when the run was stopped or lost is not begun again."""
+
+    def nothing(self: Evaluator, step: int, version: int) -> None:
+        self._evaluated = step
+
+    return nothing
+
+
+@mutant(Evaluator, "_written")
+def evaluation_played_again(written: Any) -> Any:
+    """A resumed run does not know which evaluations its record has."""
+    return lambda self: set()
+
+
+@mutant(Evaluator, "_player")
+def evaluated_with_old_weights(player: Any) -> Any:
+    """An evaluation is played with whatever weights a generator has."""
+    return lambda self, version, left: player(self, 0, left)
+
+
+@mutant(Members, "revive")
+def evaluation_ends_with_its_generator(revive: Any) -> Any:
+    """A generator that is lost when it has nothing more to play is left alone, though it played the last evaluation."""
+    return lambda self, generator: None
+
+
+# -- episodes ----------------------------------------------------------------------------------------------------------
+
+
+@mutant(GroupPlayer, "__init__")
+def given_up_at_once(init: Any) -> Any:
+    """An episode is dropped when its environment fails for the first time."""
+
+    def once(self: GroupPlayer, **facts: Any) -> None:
+        init(self, **facts)
+        self._retries["environment"] = 0
+
+    return once
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@mutant(Sender, "_reconnect")
+def no_second_try_to_connect(reconnect: Any) -> Any:
+    """A sender that cannot make a socket when it connects again has failed."""
+    return lambda self: self._connect()
+
+
+@mutant(disk_waits, "is_disk_trouble")
+def full_process_not_waited_for(is_disk_trouble: Any) -> Any:
+    """Weights that cannot be written for want of descriptors are not tried again."""
+    return lambda error: is_disk_trouble(error) and error.errno != errno.EMFILE
+
+
+@mutant(Installer, "reading")
+def version_removed_while_it_is_read(reading: Any) -> Any:
+    """The learner removes versions that engines are reading."""
+    return property(lambda self: [])
+
+
+@mutant(HostFolder, "tidy")
+def tidied_while_it_is_used(tidy: Any) -> Any:
+    """Whoever fetches a version removes all others of its host."""
+
+    def everything(self: HostFolder, keep: Any) -> None:
+        for name in self._files.list(self.path):
+            path = self.path / name
+            if name.startswith("version-") and (keep is None or path != self.place(keep)):
+                self._files.remove(path)
+
+    return everything
+
+
+@mutant(RunLock, "alone")
+def prepared_beside_others(alone: Any) -> Any:
+    """A start does not wait until the processes of the one before have ended."""
+
+    async def at_once(self: RunLock, *args: Any, **facts: Any) -> bool:
+        return True
+
+    return at_once
+
+
+@mutant(Health, "answered")
+def silent_for_ever(answered: Any) -> Any:
+    """A generator that was silent is never leased anything again."""
+
+    def heard(self: Health) -> None:
+        if self.state is not self.state.SUSPECT:
+            answered(self)
+
+    return heard
+
+
+@mutant(Members, "leave")
+def gone_with_what_it_had(leave: Any) -> Any:
+    """What a generator was leased that leaves before it has played it is leased to nobody else."""
+
+    async def taken_along(self: Members, generator_id: str) -> None:
+        async def nothing(generator: Any) -> list[int]:
+            return []
+
+        lost, self._lost = self._lost, nothing
+        try:
+            await leave(self, generator_id)
+        finally:
+            self._lost = lost
+
+    return taken_along

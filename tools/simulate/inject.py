@@ -55,7 +55,7 @@ class Injector:
         simulation.plan_start = self._planned_start
         self._disk.observe = self._before
         simulation.listeners.append(self._after)
-        self._kinds: dict[str, Callable[[Fault], None]] = {
+        self._kinds: dict[str, Callable[[Fault], object]] = {
             "cut": self._cut,
             "half_open": self._half_open,
             "stall": self._stall,

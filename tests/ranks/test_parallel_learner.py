@@ -52,6 +52,10 @@ def trained(learner, micro_batches):
     return before, learner.export(), [r.metrics for r in results], results[-1].expert_load, learner.version
 
 
+def without(names, metrics):
+    return {name: value for name, value in metrics.items() if name not in names}
+
+
 @pytest.mark.parametrize("layout", [EVERYTHING, STAGES, CONTEXT], ids=["dp2-tp2-ep4", "tp2-pp2-ep2", "cp2-tp2-ep4"])
 def test_ranks_train_the_model_that_one_rank_trains(four_ranks, model_path, layout):
     learner = MegatronLearner.load(config(), model_path)
@@ -67,8 +71,10 @@ def test_ranks_train_the_model_that_one_rank_trains(four_ranks, model_path, layo
         assert (after[name] - exact).norm() <= 1e-3 * moved, name
         assert moved > 0 or "experts" in name, name
     for ours, exact in zip(metrics, expected, strict=True):
-        # A padding micro-batch is in none of them.
-        assert ours == pytest.approx(exact, rel=1e-4, abs=1e-6)
+        # A padding micro-batch is in none of them. What is squared is off by twice as much.
+        squared = [name for name in exact if "/chi2_" in name]
+        assert {n: ours[n] for n in squared} == pytest.approx({n: exact[n] for n in squared}, rel=2e-4)
+        assert without(squared, ours) == pytest.approx(without(squared, exact), rel=1e-4, abs=1e-6)
     assert load.sum() == 3 * hm.TOP_K * sum(LENGTHS)
     assert answers[1][0] == answers[1][1] == {}
     assert answers[1][2] == metrics

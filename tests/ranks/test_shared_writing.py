@@ -75,6 +75,7 @@ def test_the_file_is_what_rank_0_would_export_and_every_rank_copies_its_part(
         for version, by in enumerate((0.0, 1e-3, 1e-3)):
             answers = four_ranks.call(snapshot, version, by)
             publication = publisher.send()
+            four_ranks.call(each, [()] * 4, "let_go")
             manifest, exported = publication.manifest, answers[0][1]
             verify(manifest)
             written = load_file(manifest.path)

@@ -228,7 +228,9 @@ class Evaluator:
             return
         made = EvaluationFile(step, self._clock.time(), figures_of(result), result)
         self._write(made)
-        await self._disk.insist(DISK_HINT, self._keep, made)
+        with contextlib.suppress(TimeoutError):  # its row is written, and the run may end
+            async with asyncio.timeout(self.config.checkpoint.write_timeout):
+                await self._disk.insist(DISK_HINT, self._keep, made)
 
     def _write(self, made: EvaluationFile) -> None:
         """Its row."""

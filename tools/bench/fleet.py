@@ -17,6 +17,7 @@ from r3async.actors.leasing import Gate, Leasing
 from r3async.actors.process import whereabouts
 from r3async.config import Config, config_from_dict
 from r3async.data.window import Consumed
+from r3async.data.written import UNKNOWN
 from r3async.record.timeline import LagMeter
 from r3async.rollout.engines import InstallReport
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
@@ -282,7 +283,7 @@ class CountingLearner:
 
     def start(self) -> dict[str, Any]:
         self.asked += 1
-        return {**whereabouts(self._world), "gpus": []}
+        return {**whereabouts(self._world), "gpus": [], "written": UNKNOWN}
 
     def listen(self, *args: Any) -> dict[str, Any]:
         self.asked += 1

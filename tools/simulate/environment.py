@@ -7,13 +7,12 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from r3async.envs import Action, EnvironmentFailed, Message, StepResult
 from r3async.tools.simulate.history import Failed
-from r3async.tools.simulate.observe import Watched
 from r3async.world.simulated.loop import PROCESS, Process
-from r3async.world.simulated.processes import HostProcess
 
 
 class Helper:
@@ -111,7 +110,7 @@ class Errand:
             if self._failing and rng.randrange(self._failing) == 0:
                 raise RuntimeError("this errand failed, on purpose")
         except Exception:
-            process = PROCESS.get()
-            if isinstance(process, HostProcess) and isinstance(process.simulation, Watched):
-                process.simulation.see(Failed, process.name, self._seed)
+            process: Any = PROCESS.get()
+            if (see := getattr(getattr(process, "simulation", None), "see", None)) is not None:  # somebody watches
+                see(Failed, process.name, self._seed)
             raise

@@ -8,7 +8,6 @@ from typing import Any
 from r3async.actors.installer import Installer
 from r3async.actors.members import Members
 from r3async.actors.tasks import Evaluator
-from r3async.checkpoint.directory import RunLock
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.health import Health
 from r3async.tools.simulate.planting import mutant
@@ -21,7 +20,7 @@ from r3async.world import disk_waits
 
 @mutant(Evaluator, "start")
 def cut_off_evaluation_forgotten(start: Any) -> Any:
-    """An evaluation that was played when the run was stopped or lost is not begun again."""
+    """An evaluation that was played when the run was stopped or lost is left out."""
 
     def nothing(self: Evaluator, step: int, version: int) -> None:
         self._evaluated = step
@@ -84,7 +83,7 @@ def version_removed_while_it_is_read(reading: Any) -> Any:
 
 @mutant(HostFolder, "tidy")
 def tidied_while_it_is_used(tidy: Any) -> Any:
-    """Whoever fetches a version removes all others of its host."""
+    """A process that fetches a version removes all others of its host."""
 
     def everything(self: HostFolder, keep: Any) -> None:
         for name in self._files.list(self.path):
@@ -93,16 +92,6 @@ def tidied_while_it_is_used(tidy: Any) -> Any:
                 self._files.remove(path)
 
     return everything
-
-
-@mutant(RunLock, "alone")
-def prepared_beside_others(alone: Any) -> Any:
-    """A start does not wait until the processes of the one before have ended."""
-
-    async def at_once(self: RunLock, *args: Any, **facts: Any) -> bool:
-        return True
-
-    return at_once
 
 
 @mutant(Health, "answered")

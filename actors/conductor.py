@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from r3async.actors.away import check_sees_run
 from r3async.actors.delivery import choose_backend, no_delivery
 from r3async.actors.ending import save_model, stop_all
 from r3async.actors.fleet import Fleet, Generator, Way
-from r3async.actors.installer import Installer
+from r3async.actors.installer import DISK_HINT, Installer
 from r3async.actors.leasing import Dispatch, LeaseAnswer, LeaseCall
 from r3async.actors.members import Members
 from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed, ask, begin, root_cause, unless, while_well
@@ -33,7 +34,7 @@ from r3async.schedule.pace import Pacing
 from r3async.untrusted import decode_msgpack
 from r3async.world import ActorLost, ActorRef, World
 from r3async.world.appending import AppendFile
-from r3async.world.disk_waits import RETRY_SECONDS, is_disk_trouble
+from r3async.world.disk_waits import RETRY_SECONDS, DiskWait, is_disk_trouble
 from r3async.world.stages import begin_task, booked, stage
 
 LOADING_STOP_SECONDS = 5.0
@@ -248,13 +249,23 @@ class Conductor:
         tokens = await self.fleet.probe_tokens()
         listening = await self.learner.call("listen", infos[0]["routing"], backend, tokens)
         way = Way(listening["endpoint"], backend, listening["keys"])
-        await self.fleet.connect(way)
+        await asyncio.gather(*(self._connect(g, way) for g in self.fleet))
         if self._state is not None or listening["newest_group"] >= 0:
             await self._resume(listening["newest_group"])
         self.tasks.resumed(self.admission.groups_leased)
         installer = await self._deliver_first(way, tokens)
         self.members.begin(installer, self.world.actors.current(), infos[0], hosts)
         return installer
+
+    async def _connect(self, generator: Generator, way: Way) -> None:
+        """Connect it to the learner. A disk of its host that takes no weights is waited for as long as a start may take."""
+        wait = DiskWait(
+            self.world, self.events.warning, "weights_stalled", "weights_go_on", generator=generator.generator_id
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.generator.start_timeout):
+                return await wait.insist(DISK_HINT, self.fleet.connect_one, generator, way)
+        await self.fleet.connect_one(generator, way)  # what it raises says why
 
     def _resized(self) -> None:
         """The fleet is another one."""

@@ -125,3 +125,19 @@ def test_a_host_whose_disk_takes_no_weights_loses_its_generator_which_waits_for_
     (name,) = names
     assert {event["generator"] for event in cluster.events("weights_stalled")} == {name}
     assert [event["generator"] for event in cluster.events("generator_lost")] == [name], "once, however long it takes"
+
+
+@SEEDS
+def test_a_host_whose_disk_takes_no_weights_when_the_run_starts_is_waited_for(cluster, tmp_path, seed):
+    async def full_at_first(machine):
+        disk = machine.simulation.hosts["host-1"].disk
+        disk.refuse(MEMORY, errno.ENOSPC)
+        stalled = await machine.event("weights_stalled")
+        assert stalled["generator"].startswith("generator")
+        await asyncio.sleep(2 * LIMIT)
+        assert machine.rows() == []
+        disk.allow(MEMORY)
+        await machine.step(1)
+
+    train(cluster, tmp_path, full_at_first)
+    assert not cluster.events("generator_lost")

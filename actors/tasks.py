@@ -46,9 +46,11 @@ class Tasks:
     """
 
     def __init__(self, config: Config, run_dir: Path, events: Any, *, world: World = REAL):
-        self._config, self._run_dir, self._events, self._world = config, run_dir, events, world
+        self._config, self._events, self._world = config, events, world
         self._file = AppendFile(run_dir / QUARANTINE, world=world)
-        self._quarantined = {t.task_seed: t.from_group for t in read_quarantine(run_dir, files=world.files)}
+        self._before = read_quarantine(run_dir, files=world.files)
+        """Tasks that an earlier start of the run quarantined."""
+        self._quarantined = {t.task_seed: t.from_group for t in self._before}
         schedule = config.schedule
         self._failures = TaskFailures(
             config.supervise.max_failed_fraction, schedule.samples_per_group, slots_of(schedule) + schedule.window
@@ -100,7 +102,7 @@ class Tasks:
 
     def resumed(self, next_group: int) -> None:
         """Nothing is left of groups from `next_group` on: those that are leased again pose no quarantined task."""
-        for task in read_quarantine(self._run_dir, files=self._world.files):
+        for task in self._before:
             if task.from_group > next_group:
                 self._write(msgspec.structs.replace(task, from_group=next_group))
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 from typing import Any
 
-from r3async.actors.installer import Installer
-from r3async.actors.members import Members
 from r3async.actors.tasks import Evaluator
 from r3async.rollout.group import GroupPlayer
-from r3async.schedule.health import Health
 from r3async.tools.simulate.planting import mutant
 from r3async.transport.sender import Sender
 from r3async.weights.host import HostFolder
@@ -38,12 +35,6 @@ def evaluation_played_again(written: Any) -> Any:
 def evaluated_with_old_weights(player: Any) -> Any:
     """An evaluation is played with whatever weights a generator has."""
     return lambda self, version, left: player(self, 0, left)
-
-
-@mutant(Members, "revive")
-def evaluation_ends_with_its_generator(revive: Any) -> Any:
-    """A generator that is lost when it has nothing more to play is left alone, though it played the last evaluation."""
-    return lambda self, generator: None
 
 
 # -- episodes ----------------------------------------------------------------------------------------------------------
@@ -75,12 +66,6 @@ def full_process_not_waited_for(is_disk_trouble: Any) -> Any:
     return lambda error: is_disk_trouble(error) and error.errno != errno.EMFILE
 
 
-@mutant(Installer, "reading")
-def version_removed_while_it_is_read(reading: Any) -> Any:
-    """The learner removes versions that engines are reading."""
-    return property(lambda self: [])
-
-
 @mutant(HostFolder, "tidy")
 def tidied_while_it_is_used(tidy: Any) -> Any:
     """A process that fetches a version removes all others of its host."""
@@ -92,31 +77,3 @@ def tidied_while_it_is_used(tidy: Any) -> Any:
                 self._files.remove(path)
 
     return everything
-
-
-@mutant(Health, "answered")
-def silent_for_ever(answered: Any) -> Any:
-    """A generator that was silent is never leased anything again."""
-
-    def heard(self: Health) -> None:
-        if self.state is not self.state.SUSPECT:
-            answered(self)
-
-    return heard
-
-
-@mutant(Members, "leave")
-def gone_with_what_it_had(leave: Any) -> Any:
-    """What a generator was leased that leaves before it has played it is leased to nobody else."""
-
-    async def taken_along(self: Members, generator_id: str) -> None:
-        async def nothing(generator: Any) -> list[int]:
-            return []
-
-        lost, self._lost = self._lost, nothing
-        try:
-            await leave(self, generator_id)
-        finally:
-            self._lost = lost
-
-    return taken_along

@@ -92,7 +92,7 @@ CHANGED_BYTES_PER_SECOND = 5e8
 
 
 def _seconds(chosen: float | None, least: float, nbytes: int, rate: float = WHOLE_BYTES_PER_SECOND) -> float:
-    """That work on so many bytes may take: as it is `chosen`, or by default `least`, and `rate` bytes in each further second."""
+    """Return how long work on so many bytes may take: `chosen`, or by default `least` and a second for each `rate` bytes."""
     return least + nbytes / rate if chosen is None else chosen
 
 
@@ -131,7 +131,7 @@ class WeightsConfig(Section):
         return _seconds(self.install_timeout, INSTALL_SECONDS, nbytes, rate)
 
     def write_seconds(self, nbytes: int) -> float:
-        """What `write_timeout` says of a version of so many bytes."""
+        """Return what `write_timeout` allows for a version of so many bytes."""
         return _seconds(self.write_timeout, WRITE_SECONDS, nbytes)
 
 
@@ -242,7 +242,7 @@ class CheckpointConfig(Section):
     """Where they are; default: `checkpoints` in the run's directory."""
 
     def write_seconds(self, nbytes: int) -> float:
-        """What `write_timeout` says of a checkpoint of so many bytes."""
+        """Return what `write_timeout` allows for a checkpoint of so many bytes."""
         return _seconds(self.write_timeout, CHECKPOINT_SECONDS, nbytes)
 
 

@@ -19,14 +19,14 @@ STATE_WIDTH = 12
 
 
 class WrittenBytes(NamedTuple):
-    """Of one version of the weights, and of one checkpoint."""
+    """How many bytes one version of the weights has, and one checkpoint."""
 
     version: int
     checkpoint: int
 
     @classmethod
     def of(cls, config: Config, parameters: int) -> WrittenBytes:
-        """With adapters (`learner.lora`) a checkpoint has those alone: too few to count."""
+        """Return those of a model of so many parameters. A checkpoint of adapters (`learner.lora`) has too few to count: 0."""
         trained = 0 if config.learner.lora.rank else parameters
         return cls(WIDTH[config.generator.dtype] * parameters, STATE_WIDTH * trained)
 
@@ -36,7 +36,7 @@ UNKNOWN = WrittenBytes(0, 0)
 
 
 def written_bytes(config: Config, model_path: Path, *, files: Files = REAL.files) -> WrittenBytes:
-    """Of the model in that directory; `UNKNOWN` if its `config.json` does not tell its sizes."""
+    """Return those of the model in that directory; `UNKNOWN` if its `config.json` does not say its sizes."""
     try:
         shape = read_shape(decode_python_json(read_file(model_path / "config.json", files=files)))
     except (OSError, Malformed, ShapeError):

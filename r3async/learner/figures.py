@@ -214,7 +214,7 @@ INTERVAL, UPPER = 0.99, 5.0
 """What Student's t is to hold, and how much wider the upper half is. k3 has a long tail: in one step an episode of 128 had 82 %
 of the gap. A sample more often lacks such episodes than has them, so the variance is no less than that of recent measurements,
 either. Of draws of 19 of 128 episodes such intervals held the true value in 99.5 % or more, in each of six runs; without the
-factor and the memory in 84 to 90 %."""
+factor and the memory in 77 to 91 %."""
 AGES, TURNS, PLACES = 8, 16, 8
 """For so many ages, turns and ranges of positions drift is told apart; the last of each stands for those above, too."""
 FIRST_PLACES = 64

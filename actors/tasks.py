@@ -171,6 +171,8 @@ class Evaluator:
         self._world, self._clock, self._events, self._fleet = world, world.clock, events, fleet
         self._run_dir, self._file = run_dir, AppendFile(run_dir / EVALUATION, world=world)
         self._directory = Checkpoints.of(config, run_dir, files=world.files).directory
+        # Read here, where a process without descriptors ends before anything has loaded.
+        self._before, self._row_steps = read_evaluation_files(self._directory, files=world.files), self._written()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         """The last rows of `evaluation.jsonl`, of this start."""
         self._task: asyncio.Task[None] | None = None
@@ -186,8 +188,9 @@ class Evaluator:
         """The run begins, or resumes after `step`, with weights `version`. Writes rows again that the resume took back though
         their evaluations had ended. Begins an evaluation if the last one that was due is not there: it was played when the run
         was stopped or lost, or was skipped. Returns at once."""
-        every, row_steps = self.settings.every, self._written()
-        for one in read_evaluation_files(self._directory, files=self._world.files).values():
+        every, row_steps = self.settings.every, self._row_steps
+        before, self._before = self._before, {}
+        for one in before.values():
             if one.finished and one.step <= step and one.step not in row_steps:
                 self._write(one)
                 row_steps.add(one.step)

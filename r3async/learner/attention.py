@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from r3async.learner.batch.prefixes import unfolded
 from r3async.learner.taken import Taken
@@ -138,6 +137,8 @@ def _attend(
     if window is not None and window < width:
         mask = F.pad(_in_window(width, skipped, window, q.device), (before, 0), value=True)
     elif skipped or before:
+        from torch.nn.attention.bias import causal_lower_right  # brings the compiler, a second of each start
+
         # Where queries lack the first tokens, the last of them still sees all keys.
         mask = causal_lower_right(width - skipped, width + before)
     out = F.scaled_dot_product_attention(

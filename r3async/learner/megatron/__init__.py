@@ -2,7 +2,9 @@
 
 import warnings
 
-with warnings.catch_warnings():
+from r3async.learner.megatron.cpu import imported_lightly
+
+with warnings.catch_warnings(), imported_lightly():
     # Megatron warns, module by module, that TransformerEngine and Apex are not installed. This backend uses neither.
     warnings.simplefilter("ignore", UserWarning)
     import megatron.core.models.gpt.gpt_layer_specs

@@ -175,10 +175,12 @@ def run(seed: int, starts: list[tuple[str, int, int, bool, bool]]) -> Known:
 @settings(max_examples=100)
 @example(seed=0, starts=[("killed", 6, 0, False, False)])  # between making the run's directory and syncing its name
 @given(seed=st.integers(0, 2**32), starts=STARTS)
+@pytest.mark.long
 def test_a_run_resumes_from_a_whole_checkpoint_that_is_no_older_than_the_last_that_was_reported(seed, starts):
     run(seed, starts)
 
 
+@pytest.mark.long
 def test_power_may_fail_at_each_operation_of_a_start():
     """Which resumes, makes three checkpoints, and removes older ones."""
     before, after = ("none", 0, 2, False, True), ("none", 0, 3, False, False)

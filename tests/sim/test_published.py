@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from r3async.tools.simulate.published import CASES, calibrated_token, markdown, reproduce, seconds_of
 
 
+@pytest.mark.long
 def test_a_case_is_calibrated_on_its_first_point_alone_and_predicts_the_others() -> None:
     case = CASES["marin"]()
     rows = reproduce(case)

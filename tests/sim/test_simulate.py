@@ -19,15 +19,16 @@ from r3async.tools.simulate.shrink import Case
 from r3async.tools.simulate.workload import Workload
 
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
-SEEDS = 60
+SEEDS = 20
 """Of ten virtual minutes each, at least. `r3async simulate --seeds 1000` runs more."""
-QUICK = (
-    "unlink_before_commit",
-    "version_counted_twice",
-    "recovery_forgets",
-    "failed_parent_given_again",
-    "given_up_at_once",
-)
+QUICK = {
+    "unlink_before_commit": 1,
+    "version_counted_twice": 0,
+    "recovery_forgets": 1,
+    "failed_parent_given_again": 14,
+    "given_up_at_once": 1,
+}
+"""Mutants, and the seed that is tried first: one that found it."""
 WITHIN = 25
 """Seeds in which each of these is found."""
 
@@ -52,14 +53,17 @@ def test_the_first_seeds_keep_every_invariant():
 
 @pytest.mark.parametrize("mutant", QUICK)
 def test_a_defect_that_is_planted_is_found(mutant: str):
-    found = next((r for r in search(range(WITHIN), jobs=1, mutant=mutant) if r.violated), None)
+    first = QUICK[mutant]
+    seeds = [*range(first, WITHIN), *range(first)]
+    found = next((r for r in search(seeds, jobs=1, mutant=mutant) if r.violated), None)
     assert found is not None
 
 
+@pytest.mark.long
 def test_every_mutant_says_what_is_wrong_and_takes_it_back():
     for mutant in MUTANTS.values():
         assert mutant.what
-        before = run_case(draw_case(14))[0] if mutant.name == QUICK[0] else None
+        before = run_case(draw_case(14))[0] if mutant.name in list(QUICK)[:1] else None
         with mutant.plant():
             pass
         if before is not None:
@@ -71,11 +75,12 @@ DIGESTS = """
 from r3async.tools.simulate.run import draw_case, model_here
 from r3async.tools.simulate.search import quiet_logs, run_case
 with quiet_logs(), model_here():
-    found = [run_case(draw_case(seed))[0].digest for seed in (1, 4, 8, 12)]
+    found = [run_case(draw_case(seed))[0].digest for seed in (1, 4)]
 print(" ".join(found))
 """
 
 
+@pytest.mark.long
 def test_a_seed_has_the_same_events_byte_for_byte_in_every_process():
     said = []
     for seed in ("1", "77"):
@@ -87,7 +92,7 @@ def test_a_seed_has_the_same_events_byte_for_byte_in_every_process():
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
     assert said[0] == said[1]
-    assert len(set(said[0].split())) == 4
+    assert len(set(said[0].split())) == 2
 
 
 def test_a_case_is_written_and_read(tmp_path: Path):

@@ -73,6 +73,7 @@ def test_headlines_of_sampling_compare_the_mask_with_all_tokens_and_with_none(tm
     assert found["support_bytes"].value == 7.0
 
 
+@pytest.mark.long
 def test_a_small_measurement_is_compared_with_itself(tmp_path):
     command = [sys.executable, "-m", "r3async", "bench"]
     made = subprocess.run(

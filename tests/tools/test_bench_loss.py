@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from typer.testing import CliRunner
 
 from r3async.tools.bench.loss import Report
 from r3async.tools.cli import app
 
 
+@pytest.mark.long
 def test_both_forms_give_the_same_loss_and_gradient():
     answer = CliRunner().invoke(app, ["bench", "loss", "--quick", "--json"])
     assert answer.exit_code == 0, answer.output

@@ -10,6 +10,7 @@ from r3async.tools.bench.prefixes import Report, render
 from r3async.tools.cli import app
 
 
+@pytest.mark.long
 def test_all_but_one_prompt_of_each_group_are_saved():
     answer = CliRunner().invoke(app, ["bench", "prefixes", "--quick", "--json"])
     assert answer.exit_code == 0, answer.output

@@ -28,6 +28,7 @@ def test_an_axis_that_there_is_not_is_named():
         run(["turn"], quick=True, say=print)
 
 
+@pytest.mark.measurement
 def test_a_small_run_measures_every_axis(tmp_path):
     command = [sys.executable, "-m", "r3async", "bench", "scale", "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=True)
@@ -39,6 +40,7 @@ def test_a_small_run_measures_every_axis(tmp_path):
         assert work == sorted(set(work))
 
 
+@pytest.mark.long
 def test_short_episodes_encode_as_much_a_turn_as_long_ones():
     points = next(axis for axis in run(["turns"], quick=False, say=lambda _: None).axes if axis.name == "turns").points
     by_turn = [point.counts["characters"] / point.size for point in points]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from typer.testing import CliRunner
 
 from r3async.tools.bench.transfer import Report
 from r3async.tools.cli import app
 
 
+@pytest.mark.measurement
 def test_transfer():
     result = CliRunner().invoke(app, ["bench", "transfer", "--quick", "--json"])
     assert result.exit_code == 0, result.output

@@ -33,7 +33,7 @@ from r3async.views.report import Live, compared_page, run_page, write_report
 from r3async.views.summary import format_summary, summarize
 from tests.helpers.written_runs import write_run
 
-COUNT = int(os.environ.get("R3ASYNC_FUZZ", "60"))
+COUNT = int(os.environ.get("R3ASYNC_FUZZ", "20"))
 LINES = ("metrics.jsonl", "events.jsonl", "evaluation.jsonl", "episodes.jsonl", "timeline.jsonl", "routing.jsonl")
 FILES = (*LINES, "quarantine.jsonl", "config.toml")
 

@@ -41,6 +41,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize(
     "words", [["learner.backend=torch"], ["learner.parallel={dp=2, tp=2, ep=4}", "learner.dtype=bfloat16"]]
 )
+@pytest.mark.long
 def test_a_model_that_is_here_is_built_and_fits(model, words, tmp_path):
     said = dry_run(f"model.path={model}", *words, cwd=tmp_path)
     assert said.returncode == 0, said
@@ -67,6 +68,7 @@ NAME = "model.layers.2.mlp.experts.3.up_proj.weight"
     ],
     ids=["missing", "misshapen", "unknown"],
 )
+@pytest.mark.long
 def test_files_that_do_not_fit_are_refused(model, change, part, tmp_path):
     path = spoil(model, tmp_path / "m", change)
     judge(dry_run(f"model.path={path}", cwd=tmp_path), (part,))
@@ -112,6 +114,7 @@ def test_a_model_of_another_kind_is_refused_on_megatron(kind, words, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "part"), [("no_such_kind", "`no_such_kind`"), ("t5", "'t5' is no causal language model")]
 )
+@pytest.mark.long
 def test_a_model_that_transformers_has_no_class_for_is_refused_in_a_line(kind, part, tmp_path):
     path = described(tmp_path / "m", model_type=kind, max_position_embeddings=1024, head_dim=32)
     said = dry_run(f"model.path={path}", "learner.backend=torch", cwd=tmp_path)

@@ -62,6 +62,7 @@ def test_the_face_costs_nothing_before_it_is_used(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_train_is_the_function_whatever_was_imported_before(tmp_path):
     code = "import r3async.learner.trainer, r3async.tools.train, r3async; assert callable(r3async.train)"
     assert run(sys.executable, "-c", code, cwd=tmp_path, path=ROOT).returncode == 0
@@ -181,6 +182,7 @@ def test_the_installed_package_runs_by_itself_beside_a_users_packages_of_our_fol
         assert (missing.returncode, "part of the repository only" in missing.stderr) == (2, True), missing.stderr
 
 
+@pytest.mark.long
 def test_every_module_of_the_installed_package_can_be_imported(installed, tmp_path):
     code = """
 import importlib, pkgutil, sys

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from r3async.tools.fuzz.checkpoints import EQUAL, LATE, OTHER, REFUSED, fuzz_checkpoints
 from r3async.tools.fuzz.messages import fuzz_receiver, fuzz_spool
 
-COUNT = int(os.environ.get("R3ASYNC_FUZZ", "6000"))
+COUNT = int(os.environ.get("R3ASYNC_FUZZ", "3000"))
 
 
 async def test_mutated_messages_are_refused_with_a_reason_or_taken_as_they_were_sent():
@@ -27,6 +29,7 @@ async def test_mutated_spool_files_give_back_only_what_was_written(tmp_path):
     assert report.growth_mib < 32
 
 
+@pytest.mark.long
 def test_mutated_checkpoints_are_refused_with_a_reason_or_read_as_they_were_written(tmp_path):
     report = fuzz_checkpoints(COUNT // 10, seed=1, directory=tmp_path)
     assert sum(report.outcomes.values()) == COUNT // 10

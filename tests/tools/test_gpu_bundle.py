@@ -64,6 +64,7 @@ def names(found):
     return sorted(package["metadata"]["name"] for package in found)
 
 
+@pytest.mark.long
 def test_wheels_are_for_the_other_machine_and_so_are_markers(index, scratch):
     wheel(
         index, "top", needs=("plain", 'newer; python_version >= "3.12"', 'older; python_version < "3.12"', "fast[more]")
@@ -105,6 +106,7 @@ def test_what_the_other_machine_has_is_left_out_with_what_only_it_needs(index, s
         pack.resolve(["top", f"torch @ {pack.stand_in(scratch, 'torch', '1.9').as_uri()}"], THERE, scratch)
 
 
+@pytest.mark.long
 def test_what_comes_with_a_package_in_one_version_alone_is_there_too(index, scratch):
     needs = (
         "triton==3.7.1",
@@ -196,6 +198,7 @@ def change(bundle: Path, **values: object) -> None:
     (bundle / pack.CONTENTS).write_text(json.dumps(contents | values))
 
 
+@pytest.mark.long
 def test_it_unpacks_as_pip_installs(bundle):
     assert len(list(bundle.glob("piece-*"))) > 3
     run(bundle, "--help")
@@ -232,6 +235,7 @@ def test_what_keeps_it_from_running_is_one_line_and_nothing_is_half_made(harm, s
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_parts_run_from_a_bundle_without_a_network(index, tmp_path):
     """All that r3async needs is left out, as this Python has it: the test needs no package index either."""
     needs = [Requirement(r).name for r in metadata.requires("r3async") or () if "extra" not in r]

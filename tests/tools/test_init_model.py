@@ -34,6 +34,7 @@ class NoOracle:
     async def step(self, action): ...
 
 
+@pytest.mark.long
 def test_a_model_is_made_warmed_up_and_loads_in_transformers(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -117,6 +118,7 @@ def test_the_tokenizer_is_one_token_a_byte():
     assert len(tokenizer) <= 264
 
 
+@pytest.mark.long
 def test_a_model_that_is_made_apart_is_the_same_and_this_process_does_something_else_meanwhile(tmp_path):
     config = load_config("quickstart", [*SMALL, "model.init.max_warm_steps=1"])
     init_model(tmp_path / "here", config)
@@ -128,6 +130,7 @@ def test_a_model_that_is_made_apart_is_the_same_and_this_process_does_something_
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.long
 def test_what_makes_a_model_apart_fail_is_raised_here_and_its_process_is_ended(tmp_path):
     config = load_config("quickstart", ["env.name=tests.tools.test_init_model:NoOracle"])
     with pytest.raises(ConfigError, match="has no oracle"):
@@ -153,6 +156,7 @@ def kill():
     process.kill()
 
 
+@pytest.mark.long
 def test_a_program_without_a_guard_is_not_run_again_by_the_process_that_makes_its_model(tmp_path):
     small = [*SMALL, "model.init.max_warm_steps=1"]
     code = f"""

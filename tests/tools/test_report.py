@@ -260,6 +260,7 @@ needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="needs Chrom
 
 
 @needs_chromium
+@pytest.mark.long
 async def test_the_page_draws_every_curve_asks_for_nothing_and_has_no_complaint(tmp_path: Path) -> None:
     path = write_report(evaluated(write_run(tmp_path), BEFORE, AFTER))
     async with browse(str(find_chromium()), path.as_uri()) as page:
@@ -284,6 +285,7 @@ async def test_the_page_draws_every_curve_asks_for_nothing_and_has_no_complaint(
 
 
 @needs_chromium
+@pytest.mark.long
 async def test_the_comparison_draws_both_runs(tmp_path: Path) -> None:
     one, other = write_run(tmp_path, "one"), write_run(tmp_path, "other", 5)
     async with browse(str(find_chromium()), write_report(one, other).as_uri()) as page:

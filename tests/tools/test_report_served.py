@@ -254,6 +254,7 @@ async def until(page, expression: str, seconds: float = 60.0) -> None:
 
 
 @pytest.mark.skipif(find_chromium() is None, reason="needs Chromium (apt-get install chromium)")
+@pytest.mark.long
 async def test_a_growing_run_is_followed_for_60_steps_and_an_episode_is_found_and_opened(tmp_path: Path) -> None:
     whole = write_run(tmp_path / "whole", steps=60)
     (whole / "episodes.jsonl").write_text("".join(said(step, user=f"number {step}") for step in range(1, 61)))

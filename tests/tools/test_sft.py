@@ -101,6 +101,7 @@ def test_a_run_in_two_parts_is_bit_by_bit_one(model, rows, tmp_path):
     assert tables[0] == tables[1]
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_step_saves_and_resumes(model, rows, tmp_path):
     command = [sys.executable, "-m", "r3async.tools.cli", "sft", "quickstart", f"model.path={model}", f"data={rows}"]
     command += ["name=a", "steps=100000", "learner.warmup_steps=0", "--runs", str(tmp_path)]

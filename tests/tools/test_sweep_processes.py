@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from r3async.record.reading import read_objects
 
@@ -79,6 +80,7 @@ def wait_for(what, seconds: float = 120.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_a_sweep_continues_where_it_was_killed_and_where_it_was_stopped(tmp_path):
     (tmp_path / "plan.toml").write_text(PLAN)
     (tmp_path / "site").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from typer.testing import CliRunner
 
 from r3async.tools.bench.transport import render as render_transport
@@ -27,6 +28,7 @@ def test_bench_wire_prints_one_json_object_last():
     assert msgspec.json.decode(result.stdout.splitlines()[-1], type=Report).benchmark == "wire"
 
 
+@pytest.mark.measurement
 def test_bench_transport_measures_every_path():
     report = run_transport(quick=True, rounds=1, say=lambda line: None)
     for size in report.sizes:

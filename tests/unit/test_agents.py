@@ -162,6 +162,7 @@ async def test_a_command_has_an_address_a_key_and_a_seed_and_says_its_reward_in_
 
 
 @pytest.mark.parametrize("example", ["calculator_agent", "calculator_responses", "calculator_messages"])
+@pytest.mark.long
 async def test_the_examples_play_with_their_own_command(example):
     call = '<tool_call>{"name":"add","arguments":{"a":%d,"b":%d}}</tool_call>'
     rng = random.Random(11)

@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 
 def driver() -> dict[str, float]:
     root = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -21,6 +23,7 @@ def driver() -> dict[str, float]:
         return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_a_writer_that_is_killed_leaves_the_newest_checkpoint_intact():
     figures = driver()
     assert figures["at a point"] > 50

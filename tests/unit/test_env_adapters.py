@@ -28,6 +28,7 @@ async def say(env, *answers):
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "countdown"])
+@pytest.mark.long
 async def test_reasoning_gym_pays_its_own_answers(task):
     factory = make(f"reasoning-gym:{task}")
     assert await mean_reward(factory, "oracle", 5) == 1.0
@@ -143,6 +144,7 @@ def test_a_random_opponent_takes_a_move_that_was_offered():
     assert random_opponent("nothing", random.Random(1)) == ""
 
 
+@pytest.mark.long
 async def test_verifiers_scores_a_single_turn_with_its_own_weights():
     factory = make("verifiers:vf_single_sums", {"taskset": {"size": 3}})
     env = factory()

@@ -43,6 +43,7 @@ def tasks(tmp_path):
         ("tests.helpers.envs:Echo", {}, ["11", "12"], 2, 1.0),
     ],
 )
+@pytest.mark.long
 async def test_a_group_of_episodes_is_played_and_recorded(tasks, name, args, answers, turns, reward):
     chat = ChatRenderer(byte_tokenizer())
     encoded = [[*chat.tokenizer.encode(answer, add_special_tokens=False), chat.end_id] for answer in answers]

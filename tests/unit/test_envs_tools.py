@@ -57,6 +57,7 @@ def _words(process):
         return []
 
 
+@pytest.mark.long
 async def test_tools_of_a_server_are_offered_called_at_once_and_the_task_judges_the_answer(env):
     environment = env()
     (asked,) = await environment.reset(7)
@@ -88,6 +89,7 @@ def counted(completions, completion_ids):
     return [float(len(ids)) for ids in completion_ids]
 
 
+@pytest.mark.long
 async def test_an_episode_has_servers_of_its_own_and_they_end_with_it(env):
     one, two = env(), env()
     await asyncio.gather(one.reset(1), two.reset(1))
@@ -100,6 +102,7 @@ async def test_an_episode_has_servers_of_its_own_and_they_end_with_it(env):
     assert servers_running() == []
 
 
+@pytest.mark.long
 async def test_calls_have_limits_and_what_goes_wrong_is_told_to_the_policy(env):
     environment = env(call_timeout=3.0, output_characters=20, calls_at_once=2, calls=7)
     await environment.reset(1)
@@ -325,6 +328,7 @@ async def test_no_depth_of_directories_stays_or_hides_what_is_in_it(sandbox):
     await _only_folders(sandbox)
 
 
+@pytest.mark.long
 async def test_files_of_all_commands_together_are_bounded(sandbox):
     sandbox.limits = msgspec.structs.replace(sandbox.limits, disk_mib=2)
     filling = "n=0; while true; do n=$((n+1)); head -c 500000 /dev/zero > $TMPDIR/$n; done"

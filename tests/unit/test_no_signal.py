@@ -83,6 +83,7 @@ def unchanged(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.long
 def test_a_hundred_steps_without_contrast_leave_weights_moments_and_trust_region_bit_for_bit(model_path, backend):
     learner = build_learner(settings(backend), model_path)
     train_minibatch(learner, pack(contrast(), BUDGET))

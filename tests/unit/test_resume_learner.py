@@ -27,6 +27,7 @@ def model_path(tmp_path_factory):
 
 
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
+@pytest.mark.long
 def test_ten_steps_equal_five_and_five_after_a_restart(model_path, tmp_path, backend):
     in_two_parts(None, model_path, tmp_path, settings(backend))
 
@@ -40,6 +41,7 @@ print(continued(Path(model), settings(dtype="bfloat16"), paths(Path(half)), 5, 5
 """
 
 
+@pytest.mark.long
 def test_a_new_process_continues_in_bf16_from_the_float32_weights(model_path, tmp_path):
     config = settings(dtype="bfloat16")
     straight, half, whole = (fresh(tmp_path / name) for name in ("straight", "half", "whole"))

@@ -176,6 +176,7 @@ class Machine(RuleBasedStateMachine):
 CHECKS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
+@pytest.mark.long
 def test_the_bound_holds_nothing_is_lost_or_trained_twice_and_every_state_can_progress():
     run_state_machine_as_test(Machine, settings=settings(max_examples=80, stateful_step_count=60, **CHECKS))
 
@@ -259,6 +260,7 @@ class WiderWindowUnseen(Admission):
         (Admission, ForgetsWhatOvertook, "cannot be finished"),
     ],
 )
+@pytest.mark.long
 def test_a_broken_scheduler_is_caught(admission, buffer, caught_by):
     # What goes wrong with parts of groups needs players that are smaller than groups.
     most = 1 if admission is TakesWhatOthersPlay else 6

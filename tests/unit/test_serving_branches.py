@@ -60,6 +60,7 @@ class Afresh(Session):
     template=st.sampled_from(list(RENDERERS)),
 )
 @settings(max_examples=120)
+@pytest.mark.long
 def test_a_conversation_that_is_continued_gives_what_one_begun_afresh_gives(requests, rows, template):
     # Each says something of its own: of two conversations with equal texts and other tokens, either may be continued.
     requests = [
@@ -77,6 +78,7 @@ def test_a_conversation_that_is_continued_gives_what_one_begun_afresh_gives(requ
     template=st.sampled_from(list(RENDERERS)),
 )
 @settings(max_examples=120)
+@pytest.mark.long
 def test_an_answer_that_nobody_got_leaves_the_episode_as_if_it_had_not_been_asked_for(requests, rows, template):
     requests = [{**r, "say": f"{r['say']}{i}", "beside": False} for i, r in enumerate(requests)]
     with_them = asyncio.run(_play(requests, rows, RENDERERS[template]))

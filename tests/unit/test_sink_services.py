@@ -118,6 +118,7 @@ def wandb_rows(run_dir: Path) -> tuple[set[str], list[dict], list[dict]]:
     return ids, rows, tables
 
 
+@pytest.mark.long
 def test_wandb_has_one_run_for_all_starts(tmp_path) -> None:
     run_dir = resumed("wandb", tmp_path)
     files = sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from r3async.config import BufferConfig, TransportConfig
 from r3async.data.container import Container
@@ -134,6 +135,7 @@ async def test_beyond_its_memory_a_buffer_is_on_disk_and_the_memory_is_free_agai
     await mapped.close()
 
 
+@pytest.mark.long
 async def test_what_is_being_written_takes_room_already(tmp_path):
     """Or a disk that is slower than the senders would be filled again and again before the first file counts."""
     sent = [sampled(i, 500, group=10 + i) for i in range(8)]

@@ -51,6 +51,7 @@ def crossed(rng, seeds, models, *, seed_effect, model_effect, noise):
 
 
 @pytest.mark.parametrize(("seed_effect", "model_effect"), [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.3, 3.0)])
+@pytest.mark.long
 def test_an_interval_holds_the_truth_of_other_seeds_and_other_models(seed_effect, model_effect):
     """The truth is 0. With 15 runs of three models, a t interval that took them for independent would hold it in only 60 to 80 %
     of the cases where models differ."""

@@ -185,6 +185,7 @@ def test_what_is_checked_together_is_judged_as_it_is_alone(some: list[Trajectory
 
 @settings(max_examples=300)
 @given(st.data(), st.sampled_from(ESTIMATORS), st.sampled_from(["turn", "trajectory", "token"]))
+@pytest.mark.long
 def test_what_is_trainable_is_prepared_with_finite_advantages_and_the_rest_is_named(
     data: Any, advantage: str, credit: str
 ) -> None:

@@ -190,6 +190,7 @@ async def test_lost_acknowledgement():
         assert inbox.once({f"t{i}" for i in range(5)})
 
 
+@pytest.mark.long
 async def test_any_answer_may_be_lost():
     chance = random.Random(0)
     lost: Counter[str] = Counter()

@@ -194,6 +194,7 @@ def test_nothing_waits_for_a_lost_learner(sender, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+@pytest.mark.long
 def test_without_cuda_the_real_process_ends_and_the_worker_gets_the_reason(tmp_path):
     with pytest.raises(RuntimeError, match="needs CUDA"):
         nccl_carrier()

@@ -264,6 +264,7 @@ def test_a_control_message_of_which_one_bit_changed_is_no_message():
             decode_control(bytes(changed))
 
 
+@pytest.mark.long
 def test_control_messages_have_limits_and_may_grow():
     grown = msgspec.msgpack.encode({"kind": "ack", "ids": ["a"], "invented_later": 1})
     assert decode_control(wire.sign_control(grown)) == wire.Ack(["a"])

@@ -15,6 +15,8 @@ MAX_REWARD = 1e15
 """Of an episode, all rewards added up by size. Squares of advantages, and their sum over a batch, are then finite in float32."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """What rows and chat templates call the thought of a message; the first is its name here."""
+OPENED_THOUGHT = "<think>"
+"""What opens a thought in an answer, or at the end of its prompt."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from r3async.data.records import GrowingTokens
-from r3async.envs import THOUGHTS, Message
+from r3async.envs import OPENED_THOUGHT, THOUGHTS, Message
 from r3async.rollout.growing import GrowingText, TemplateHabits
 
 REMEMBERED = 32
@@ -354,7 +354,7 @@ class Conversation:
                     self._take(self, kept)
                 self._read(rendered, at, self._spoken_later())
             self._awaited = False
-        thinking = bool(self._pieces) and self._pieces[-1].text.rstrip().endswith("<think>")
+        thinking = bool(self._pieces) and self._pieces[-1].text.rstrip().endswith(OPENED_THOUGHT)
         return Prompt(self._tokens.array, self._turn, self._shared, thinking)
 
     def answered(self, token_ids: Sequence[int], message: Message | None = None, turn: int = -1) -> str:

@@ -86,12 +86,12 @@ async def test_the_engines_own_parsers_read_the_calls_of_each_family(vllm_engine
     for name, text in WRITTEN.items():
         parse = await tool_parser(name, vllm_engine, chat)
         for before in ("", "See. ") if name != "pythonic" else ("",):
-            content, calls = await parse(before + text, TOOLS, False)
+            content, calls = await parse(before + text, TOOLS)
             (call,) = calls
             assert (content, call["function"]["name"], call["type"]) == (before.strip(), "add", "function")
             assert json.loads(call["function"]["arguments"]) == ARGUMENTS
-        assert await parse("no call", TOOLS, False) == ("no call", [])
-        assert await parse(text, [], False) == (text, [])
+        assert await parse("no call", TOOLS) == ("no call", [])
+        assert await parse(text, []) == (text, [])
     with pytest.raises(EngineError, match="no tool parser 'guess'"):
         await vllm_engine.tool_calls("guess", "", [])
     with pytest.raises(ConfigError, match=r"`serving\.tool_parser` = 'mistral'"):
@@ -102,4 +102,4 @@ async def test_the_engines_own_parsers_read_the_calls_of_each_family(vllm_engine
         "auto", vllm_engine, taught, lambda event, **fields: reports.append((event, fields["parser"]))
     )
     assert reports == [("tool_parser_unavailable", "mistral")], "the tokenizer of this model has no such token"
-    assert len((await parse(WRITTEN["hermes"], TOOLS, False))[1]) == 1
+    assert len((await parse(WRITTEN["hermes"], TOOLS))[1]) == 1

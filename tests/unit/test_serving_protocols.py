@@ -45,6 +45,21 @@ def one_row(session: Session, *answers: str):
     return session.renderer.decode(table["token_ids"].tolist())
 
 
+@pytest.mark.parametrize(
+    ("answer", "called"),
+    [(f"No {CALL}? No.", False), (f"No {CALL}?</think>Never.", False), (f"Yes?</think>So.{CALL}", True)],
+    ids=["cut", "within", "behind"],
+)
+async def test_a_call_within_a_thought_that_the_prompt_opened_is_not_handed_out(answer, called):
+    template = HERMES.replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
+    assert template != HERMES
+    async with talking([answer], template) as (_, _, client):
+        made = await client.chat.completions.create(model="m", messages=[user("3+4")], tools=[CHAT_TOOL])
+    message = made.choices[0].message
+    assert [call.function.name for call in message.tool_calls or []] == ["add"] * called
+    assert message.content == ("Yes?</think>So." if called else answer)
+
+
 async def play_responses(client, stored: bool):
     """Two calls at once, their results, the answer; then one more question."""
     first = await client.responses.create(model="m", instructions="be", input="3+4", tools=[FUNCTION], store=stored)

@@ -17,7 +17,7 @@ import numpy as np
 from r3async.config import EpisodeConfig
 from r3async.data.records import Trajectory
 from r3async.data.routes import RoutingError
-from r3async.envs import MAX_REWARD, Message
+from r3async.envs import MAX_REWARD, OPENED_THOUGHT, Message
 from r3async.rollout.agents.protocol import (
     Asked,
     MessageReader,
@@ -149,14 +149,17 @@ class Session:
         await asyncio.shield(in_tokenizer(self._answered, talk, sampled))
 
     async def _parsed(self, text: str, asked: Asked, thinking: bool) -> tuple[str, list[dict[str, Any]]]:
+        opened = (
+            OPENED_THOUGHT if thinking else ""
+        )  # its prompt wrote it, and a parser has to see that a thought has begun
         try:
-            content, calls = await self._parse(text, asked.tools, thinking)
+            content, calls = await self._parse(opened + text, asked.tools)
         except (EngineError, TimeoutError) as error:
             self.failure = error
             raise Refused(f"the engine failed: {error!r}", status=500, kind="server_error") from error
         if self.closed.is_set():
             raise closed_refusal()
-        return content, calls[:1] if asked.one_call else calls
+        return content.removeprefix(opened), calls[:1] if asked.one_call else calls
 
     def read(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Those of a request; see `read_messages`."""

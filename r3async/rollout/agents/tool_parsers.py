@@ -17,8 +17,8 @@ from r3async.untrusted import Malformed, decode_object
 
 BUILT_IN, BY_MODEL = "builtin", "auto"
 Calls = list[dict[str, Any]]
-Parse = Callable[[str, Sequence[Mapping[str, Any]], bool], Awaitable[tuple[str, Calls]]]
-"""`content, tool_calls` of an answer, in OpenAI's shape; True: the answer begins within a thought."""
+Parse = Callable[[str, Sequence[Mapping[str, Any]]], Awaitable[tuple[str, Calls]]]
+"""`content, tool_calls` of an answer, in OpenAI's shape."""
 
 FORMS = (
     ("<parameter=", "qwen3_coder"),
@@ -34,8 +34,8 @@ FORMS = (
 """What a chat template writes around a call, and vLLM's parser of that form. The first that a template has counts."""
 
 
-async def builtin(text: str, tools: Sequence[Mapping[str, Any]], thinking: bool) -> tuple[str, Calls]:
-    return parse_answer(text, tools, thinking=thinking)
+async def builtin(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Calls]:
+    return parse_answer(text, tools)
 
 
 def form_of(template: str) -> str:
@@ -68,10 +68,10 @@ async def tool_parser(
         report("tool_parser_unavailable", parser=wanted, error=str(error))
         return builtin
 
-    async def parse(text: str, tools: Sequence[Mapping[str, Any]], thinking: bool) -> tuple[str, Calls]:
+    async def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Calls]:
         if not tools:
             return text, []
-        thoughts, spoken = split_thoughts(text, thinking=thinking)
+        thoughts, spoken = split_thoughts(text)
         content, calls = await of_engine(wanted, spoken, tools)
         offered = offered_names(tools)
         if not calls or not all(name in offered and _is_object(arguments) for _, name, arguments in calls):

@@ -149,9 +149,8 @@ class Session:
         await asyncio.shield(in_tokenizer(self._answered, talk, sampled))
 
     async def _parsed(self, text: str, asked: Asked, thinking: bool) -> tuple[str, list[dict[str, Any]]]:
-        opened = (
-            OPENED_THOUGHT if thinking else ""
-        )  # its prompt wrote it, and a parser has to see that a thought has begun
+        # Its prompt wrote the tag, and a parser has to see that a thought has begun.
+        opened = OPENED_THOUGHT if thinking else ""
         try:
             content, calls = await self._parse(opened + text, asked.tools)
         except (EngineError, TimeoutError) as error:

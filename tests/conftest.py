@@ -16,8 +16,10 @@ import pytest_asyncio
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# An example takes as long as a busy machine lets it.
-hypothesis.settings.register_profile("r3async", deadline=None)
+# An example takes as long as a busy machine lets it. The suite has the same examples each time; `pytest
+# --hypothesis-profile=explore` draws others.
+hypothesis.settings.register_profile("r3async", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile("r3async")
 # A machine may have a GPU, of which a torch for CPUs knows nothing, but Ray does.
 if os.path.exists("/dev/nvidiactl") and "+cpu" in importlib.metadata.version("torch"):

@@ -21,6 +21,9 @@ def make_directory(directory: Path, mode: int = 0o777, *, files: Files = REAL.fi
     """
     directory = Path(directory)
     if _is_directory(directory, files):
+        # It may be there since a call of this that made it and then failed: its name is not on the disk yet.
+        with contextlib.suppress(PermissionError):
+            files.sync_directory(directory.parent)
         return
     make_directory(directory.parent, files=files)
     with contextlib.suppress(FileExistsError):  # another process was faster

@@ -174,6 +174,7 @@ def run(seed: int, starts: list[tuple[str, int, int, bool, bool]]) -> Known:
 
 @settings(max_examples=100)
 @example(seed=0, starts=[("killed", 6, 0, False, False)])  # between making the run's directory and syncing its name
+@example(seed=0, starts=[("disk fails once", 77, 2, False, True)])  # the same with the directory of checkpoints
 @given(seed=st.integers(0, 2**32), starts=STARTS)
 @pytest.mark.long
 def test_a_run_resumes_from_a_whole_checkpoint_that_is_no_older_than_the_last_that_was_reported(seed, starts):

@@ -18,11 +18,11 @@ QUICK := not (ray or engine or ranks or gpu or long or measurement) or short_run
 ON_ALL_CORES := -n auto --dist loadfile --no-loadscope-reorder
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install quickstart test test-all test-gpu lint format clean distclean
+.PHONY: help install quickstart test test-all test-gpu lint format check-frozen clean distclean
 .DEFAULT_GOAL := help
 
 help:
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 # One at a time: pip inherits the lock on this folder, which ends with the last process that has it.
 install: ## create or repair .venv and install r3async (EXTRA=gpu for CUDA; for another Python: make distclean install PYTHON=...)
@@ -89,6 +89,9 @@ lint: install ## ruff, mypy, what may pass the seam to the world by, what may im
 	@$(VENV)/python -m r3async.tools.lint_seam
 	@$(VENV)/lint-imports --no-logo
 	@$(VENV)/python -m r3async.tools.config_reference --check
+
+check-frozen: install ## compare simulated runs, trained steps, messages and a chaos run with dev/frozen.json, for refactorings
+	@$(VENV)/python -m dev.frozen $(ARGS)
 
 format: install ## let ruff format the code
 	@$(VENV)/ruff check --fix-only .

@@ -1,0 +1,191 @@
+"""Recompute what a refactoring must not change, and compare it with what was written before: `make check-frozen`.
+
+`python -m dev.frozen --write` writes `dev/frozen.json`. The parts: digests of simulated runs, digests of every stage of twenty
+trained steps of two presets, one real run under chaos, the bytes of ten messages on the wire, and the files of a checkpoint.
+
+Bits of trained steps depend on the kind of CPU, and the file names the one that it was written on. A digest of a simulated run
+has the names of events and remote calls in it: a commit that renames them adds `new = "old"` to `dev/frozen_names.toml`, which
+is applied to today's lines before they are hashed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+HERE = Path(__file__).parent
+FROZEN = HERE / "frozen.json"
+SEEDS, STEPS = 150, 20
+PRESETS = ("quickstart", "reverse-text")
+SMALL_RUN = (
+    *("generator.engine=scripted", "weights.probe=false", "observe.record=full", f"steps={STEPS}"),
+    *("schedule.max_staleness=0", "schedule.groups_per_step=2", "schedule.samples_per_group=4"),
+    *("learner.dtype=float32", "learner.threads=1", "checkpoint.every_steps=10", "evaluation.every=0"),
+    *("model.init.hidden_size=32", "model.init.expert_hidden_size=32", "model.init.layers=2"),
+    *("model.init.max_warm_steps=1", "model.init.warm_reward=0.01"),
+)
+"""The order in which episodes arrive changes nothing of it: each step is made of the groups that its version played."""
+
+
+@cache
+def original_names() -> Callable[[str], str]:
+    """Return a function that puts the names of before into a line of today's."""
+    names: dict[str, str] = tomllib.loads((HERE / "frozen_names.toml").read_text())
+    if not names:
+        return str
+    pattern = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + r")(?!\w)")
+    return lambda line: pattern.sub(lambda match: names[match[0]], line)
+
+
+def simulate_seed(seed: int) -> str:
+    """Return the digest of everything that happens in the simulated run of `seed`."""
+    from r3async.tools.simulate.run import Simulated, draw_case
+    from r3async.world.simulated.world import EventLog
+
+    digest, put_back, add = hashlib.blake2b(digest_size=16), original_names(), EventLog._add
+
+    def hash_line(log: EventLog, line: str) -> None:
+        digest.update(put_back(line).encode() + b"\n")
+
+    EventLog._add = hash_line  # type: ignore[method-assign,assignment]
+    simulated = Simulated(draw_case(seed))
+    try:
+        result = simulated.run()
+    finally:
+        EventLog._add = add  # type: ignore[method-assign]
+    for event in simulated.history:
+        digest.update(put_back(msgspec.json.encode(event).decode()).encode())
+    return result.violated or digest.hexdigest()
+
+
+def simulated_runs() -> dict[str, str]:
+    """Return a digest for each of the first seeds."""
+    from r3async.tools.simulate.run import model_here
+    from r3async.tools.simulate.search import quiet_logs
+
+    with quiet_logs(), model_here(), multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        return {str(seed): found for seed, found in enumerate(pool.imap(simulate_seed, range(SEEDS)))}
+
+
+def trained_steps() -> dict[str, Any]:
+    """Return for each preset the digests of its recorded steps, and the learner's file in its last checkpoint."""
+    from r3async.record.recording import find_steps, read_step
+
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as runs:
+        for preset in PRESETS:
+            run_command("train", preset, "--runs", runs, f"name={preset}", *SMALL_RUN)
+            steps = [read_step(path)[0] for path in find_steps(Path(runs) / preset)]
+            manifest = json.loads(
+                (Path(runs) / preset / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json").read_text()
+            )
+            found[preset] = {
+                "steps": [[step.step, step.version, step.groups, step.minibatches] for step in steps],
+                "checkpoint": [file for file in manifest["files"] if file["name"].startswith("learner")],
+            }
+    return found
+
+
+def chaos_run() -> dict[str, Any]:
+    """Return what a run under faults trained. Which faults it met depends on time."""
+    with tempfile.TemporaryDirectory() as directory:
+        report = json.loads(run_command("chaos", "quickstart", "--seed", "1", "--json", cwd=directory).splitlines()[-1])
+    return {name: report[name] for name in ("steps", "trajectories", "problems")}
+
+
+def wire_messages() -> list[list[int]]:
+    """Return the sizes and checksums of the frames of ten trajectories."""
+    from r3async.transport.wire import encode_trajectory
+    from tests.helpers.wire import make_table, make_trajectory
+
+    messages = []
+    for seed in range(10):
+        tables = [make_table(seed + i, 5 + 40 * seed * i, wide=seed % 2 == 1, optional=seed % 3 > 0) for i in range(3)]
+        frames = [bytes(frame) for frame in encode_trajectory(make_trajectory(f"t{seed}", tables, finished_at=1.5))]
+        messages.append([number for frame in frames for number in (len(frame), zlib.crc32(frame))])
+    return messages
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "wire": wire_messages,
+    "simulated": simulated_runs,
+    "trained": trained_steps,
+    "chaos": chaos_run,
+}
+
+
+def run_command(*words: str, cwd: str | None = None) -> str:
+    """Run `r3async` with `words` and return what it printed. Raises `RuntimeError` with its errors if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "r3async", *words], cwd=cwd, capture_output=True, text=True, timeout=1200
+    )
+    if done.returncode:
+        raise RuntimeError(f"r3async {words[0]} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def differences(name: str, before: Any, now: Any) -> Iterator[str]:
+    """Yield the places at which two values of JSON differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted({*before, *now}):
+            yield from differences(f"{name}.{key}", before.get(key), now.get(key))
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for index, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from differences(f"{name}[{index}]", old, new)
+    elif before != now:
+        yield f"{name}: {before} before, {now} now"
+
+
+def processor() -> str:
+    """Return the name of this machine's CPU."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Compare, or write; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; all of them if none is named")
+    parser.add_argument("--write", action="store_true", help=f"write {FROZEN.name} instead of comparing with it")
+    options = parser.parse_args(words)
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}")
+    frozen: dict[str, Any] = json.loads(FROZEN.read_text()) if FROZEN.exists() else {}
+    failed = False
+    for part in options.parts or PARTS:
+        now = json.loads(json.dumps(PARTS[part]()))
+        found = list(differences(part, frozen.get(part), now))
+        if options.write:
+            frozen |= {part: now, "processor": processor()}
+            FROZEN.write_text(json.dumps(frozen, indent=None, separators=(",", ":")) + "\n")
+            print(f"{part}: written", flush=True)
+            continue
+        failed |= bool(found)
+        print(f"{part}: {'as before' if not found else f'{len(found)} differences'}", flush=True)
+        for line in found[:10]:
+            print(f"  {line}")
+    if failed and processor() != frozen.get("processor"):
+        print(
+            f"  {FROZEN.name} was written on {frozen.get('processor')}: bits of trained steps may differ on {processor()}"
+        )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,7 @@ OVERRIDES := $(if $(ARGS),,$(filter-out PYTHON=% ARGS=% EXTRA=%,$(MAKEOVERRIDES)
 
 # What needs neither Ray nor an engine nor a process group runs on all cores at once. The rest has processes of its own,
 # which mostly wait for each other to load: two files at a time, however many cores there are.
-QUICK := not (ray or engine or ranks or gpu or long or measurement) or short_run
+QUICK := not (ray or engine or ranks or gpu or long or nightly) or short_run
 ON_ALL_CORES := -n auto --dist loadfile --no-loadscope-reorder
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -77,7 +77,7 @@ test: install ## install, then run the quick tests; make test ARGS='tests/unit/t
 
 test-all: install ## install, then run every test: with Ray, vLLM and process groups
 	@$(VENV)/python -m pytest -m "$(QUICK)" $(ON_ALL_CORES) --durations=30
-	@$(VENV)/python -m pytest -m "not ($(QUICK)) and not (gpu or measurement)" $(TWO_AT_A_TIME) --durations=30
+	@$(VENV)/python -m pytest -m "not ($(QUICK)) and not (gpu or nightly)" $(TWO_AT_A_TIME) --durations=30
 
 test-gpu: install ## install, then the tests that need a GPU (EXTRA=gpu), in order; `r3async doctor --gpu` has the same in parts
 	@$(VENV)/python -m pytest -m gpu $(ARGS)

@@ -68,6 +68,7 @@ def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_
         ("strangers", {"strangers": 3000, "generator": 1}),
     ],
 )
+@pytest.mark.nightly
 def test_a_run_in_which_weights_meet_trouble_in_one_place_trains_everything_once(untrained, tmp_path, scenario, faults):
     allowed(SCENARIOS[scenario], tmp_path)
     report = rehearse(untrained, tmp_path, [], scenario=scenario)

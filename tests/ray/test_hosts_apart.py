@@ -78,6 +78,7 @@ def compare_version(home, remote) -> int | None:
     return None
 
 
+@pytest.mark.nightly
 def test_a_run_over_two_hosts_learns_through_a_kill_a_cut_and_changes_of_its_fleet(hosts, tmp_path):
     home, remote, line = hosts
     run_dir, screen = home.path("/tmp/runs/apart"), tmp_path / "screen"

@@ -27,9 +27,14 @@ STEPS = 6
 KILLS = [
     {"rank": 1, "call": "train", "at": "forward"},
     {"rank": 0, "call": "train", "at": "all_reduce"},
+    {"rank": 1, "call": "copy", "at": "begin"},
     {"rank": 0, "call": "snapshot", "at": "begin"},
     {"rank": 1, "call": "write_share", "at": "begin"},
+    {"rank": 0, "call": "write_state", "at": "begin"},
     {"rank": 1, "call": "hold", "at": "end"},
+    {"rank": 0, "call": "train", "at": "end"},
+    {"rank": 1, "call": "train", "at": "all_reduce"},
+    {"rank": 0, "call": "train", "at": "forward"},
 ]
 """In this order: the first one whose rank makes its call ends its process at that point."""
 
@@ -125,6 +130,7 @@ def play(model_path, directory, kills, **parallel):
 
 
 @pytest.mark.parametrize("parallel", [{"dp": 2, "ep": 2}])
+@pytest.mark.nightly
 def test_ranks_that_are_killed_at_any_point_leave_the_weights_that_they_would_have_left(model_path, tmp_path, parallel):
     straight = play(model_path, tmp_path / "straight", [], **parallel)
     killed = play(model_path, tmp_path / "killed", KILLS, **parallel)

@@ -232,7 +232,7 @@ def test_the_reports_kept_with_the_documentation_are_of_this_kind_and_the_figure
     assert drawn == (figures / "routing-replay.svg").read_text()
 
 
-@pytest.mark.measurement
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_replay_brings_the_learner_nearer_to_a_real_engine(tmp_path):
     (tmp_path / "tools").mkdir()

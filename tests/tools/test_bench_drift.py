@@ -123,7 +123,7 @@ def test_the_page_has_the_tables_of_the_report_kept_beside_it_and_they_show_what
     assert report.simulated == simulate(report.plan.target), "the controller is another now: measure again"
 
 
-@pytest.mark.measurement
+@pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.engine
 @pytest.mark.timeout(900)

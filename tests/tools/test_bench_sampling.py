@@ -11,7 +11,7 @@ from r3async.tools.bench.sampling import Report, render
 from r3async.tools.cli import app
 
 
-@pytest.mark.measurement
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.timeout(580)
 def test_without_the_mask_log_probs_are_too_low():

@@ -28,7 +28,7 @@ def test_an_axis_that_there_is_not_is_named():
         run(["turn"], quick=True, say=print)
 
 
-@pytest.mark.measurement
+@pytest.mark.nightly
 def test_a_small_run_measures_every_axis(tmp_path):
     command = [sys.executable, "-m", "r3async", "bench", "scale", "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=True)

@@ -42,7 +42,7 @@ def test_ways_differ_in_what_their_names_say():
     assert [name for name, config in made.items() if config.observe.record == "full"] == ["recorded"]
 
 
-@pytest.mark.measurement
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_a_small_measurement(tmp_path):

@@ -10,7 +10,7 @@ from r3async.tools.bench.transfer import Report
 from r3async.tools.cli import app
 
 
-@pytest.mark.measurement
+@pytest.mark.nightly
 def test_transfer():
     result = CliRunner().invoke(app, ["bench", "transfer", "--quick", "--json"])
     assert result.exit_code == 0, result.output

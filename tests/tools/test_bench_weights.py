@@ -10,7 +10,7 @@ from r3async.tools.bench.weights import PARTS, Report
 from r3async.tools.cli import app
 
 
-@pytest.mark.measurement
+@pytest.mark.nightly
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.timeout(600)
 def test_the_report_has_every_part_of_an_update():

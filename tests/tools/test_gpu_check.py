@@ -117,6 +117,7 @@ def test_experts_and_attention_in_small_shapes(tmp_path):
 
 @pytest.mark.engine
 @pytest.mark.timeout(600)
+@pytest.mark.nightly
 def test_learner_and_engine_in_small_shapes(tmp_path):
     names = ("parity megatron bfloat16", "generations eager", "learner_agrees eager megatron", "updates eager keep")
     _good(tmp_path, *names, small=True)
@@ -124,6 +125,7 @@ def test_learner_and_engine_in_small_shapes(tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
+@pytest.mark.nightly
 def test_a_killed_run_resumes_in_small_shapes(tmp_path):
     _good(tmp_path, "killed bfloat16", small=True)
 

@@ -28,7 +28,7 @@ def test_bench_wire_prints_one_json_object_last():
     assert msgspec.json.decode(result.stdout.splitlines()[-1], type=Report).benchmark == "wire"
 
 
-@pytest.mark.measurement
+@pytest.mark.nightly
 def test_bench_transport_measures_every_path():
     report = run_transport(quick=True, rounds=1, say=lambda line: None)
     for size in report.sizes:

@@ -75,7 +75,7 @@ quickstart: install ## install, then train a tiny mixture-of-experts model here,
 test: install ## install, then run the quick tests; make test ARGS='tests/unit/test_config.py -x' runs those instead
 	@$(VENV)/python -m pytest $(if $(ARGS),$(ARGS),-m "$(QUICK)" $(ON_ALL_CORES))
 
-test-all: install ## install, then run every test: with Ray, vLLM and process groups
+test-all: install ## install, then run the tests with Ray, vLLM and process groups too: all but those marked gpu or nightly
 	@$(VENV)/python -m pytest -m "$(QUICK)" $(ON_ALL_CORES) --durations=30
 	@$(VENV)/python -m pytest -m "not ($(QUICK)) and not (gpu or nightly)" $(TWO_AT_A_TIME) --durations=30
 

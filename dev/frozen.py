@@ -92,12 +92,11 @@ def trained_steps() -> dict[str, Any]:
         for preset in PRESETS:
             run_command("train", preset, "--runs", runs, f"name={preset}", *SMALL_RUN)
             steps = [read_step(path)[0] for path in find_steps(Path(runs) / preset)]
-            manifest = json.loads(
-                (Path(runs) / preset / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json").read_text()
-            )
+            file = Path(runs) / preset / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json"
+            manifest = json.loads(file.read_text().splitlines()[0])  # its own digest follows
             found[preset] = {
                 "steps": [[step.step, step.version, step.groups, step.minibatches] for step in steps],
-                "checkpoint": [file for file in manifest["files"] if file["name"].startswith("learner")],
+                "checkpoint": [one for one in manifest["files"] if one["name"].startswith("learner")],
             }
     return found
 
@@ -140,19 +139,19 @@ def run_command(*words: str, cwd: str | None = None) -> str:
     return done.stdout
 
 
-def differences(name: str, before: Any, now: Any) -> Iterator[str]:
+def list_differences(name: str, before: Any, now: Any) -> Iterator[str]:
     """Yield the places at which two values of JSON differ."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in sorted({*before, *now}):
-            yield from differences(f"{name}.{key}", before.get(key), now.get(key))
+            yield from list_differences(f"{name}.{key}", before.get(key), now.get(key))
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for index, (old, new) in enumerate(zip(before, now, strict=True)):
-            yield from differences(f"{name}[{index}]", old, new)
+            yield from list_differences(f"{name}[{index}]", old, new)
     elif before != now:
         yield f"{name}: {before} before, {now} now"
 
 
-def processor() -> str:
+def processor_name() -> str:
     """Return the name of this machine's CPU."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
@@ -170,19 +169,26 @@ def main(words: Sequence[str] | None = None) -> int:
     failed = False
     for part in options.parts or PARTS:
         now = json.loads(json.dumps(PARTS[part]()))
-        found = list(differences(part, frozen.get(part), now))
         if options.write:
-            frozen |= {part: now, "processor": processor()}
+            frozen |= {part: now, "processor": processor_name()}
             FROZEN.write_text(json.dumps(frozen, indent=None, separators=(",", ":")) + "\n")
             print(f"{part}: written", flush=True)
             continue
+        if part not in frozen:
+            failed = True
+            print(
+                f"{part}: not in {FROZEN.name} yet: `python -m dev.frozen {part} --write` at a commit that is right",
+                flush=True,
+            )
+            continue
+        found = list(list_differences(part, frozen[part], now))
         failed |= bool(found)
         print(f"{part}: {'as before' if not found else f'{len(found)} differences'}", flush=True)
         for line in found[:10]:
             print(f"  {line}")
-    if failed and processor() != frozen.get("processor"):
+    if failed and processor_name() != frozen.get("processor"):
         print(
-            f"  {FROZEN.name} was written on {frozen.get('processor')}: bits of trained steps may differ on {processor()}"
+            f"  {FROZEN.name} was written on {frozen.get('processor')}: bits of trained steps may differ on {processor_name()}"
         )
     return int(failed)
 

@@ -63,7 +63,7 @@ def test_a_defect_that_is_planted_is_found(mutant: str):
 def test_every_mutant_says_what_is_wrong_and_takes_it_back():
     for mutant in MUTANTS.values():
         assert mutant.what
-        before = run_case(draw_case(14))[0] if mutant.name in list(QUICK)[:1] else None
+        before = run_case(draw_case(14))[0] if mutant.name == next(iter(QUICK)) else None
         with mutant.plant():
             pass
         if before is not None:

@@ -53,6 +53,21 @@ async def settle(it):
     await asyncio.wait_for(it._wait(lambda: False), 5)
 
 
+async def test_a_run_that_has_loaded_begins_evaluations_without_reading_files(tmp_path, monkeypatch):
+    async def answer():
+        return {"reward_mean": 0.5}
+
+    def no_descriptors(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    it, _ = evaluator(tmp_path, answer, at_start=True)
+    monkeypatch.setattr("r3async.actors.tasks.read_evaluation_files", no_descriptors)
+    monkeypatch.setattr("r3async.actors.tasks.read_objects", no_descriptors)
+    it.start(0, 0)
+    await settle(it)
+    assert [line["step"] for line in lines(tmp_path)] == [0]
+
+
 async def test_evaluations_are_due_every_so_many_steps_and_after_the_last(tmp_path):
     async def answer():
         return {"reward_mean": 0.5, "version_min": 3, "version_max": 4, "episodes": 32}

@@ -96,7 +96,10 @@ def trained_steps() -> dict[str, Any]:
             manifest = json.loads(file.read_text().splitlines()[0])  # its own digest follows
             found[preset] = {
                 "steps": [[step.step, step.version, step.groups, step.minibatches] for step in steps],
-                "checkpoint": [one for one in manifest["files"] if one["name"].startswith("learner")],
+                # Its bits are those of the last step's digests; what else is in the file has times.
+                "checkpoint": [
+                    [one["name"], one["size"]] for one in manifest["files"] if one["name"].startswith("learner")
+                ],
             }
     return found
 

@@ -118,8 +118,15 @@ def test_the_tokenizer_is_one_token_a_byte():
     assert len(tokenizer) <= 264
 
 
+@pytest.fixture
+def own_children():
+    """Processes that the test started itself: other tests of this worker keep theirs."""
+    before = set(multiprocessing.active_children())
+    return lambda: set(multiprocessing.active_children()) - before
+
+
 @pytest.mark.long
-def test_a_model_that_is_made_apart_is_the_same_and_this_process_does_something_else_meanwhile(tmp_path):
+def test_a_model_that_is_made_apart_is_the_same_and_this_process_does_something_else_meanwhile(tmp_path, own_children):
     config = load_config("quickstart", [*SMALL, "model.init.max_warm_steps=1"])
     init_model(tmp_path / "here", config)
     lines, done = [], []
@@ -127,11 +134,11 @@ def test_a_model_that_is_made_apart_is_the_same_and_this_process_does_something_
     assert done == [True]
     assert "loading torch" in lines[0]
     assert files(tmp_path / "apart") == files(tmp_path / "here")
-    assert not multiprocessing.active_children()
+    assert not own_children()
 
 
 @pytest.mark.long
-def test_what_makes_a_model_apart_fail_is_raised_here_and_its_process_is_ended(tmp_path):
+def test_what_makes_a_model_apart_fail_is_raised_here_and_its_process_is_ended(tmp_path, own_children):
     config = load_config("quickstart", ["env.name=tests.tools.test_init_model:NoOracle"])
     with pytest.raises(ConfigError, match="has no oracle"):
         init_model_apart(tmp_path / "model", config, print, lambda: None)
@@ -140,20 +147,19 @@ def test_what_makes_a_model_apart_fail_is_raised_here_and_its_process_is_ended(t
         pass
 
     def stop():
-        assert len(multiprocessing.active_children()) == 1
+        assert len(own_children()) == 1
         raise Stop
+
+    def kill():
+        (process,) = own_children()
+        process.kill()
 
     with pytest.raises(Stop):
         init_model_apart(tmp_path / "model", load_config("quickstart", SMALL), print, stop)
     with pytest.raises(RuntimeError, match="ended with code -9"):
         init_model_apart(tmp_path / "model", load_config("quickstart", SMALL), print, kill)
-    assert not multiprocessing.active_children()
+    assert not own_children()
     assert not (tmp_path / "model").exists()
-
-
-def kill():
-    (process,) = multiprocessing.active_children()
-    process.kill()
 
 
 @pytest.mark.long

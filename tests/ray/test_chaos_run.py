@@ -53,6 +53,7 @@ def allowed(scenario, root):
         pytest.skip(str(error))
 
 
+@pytest.mark.nightly
 def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_free_bytes_again(untrained, tmp_path):
     allowed(FullDisk, tmp_path)
     report = rehearse(untrained, tmp_path, [], scenario="full-disk")

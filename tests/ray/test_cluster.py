@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import psutil
+import pytest
 
 from r3async.world.ray import SPARE_ACTORS
 from tests.helpers.cluster import plain_head
@@ -38,6 +39,7 @@ def test_a_head_ends_with_the_process_of_the_tests_also_when_that_is_killed():
                 process.kill()
 
 
+@pytest.mark.nightly
 def test_a_head_on_this_host_that_nothing_names_is_left_alone():
     """Ray finds such a head by a file, would join it, and then refuses the capacity that we ask for."""
     code = (

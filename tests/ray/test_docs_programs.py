@@ -15,6 +15,7 @@ SMALLER = {
     "episodes=256": "episodes=8",
 }
 PROGRAMS = [(page.stem, block.text) for page in PAGES for block in blocks(page) if block.how == "train"]
+LONG = {"operations": pytest.mark.nightly}
 
 
 def test_there_are_programs_that_train():
@@ -23,7 +24,10 @@ def test_there_are_programs_that_train():
 
 @pytest.mark.ray
 @pytest.mark.timeout(560)
-@pytest.mark.parametrize(("page", "program"), PROGRAMS, ids=[page for page, _ in PROGRAMS])
+@pytest.mark.parametrize(
+    ("page", "program"),
+    [pytest.param(page, text, id=page, marks=LONG.get(page, ())) for page, text in PROGRAMS],
+)
 def test_a_program_of_the_pages_ends_without_an_error(page, program, tmp_path, ray_head):
     for written, smaller in SMALLER.items():
         program = program.replace(written, smaller)

@@ -62,6 +62,7 @@ print(json.dumps({"run": str(run), "heard": heard, "again": [again.sets["many"].
 """
 
 
+@pytest.mark.nightly
 def test_a_script_without_a_guard_gives_a_class_of_its_own_and_hears_of_its_run(untrained, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     settings = SETTINGS | {"checkpoint": {"every_steps": 100, "every_minutes": 0, "keep_best": "greedy/reward_mean"}}

@@ -17,7 +17,7 @@ from r3async.tools.init_model import init_model
 from r3async.tools.sft import sft
 from r3async.tools.train import train
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 STEPS = 25

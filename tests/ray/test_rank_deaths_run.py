@@ -15,7 +15,7 @@ import pytest
 from r3async.record.reading import read_objects
 from tests.ray.test_resume_run import check_books, events, finished_weights, run, settings, trained, wait_for
 
-pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500), pytest.mark.usefixtures("local_ray")]
 
 KILLS = int(os.environ.get("R3ASYNC_RANK_KILLS", "2"))
 STEPS = 4 + KILLS

@@ -13,7 +13,7 @@ from r3async.record.recording import find_steps
 from r3async.tools.replay import replay
 from r3async.tools.train import train
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.ray, pytest.mark.timeout(400)]
 
 SETTINGS = (
     *("name=recorded", "observe.record=full", "checkpoint.every_steps=2", "evaluation.every=0"),

@@ -15,7 +15,7 @@ import pytest
 from r3async.tools.scale import scale_run
 from tests.ray.test_resume_run import check_books, events, settings, trained, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.ray, pytest.mark.timeout(600)]
 
 NODE = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 

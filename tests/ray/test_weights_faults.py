@@ -37,6 +37,7 @@ def test_a_bit_that_is_flipped_in_shared_memory_stops_the_run_and_is_named(warm_
 
 
 @needs_fp8_cache
+@pytest.mark.nightly
 def test_a_run_whose_probe_fails_is_diagnosed_and_the_setting_is_named(warm_model, tmp_path, capsys):
     with pytest.raises(RunFailed, match=r"version 0 .* does not answer like the learner's"):
         run(warm_model, tmp_path, 'generator.engine_args={ kv_cache_dtype = "fp8_e5m2" }')
@@ -48,6 +49,7 @@ def test_a_run_whose_probe_fails_is_diagnosed_and_the_setting_is_named(warm_mode
     assert diagnosis.read_text() in seen
 
 
+@pytest.mark.nightly
 def test_a_run_over_tcp_is_probed(warm_model, tmp_path):
     run(
         warm_model,

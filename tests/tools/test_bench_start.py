@@ -8,6 +8,7 @@ from r3async.tools.bench.start import render, run
 STAGES = ("model", "ray", "learner", "generator", "step")
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.engine
 def test_a_start_without_a_model_is_measured_by_stage_and_by_process(monkeypatch):

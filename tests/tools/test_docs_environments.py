@@ -20,6 +20,7 @@ def test_it_takes_fewer_than_sixty_lines_of_code():
     assert 10 < sum(len(block.splitlines()) for block in blocks) < 60
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.timeout(580)
 def test_the_page_takes_a_reader_to_a_trained_environment(tmp_path):

@@ -223,6 +223,7 @@ print("heard of", heard)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_a_program_that_trains_a_class_of_its_own_is_a_job(token_cluster, tmp_path):

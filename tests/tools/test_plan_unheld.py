@@ -48,7 +48,7 @@ NAMES = [path.stem for path in preset_paths()]
 LARGE = [name for name in NAMES if "235b" in name or "30b" in name]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in LARGE else n for n in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n in LARGE else n for n in NAMES])
 def test_the_learner_of_a_preset_holds_what_the_plan_says(tmp_path, name):
     config = described(load_config(name), tmp_path / "model")
     learner, planned = config.learner, rank_memory(shape_of(config)[0], config)

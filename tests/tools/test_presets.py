@@ -52,6 +52,7 @@ def test_the_list_begins_with_the_quickstart_and_explains_all():
     assert listed.count("Staleness bound:") == len(NAMES)
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.timeout(400)

@@ -27,6 +27,15 @@ NOT_SHOWN = {
     "audios": "only text is shown",
 }
 """Columns that a chat template, or a model, would be given elsewhere; and what to do."""
+NOT_SHOWN_OF_A_MESSAGE = {
+    "function_call": "write it as one of `tool_calls`",
+    "tool_responses": "write each as a message of the role `tool`",
+    "tools": "write them into the row's column `tools`",
+    "functions": "write them into the row's column `tools`",
+    "recipient": "write a call as one of `tool_calls`",
+    "channel": "write a thought as `reasoning_content`, and a call as one of `tool_calls`",
+}
+"""Keys of a message that some chat template would show, and what it is given instead."""
 LEARNT = ("weight", "train", "loss")
 """Of a message: what says that an answer is not to be learnt."""
 _FIELD = re.compile(r"\{([^{}\s]+)\}")
@@ -151,8 +160,8 @@ def messages_of(given: Any, where: str) -> list[Message]:
 def _message(given: Any, where: str) -> Message:
     kept = {k: v for k, v in given.items() if v is not None} if isinstance(given, Mapping) else given
     if isinstance(kept, dict):
-        if kept.get("function_call"):
-            raise ConfigError(f"{where}: a message has a `function_call`: write it as one of `tool_calls`")
+        if name := next((name for name in NOT_SHOWN_OF_A_MESSAGE if kept.get(name)), None):
+            raise ConfigError(f"{where}: a message has a `{name}`, which is not shown: {NOT_SHOWN_OF_A_MESSAGE[name]}")
         kept["content"] = _joined(kept.get("content", "" if kept.get("tool_calls") else None), where)
         thoughts = [kept.pop(name) for name in THOUGHTS if kept.get(name)]
         if any(thought != thoughts[0] for thought in thoughts):

@@ -59,10 +59,14 @@ def published_names() -> list[str]:
     return [name for name in ENDS if _file(name) is not None]
 
 
-def published(name: str, **template_args: object) -> ChatRenderer:
+def source_of(name: str) -> str:
     file = _file(name)
     assert file is not None, f"no chat template {name} in {', '.join(_FOLDERS)}"
-    tokenizer, source = byte_tokenizer(), file.read_text()
+    return file.read_text()
+
+
+def published(name: str, **template_args: object) -> ChatRenderer:
+    tokenizer, source = byte_tokenizer(), source_of(name)
     end, *others = ENDS[name]
     tokenizer.add_special_tokens({"eos_token": end, "bos_token": "<bos>"})
     tokenizer.add_tokens(sorted({*_SPECIAL.findall(source), *others} - {end}), special_tokens=True)

@@ -7,11 +7,14 @@ import re
 import pytest
 
 from r3async.config import DataConfig
+from r3async.envs import THOUGHTS as THOUGHTS_BESIDE
+from r3async.envs import Message
 from r3async.envs.conversations import conversation_of, tools_of
+from r3async.envs.forms import NOT_SHOWN_OF_A_MESSAGE
 from r3async.envs.rows import Found
 from r3async.rollout.chat import Conversation, TemplateError
 from r3async.rollout.demonstrations import demonstrate
-from tests.helpers.published import ENDS, published, published_names
+from tests.helpers.published import ENDS, published, published_names, source_of
 
 
 def asked(text):
@@ -65,6 +68,23 @@ REFUSED = {
 """Templates that drop a thought or a call, know no system message, take no text, or end no answer."""
 NEXT = {"glm4moe": "<|user|>", "template_chatml": "<|im_end|>"}
 """Where the template leaves the end of the last answer to the message behind it: what that begins with."""
+
+
+SHOWN_BY_ROLES = {"end_turn"}
+"""Fields of a message that templates read and that follow from the roles around it."""
+
+
+def read_of_messages(source):
+    """Names of the fields that a template reads of a variable that is called like a message."""
+    named = r"(?:message|msg|m|follow|messages\[[^\]]+\])"
+    forms = rf"\b{named}\.(?!get\b|items\b)(\w+)|\b{named}(?:\.get\(|\[)['\"](\w+)['\"]|['\"](\w+)['\"] in {named}\b"
+    return {name for found in re.findall(forms, source) for name in found if name}
+
+
+def test_what_a_template_reads_of_a_message_is_a_field_of_ours_or_refused_by_name():
+    read = {field: name for name in published_names() for field in read_of_messages(source_of(name))}
+    assert {"role", "content", "tool_calls", "thinking", "tool_responses"} <= read.keys()
+    assert read.keys() <= {*Message.__struct_fields__, *THOUGHTS_BESIDE, *NOT_SHOWN_OF_A_MESSAGE, *SHOWN_BY_ROLES}
 
 
 def task_of(name):

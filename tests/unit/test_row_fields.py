@@ -142,7 +142,10 @@ BAD_COLUMNS = [
 ]
 BAD_FIELDS = [
     ({"content": [{"type": "image_url", "image_url": "a.png"}]}, "must be text, or blocks of text"),
-    ({"function_call": {"name": "add"}}, "write it as one of `tool_calls`"),
+    ({"function_call": {"name": "add"}}, "`function_call`, which is not shown: write it as one of `tool_calls`"),
+    ({"tools": [TOOL]}, "`tools`, which is not shown: write them into the row's column `tools`"),
+    ({"tool_responses": [{"response": "5"}]}, "`tool_responses`, .* the role `tool`"),
+    ({"channel": "analysis"}, "`channel`, .* as `reasoning_content`"),
     ({"reasoning": "one", "thinking": "another"}, "different thoughts"),
     ({"reasoning_content": ["one"]}, "must have role and content"),
     ({"weight": 0.5}, "`weight` = 0.5 of a message"),

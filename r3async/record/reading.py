@@ -24,6 +24,8 @@ TIMELINE = "timeline.jsonl"
 """Of a run: who did what when; see `record/timeline.py`."""
 QUARANTINE = "quarantine.jsonl"
 """Of a run: tasks that are not posed any more, because every episode of them failed."""
+CONFIG_FILE = "config.toml"
+"""Of a run: its resolved configuration."""
 BLOCK = 2**20
 T = TypeVar("T")
 Time = Annotated[float, msgspec.Meta(ge=0, le=2**36)]
@@ -112,9 +114,10 @@ def read_objects(path: Path, *, files: Files = REAL.files) -> list[dict[str, Any
 def read_files(
     run_dir: Path, *names: str, files: Files = REAL.files
 ) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """Return the objects of each of a run's files, and the events that say what was passed over."""
+    """Return the objects of each of a run's files, and the events that say what was passed over, of its `config.toml` too."""
     read = [read_lines(run_dir / name, files=files) for name in names]
     told = [skipped_event(name, len(lines.skipped), lines.skipped) for name, lines in zip(names, read, strict=True)]
+    told.append(damaged_config_event(run_dir, files=files))
     return [lines.objects for lines in read], [event for events in told for event in events]
 
 
@@ -155,13 +158,25 @@ def _lines(file: File) -> Iterator[bytes]:
 
 
 def read_run_config(run_dir: Path, *, files: Files = REAL.files) -> dict[str, Any]:
-    """The resolved configuration as it was written, as plain data; {} if there is none."""
+    """The resolved configuration as it was written, as plain data; {} if there is none, or a damaged one."""
     try:
-        found = decode_toml(read_file(run_dir / "config.toml", files=files))
+        found = decode_toml(read_file(run_dir / CONFIG_FILE, files=files))
     except (OSError, Malformed):
         return {}
     tables = to_dict(Config())
     return {key: value for key, value in found.items() if isinstance(value, dict) == isinstance(tables.get(key), dict)}
+
+
+def damaged_config_event(run_dir: Path, *, files: Files = REAL.files) -> list[dict[str, Any]]:
+    """What is told of a configuration that is there and cannot be read; nothing of another."""
+    try:
+        text = read_file(run_dir / CONFIG_FILE, files=files)
+        decode_toml(text)
+    except OSError:
+        return []
+    except Malformed:
+        return skipped_event(CONFIG_FILE, len(text.splitlines()) or 1)
+    return []
 
 
 def read_schedule(config: dict[str, Any]) -> ScheduleConfig | None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from r3async.record.catalogue import finite
-from r3async.record.reading import decode_line, read_run_config, read_schedule, skipped_event
+from r3async.record.reading import damaged_config_event, decode_line, read_run_config, read_schedule, skipped_event
 from r3async.schedule.admission import age_bound, slots_of
 from r3async.views.summary import UNFINISHED, History, status_after
 
@@ -175,6 +175,8 @@ class FollowedRun:
         rows, more = self._files["metrics"].read_new()
         evaluations, most = self._files["evaluation"].read_new()
         events += skipped + more + most
+        if self._news_at is None:
+            events += damaged_config_event(self.run_dir)
         for row in rows:
             self.metrics.append(row)
             self.rows.append(row)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.record.catalogue import finite
-from r3async.record.reading import EVALUATION, converted, read_run_config
+from r3async.record.reading import EVALUATION, converted, damaged_config_event, read_run_config
 from r3async.record.timeline import FILE, Span
 from r3async.views.browse import Episodes, Query, environment_of
 from r3async.views.episodes import Ages
@@ -52,6 +52,8 @@ class LiveRun:
         told = self._episodes.look(self._environment)
         skipped = [event for _, events in read.values() for event in events] + self._episodes.skipped
         self._episodes.skipped = []
+        if not self.revision:
+            skipped += damaged_config_event(self.run_dir)
         self._events.extend(skipped)
         if any(new.values()) or skipped or told or gone != self.gone or not self.revision:
             self.revision += 1

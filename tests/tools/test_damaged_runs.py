@@ -244,6 +244,18 @@ def test_a_line_that_is_passed_over_is_told(tmp_path: Path, name: str) -> None:
         assert summarize(run).warnings == before + 1
 
 
+def test_settings_that_cannot_be_read_are_told_once_and_are_not_taken_for_none(tmp_path: Path) -> None:
+    run = write_whole_run(tmp_path)
+    before = summarize(run).warnings
+    (run / "config.toml").write_bytes(b"steps = 5\nseed = = 1\n")
+    assert "config.toml cannot be read: the settings are not known" in show_inspected(run)
+    for show in (show_report, show_live, show_tail):
+        assert "file=config.toml" in show(run)
+    followed = FollowedRun(run)
+    assert [[event["event"] for event in followed.poll()[1]].count("lines_skipped") for _ in range(2)] == [1, 0]
+    assert summarize(run).warnings == before + 1
+
+
 def test_a_last_line_that_is_torn_may_still_be_written_and_is_no_warning(tmp_path: Path) -> None:
     run = write_whole_run(tmp_path)
     before = summarize(run)

@@ -10,7 +10,7 @@ from r3async.checkpoint.directory import STATE
 from r3async.checkpoint.state import CheckpointError, decode_state
 from r3async.data.container import Torn, map_file
 from r3async.data.records import SCHEMA
-from r3async.record.reading import QUARANTINE, SHAPES, read_lines, read_objects, read_quarantine, read_run_config
+from r3async.record.reading import damaged_config_event, QUARANTINE, SHAPES, read_lines, read_objects, read_quarantine, read_run_config
 from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes
 from r3async.record.routes import load as load_route
 from r3async.record.verify import engine_rows
@@ -137,7 +137,8 @@ def quarantine_of(run_dir: Path, shown: int = 10) -> list[str]:
 def skipped_of(run_dir: Path) -> list[str]:
     """A line for each file of the run that has lines which cannot be read."""
     read = {file: read_lines(run_dir / file).skipped for file in SHAPES}
-    return [
+    damaged = [f"{event['file']} cannot be read: the settings are not known" for event in damaged_config_event(run_dir)]
+    return damaged + [
         f"{file}: {len(numbers)} of its lines cannot be read, and are passed over; the first is line {numbers[0]}"
         for file, numbers in read.items()
         if numbers

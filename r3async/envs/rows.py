@@ -20,7 +20,7 @@ BATCH_ROWS = 256
 PACKED_TIMES = 100
 """A column of a parquet file that is packed better than this is no text; its rows are made one by one."""
 FREE_BYTES, MOST_TIMES = 64 * 2**20, 1000
-"""Rows of a parquet file may take the former, or so many times the bytes of their file."""
+"""Rows of a parquet file, or of the hub, may take the former, or so many times the bytes of their source."""
 _TAKE_SOME = "`data.limit` takes the first rows, and `data.eval` a share or a file to evaluate"
 INSTALL = "pip install 'r3async[data]'"
 
@@ -150,11 +150,12 @@ def _parquet(file: Path) -> Numbered:
         with ParquetFile(file) as table:
             groups = [table.metadata.row_group(at) for at in range(table.num_row_groups)]
             columns = [group.column(at) for group in groups for at in range(group.num_columns)]
-            _check_size(file, table.metadata.num_rows * VALUE_BYTES + sum(group.total_byte_size for group in groups))
+            least = table.metadata.num_rows * VALUE_BYTES + sum(group.total_byte_size for group in groups)
+            _check_size(file, file.stat().st_size, least)
             packed = any(each.total_uncompressed_size > PACKED_TIMES * each.total_compressed_size for each in columns)
             for batch in table.iter_batches(1 if packed else BATCH_ROWS):
                 rows = batch.to_pylist()
-                _check_size(file, used := used + _memory_of(rows))
+                _check_size(file, file.stat().st_size, used := used + _memory_of(rows))
                 for row in rows:
                     number += 1
                     yield "row", number, row
@@ -162,13 +163,12 @@ def _parquet(file: Path) -> Numbered:
         raise ConfigError(f"{file} is no parquet file: {str(error).splitlines()[0]}") from error
 
 
-def _check_size(file: Path, used: int) -> None:
-    """Raise `ConfigError` for rows that take far more memory than their file has bytes: a few hundred may stand for gigabytes."""
-    here = file.stat().st_size
-    if used > max(FREE_BYTES, MOST_TIMES * here):
+def _check_size(source: Path | str, size: int, used: int) -> None:
+    """Raise `ConfigError` for rows that take far more memory than their source has bytes: a few hundred can be gigabytes."""
+    if used > max(FREE_BYTES, MOST_TIMES * size):
         raise ConfigError(
-            f"`data.path`: {file} has {here} bytes and its rows take {used} and more, so it holds the same over and over: write "
-            "the rows that you mean as .jsonl"
+            f"`data.path`: {source} has {size} bytes and its rows take {used} and more, so it holds the same over and over: "
+            "write the rows that you mean as .jsonl"
         )
 
 
@@ -204,9 +204,14 @@ def _from_hub(data: DataConfig, path: str, split: str, file: Path) -> list[Found
             f"`data.path` = {path!r}: there is no file {file}, and to take it from the Hugging Face hub needs `datasets`, which "
             f"is not installed: {INSTALL}"
         ) from error
+    found, used = [], 0
     try:
         rows = datasets.load_dataset(path, data.subset or None, split=split)
-        found = [Found(dict(row), f"{path} ({split})", "row", number) for number, row in enumerate(rows, 1)]
+        for number, row in enumerate(rows, 1):
+            _check_size(path, rows.download_size or 0, used := used + _memory_of(row))
+            found.append(Found(dict(row), f"{path} ({split})", "row", number))
+    except ConfigError:
+        raise
     except Exception as error:  # whatever the hub, the network and the dataset's files raise
         line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(f"`data.path` = {path!r} cannot be loaded from the Hugging Face hub: {line}") from error

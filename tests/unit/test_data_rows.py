@@ -4,8 +4,8 @@ import csv
 import json
 import resource
 import sys
-import types
 
+import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,10 +86,15 @@ def test_a_split_that_a_file_or_directory_does_not_have_is_refused(tmp_path, pla
         prompts(env(tmp_path / place, **settings))
 
 
+def hub_rows(rows, download_size=1000):
+    made = datasets.Dataset.from_list(rows)
+    made.info.download_size = download_size
+    return made
+
+
 def test_a_split_and_a_subset_of_the_hub_are_not_those_of_a_file_to_evaluate(monkeypatch, tmp_path):
     monkeypatch.setenv("R3ASYNC_USER_PATH", str(tmp_path))
-    rows = types.SimpleNamespace(load_dataset=lambda path, subset, split: [{"prompt": "1+1?", "answer": "2"}])
-    monkeypatch.setitem(sys.modules, "datasets", rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: hub_rows([{"prompt": "1+1?", "answer": "2"}]))
     held = write(tmp_path / "held.jsonl", ROWS[:2])
     made = env("some/where", subset="main", split="train[:9]", eval=str(held))
     assert prompts(made) == [["1+1?"]]
@@ -104,9 +109,9 @@ def test_rows_of_the_hub_come_through_datasets(monkeypatch, tmp_path):
         asked.append((path, subset, split))
         if path == "some/where":
             raise ConnectionError("Couldn't reach 'some/where' on the Hub (offline)\nmore")
-        return [{"question": "1+1?", "answer": "so\n#### 2"}]
+        return hub_rows([{"question": "1+1?", "answer": "so\n#### 2"}])
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     made = env("openai/gsm8k", subset="main", prompt="{question} Think.", reward="number", split="test")
     assert prompts(made) == [["1+1? Think."]]
     assert asked == [("openai/gsm8k", "main", "test")]
@@ -144,6 +149,16 @@ def test_a_small_file_of_gigabytes_is_refused_before_they_are_made(tmp_path):
         with pytest.raises(ConfigError, match=r"bytes and its rows take \d+ and more"):
             read_rows(settings_of(env(path)), str(path), "train")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "KiB: less than one GiB"
+
+
+def test_a_small_download_of_gigabytes_is_refused_before_they_are_rows(monkeypatch, tmp_path):
+    monkeypatch.setenv("R3ASYNC_USER_PATH", str(tmp_path))
+    packed = hub_rows([{"prompt": "x" * 2**20, "answer": "1"}] * 80, download_size=300)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: packed)
+    with pytest.raises(ConfigError, match=r"some/where has 300 bytes and its rows take \d+ and more"):
+        prompts(env("some/where"))
+    packed.info.download_size = 80 * 2**20
+    assert len(prompts(env("some/where"))) == 80
 
 
 def test_prompts_are_texts_messages_or_templates(tmp_path):

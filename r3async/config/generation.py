@@ -90,16 +90,26 @@ class EnvConfig(Section):
 
 
 def _with_secrets(name: str, args: dict[str, Any]) -> dict[str, Any]:
-    """With the values of `args.environment` as secrets, and what may be one in the servers of `mcp:TASK`."""
+    """With the values of `args.environment` as secrets, and what may be one in a command, or in the servers of `mcp:TASK`."""
     if isinstance(environment := args.get("environment"), Mapping):
         args = {**args, "environment": {name: _secret(value) for name, value in environment.items()}}
     if name.startswith("mcp:") and isinstance(servers := args.get("servers"), Mapping):
         args = {**args, "servers": {label: _server_with_secrets(server) for label, server in servers.items()}}
+    if name == "agent-command" and isinstance(words := args.get("command"), list):
+        args = {**args, "command": _command_with_secrets(words)}
     return args
 
 
 _NAMES_A_VARIABLE = re.compile(r"(?:(?:Bearer|Basic|Token|ApiKey) )?\$(?:\w+|\{\w+\})", re.IGNORECASE)
 _IS_A_FLAG = re.compile(r"-\w|--[\w-]+")
+_NAMES_A_SECRET = re.compile(r"--?[\w-]*(?:key|token|secret|password|credential)s?(=.*)?", re.IGNORECASE | re.DOTALL)
+
+
+def _command_with_secrets(words: list[Any]) -> list[Any]:
+    """The words that a flag such as `--api-key` is given, behind it or in the same word. Others say which agent it is."""
+    flags = [_NAMES_A_SECRET.fullmatch(word) if isinstance(word, str) else None for word in words]
+    behind = [False, *(flag is not None and flag[1] is None for flag in flags)]
+    return [_secret(w) if after or (f and f[1]) else w for w, f, after in zip(words, flags, behind, strict=False)]
 
 
 def _server_with_secrets(server: Any) -> Any:

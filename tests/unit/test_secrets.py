@@ -26,7 +26,7 @@ from r3async.config import (
 )
 from r3async.envs.pool import passed_on, pooled
 from r3async.rollout.agents.agents import make_agent
-from r3async.rollout.episode import EpisodeTask
+from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.rollout.evaluation import check_environment
 from r3async.tools.cli import app
 from r3async.tools.eval import find_target
@@ -258,6 +258,24 @@ async def test_an_agents_program_has_its_own_secrets_and_none_of_ours(monkeypatc
         seen = json.loads(report.read_text())
         assert PLANTED not in report.read_text()
         assert (seen["API_KEY"], seen["PLAIN"], seen["OPENAI_API_KEY"]) == ("its own", "text", session.key)
+
+
+async def test_an_agents_words_behind_a_flag_of_a_secret_are_given_to_it_and_shown_nowhere(monkeypatch):
+    monkeypatch.setenv("R3_TEST_OWN", "its own")
+    words = ["--model", "small", f"--token={PLANTED}", "--api-key", PLANTED, "--password", "$R3_TEST_OWN"]
+    given = "".join([*words[:-1], "its own"])
+    script = f"import sys; sys.exit(3 if len(''.join(sys.argv[1:])) == {len(given)} else 4)"
+    command = [sys.executable, "-c", script, *words]
+    config = config_from_dict({"env": {"name": "agent-command", "args": {"command": command}}})
+    for text in (repr(config), to_toml(config), json.dumps(to_dict(config))):
+        assert PLANTED not in text
+        assert "small" in text
+    assert config_from_dict(to_dict(config, reveal=True)) == config
+    agent, chat = make_agent(config.env), renderer()
+    async with serving(await ready(answer_ids(chat, "x")), chat) as server:
+        with pytest.raises(EpisodeError, match=r"--model small \*\*\* --api-key \*\*\* .* exited with 3") as ended:
+            await agent(server, server.open(TASK))
+    assert PLANTED not in str(ended.value)
 
 
 async def test_a_key_opens_its_own_episode_and_no_other():

@@ -146,11 +146,11 @@ def _command_args(args: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"`env.args.{min(unknown)}`: agent-command takes `command`, and may take `directory` and `environment`"
         )
-    if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
+    if not isinstance(command, list) or not command or not all(isinstance(word, str | Secret) for word in command):
         raise ConfigError(
             f'`env.args.command` = {command!r} must be a list of words, for example ["python", "agent.py"]'
         )
-    if shutil.which(command[0], path=_search_path()) is None:
+    if shutil.which(str(command[0]), path=_search_path()) is None:
         raise ConfigError(f"`env.args.command`: there is no program {command[0]!r}")
     directory = args.get("directory", "")
     if directory and not Path(directory).is_dir():
@@ -176,7 +176,7 @@ class CommandAgent:
 
     def __init__(
         self,
-        command: Sequence[str],
+        command: Sequence[str | Secret],
         directory: str = "",
         environment: Mapping[str, Secret] | None = None,
         variables: Sequence[str] = (),
@@ -186,11 +186,12 @@ class CommandAgent:
         self._environment = dict(environment or {})
 
     async def __call__(self, server: AgentServer, session: Session) -> float | None:
-        program = shutil.which(self._command[0], path=_search_path()) or self._command[0]
+        first, *words = revealed(self._command, "env.args.command")
+        program = shutil.which(first, path=_search_path()) or first
         with contextlib.closing(_Tail()) as output, contextlib.closing(_Tail()) as errors:
             process = await asyncio.create_subprocess_exec(
                 program,
-                *self._command[1:],
+                *words,
                 cwd=self._directory,
                 env=self._variables(server, session),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -207,7 +208,9 @@ class CommandAgent:
         if code:
             output_end = (complained.strip() or said.strip() or "no output")[-1000:]
             *before, last = output_end.splitlines()  # of a traceback, the last line says what it was
-            raise EpisodeError("\n".join([f"{' '.join(self._command)!r} exited with {code}: {last}", *before]))
+            raise EpisodeError(
+                "\n".join([f"{' '.join(map(str, self._command))!r} exited with {code}: {last}", *before])
+            )
         return last_reward(said)
 
     def _variables(self, server: AgentServer, session: Session) -> dict[str, str]:

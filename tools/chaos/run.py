@@ -36,6 +36,8 @@ from r3async.tools.chaos.scenario import Role, Scenario
 from r3async.tools.chaos.scenarios import SCENARIOS
 
 ENGINES = ("scripted", "vllm")
+VLLM_TIMES = 4
+"""As many steps: a generator that starts again loads vLLM for a minute and more, and the others train meanwhile."""
 SHOWN = 10
 """Problems, at most."""
 SAID_EVERY = 20
@@ -71,8 +73,9 @@ class Report(msgspec.Struct, frozen=True):
 
 def settings(scenario: type[Scenario], kills: int, engine: str) -> list[str]:
     """What chaos sets over the preset, and under what the person sets."""
+    times = VLLM_TIMES if engine == "vllm" else 1
     common = [
-        f"steps={scenario.steps(kills)}",
+        f"steps={times * scenario.steps(kills)}",
         "generator.count=3",
         "generator.concurrency=16",
         f"generator.max_restarts={10 + kills}",

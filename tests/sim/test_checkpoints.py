@@ -172,7 +172,7 @@ def run(seed: int, starts: list[tuple[str, int, int, bool, bool]]) -> Known:
     return known
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @example(seed=0, starts=[("killed", 6, 0, False, False)])  # between making the run's directory and syncing its name
 @example(seed=0, starts=[("disk fails once", 77, 2, False, True)])  # the same with the directory of checkpoints
 @given(seed=st.integers(0, 2**32), starts=STARTS)

@@ -106,7 +106,7 @@ class Tried:
             file.close()
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(steps=STEPS)
 @example(steps=[("remove_tree", "d"), ("open", "d", {"create": True}), ("remove", "d/x")])
 def test_every_call_returns_or_raises_what_the_real_one_does(tmp_path_factory, steps) -> None:

@@ -127,7 +127,7 @@ class Machine:
 
 @example(steps=[("put", 0), ("kill later", 3), ("put", 0), ("power", 0)], seed=0, fsync=True)
 @example(steps=[("kill later", 3), ("put", 0), ("put", 0), ("power", 0)], seed=1, fsync=True)
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(steps=STEPS, seed=st.integers(0, 2**32), fsync=st.booleans())
 def test_what_is_acknowledged_is_there_until_it_is_committed_or_refused(steps, seed, fsync) -> None:
     async def main() -> None:

@@ -63,7 +63,7 @@ class FaultyWorld(RealWorld):
 FAULTS = st.sampled_from([-errno.ENOSPC, -errno.EDQUOT, -errno.EIO, 1, 3, 7, 1000, 1000, 1000])
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     plan=st.lists(FAULTS, max_size=40),
     truncates=st.lists(st.booleans(), max_size=10),
@@ -95,7 +95,7 @@ def test_the_file_holds_a_prefix_of_whole_records_and_in_the_end_all_of_them(
     assert file.lost == 0
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(plan=st.lists(FAULTS, max_size=40), count=st.integers(1, 20), saved=st.integers(0, 20))
 def test_a_resume_finds_each_row_up_to_its_checkpoint_once_whatever_waited_then(
     tmp_path_factory, plan, count, saved

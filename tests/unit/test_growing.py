@@ -84,7 +84,7 @@ def prompt_of(talk):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(first=begins, played=st.one_of(steady, st.lists(events, max_size=12)), tools=st.booleans())
 def test_every_prompt_is_that_of_the_whole_rendering(name, first, played, tools):
     part, whole = two_of(name)

@@ -78,7 +78,7 @@ def check(m: MicroBatch, samples: dict[str, Sample]) -> None:
     assert m.real_tokens + m.shared_tokens == sum(len(samples[n].table) for n in m.sample_ids)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(batches(), st.integers(10, 60), st.integers(1, 4), st.booleans(), st.booleans())
 def test_every_sample_comes_back_from_the_packed_rows(samples, cap, ranks, whole_episodes, long):
     cost = Cost(1.0, 0.5) if long else Cost()

@@ -79,7 +79,7 @@ def check(trajectory, engine: Updating) -> None:
 plans = st.lists(st.tuples(st.sampled_from([0, 0, 1, 2]), st.integers(0, 4)), min_size=1, max_size=6)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(templates, st.lists(answers, min_size=1, max_size=8), histories, st.sampled_from(["auto", "stepwise"]), plans)
 def test_a_row_that_branches_has_the_routes_of_its_own_call_whatever_changed_since(
     written, spoken, history, mode, plan

@@ -161,7 +161,7 @@ histories = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(templates, st.lists(answers, min_size=1, max_size=8), histories, st.sampled_from(["auto", "stepwise"]))
 def test_every_call_is_in_one_row_and_trained_once_whatever_rewrites_history(written, spoken, history, mode):
     chat = renderer(written)

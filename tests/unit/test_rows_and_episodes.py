@@ -106,7 +106,7 @@ def longest(groups: Groups) -> int:
 
 
 @pytest.mark.parametrize("loss", [*POLICY_LOSSES, OWN])
-@settings(max_examples=20)
+@settings(max_examples=6)
 @given(data=st.data(), groups=episodes)
 def test_merged_and_stepwise_rows_have_one_gradient(loss, data, groups):
     """Any episodes, with any settings, in any number of minibatches, on any number of ranks, in micro-batches of any size."""

@@ -85,7 +85,7 @@ def play(mode, script, known):
 
 
 @pytest.mark.parametrize("mode", ["auto", "stepwise", "merged"])
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(script=steps)
 def test_what_is_known_makes_no_difference(mode, script):
     samples, turns, landed = play(mode, script, known=True)

@@ -42,7 +42,7 @@ request_strategy = st.fixed_dictionaries(
     rows=st.sampled_from(["auto", "stepwise"]),
     template=st.sampled_from(list(RENDERERS)),
 )
-@settings(max_examples=120)
+@settings(max_examples=50)
 def test_rows_are_what_the_engine_saw_and_each_sampled_token_is_trained_once(requests, rows, template):
     asyncio.run(_play(requests, rows, RENDERERS[template]))
 
@@ -59,7 +59,7 @@ class Afresh(Session):
     rows=st.sampled_from(["auto", "stepwise"]),
     template=st.sampled_from(list(RENDERERS)),
 )
-@settings(max_examples=120)
+@settings(max_examples=50)
 @pytest.mark.long
 def test_a_conversation_that_is_continued_gives_what_one_begun_afresh_gives(requests, rows, template):
     # Each says something of its own: of two conversations with equal texts and other tokens, either may be continued.
@@ -77,7 +77,7 @@ def test_a_conversation_that_is_continued_gives_what_one_begun_afresh_gives(requ
     rows=st.sampled_from(["auto", "stepwise"]),
     template=st.sampled_from(list(RENDERERS)),
 )
-@settings(max_examples=120)
+@settings(max_examples=50)
 @pytest.mark.long
 def test_an_answer_that_nobody_got_leaves_the_episode_as_if_it_had_not_been_asked_for(requests, rows, template):
     requests = [{**r, "say": f"{r['say']}{i}", "beside": False} for i, r in enumerate(requests)]

@@ -176,14 +176,14 @@ def members(draw: Any, index: int) -> Trajectory:
     return msgspec.structs.replace(trajectory, turns=turns, samples=samples)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.lists(members(0), max_size=4))
 def test_what_is_checked_together_is_judged_as_it_is_alone(some: list[Trajectory]) -> None:
     alone = {at: str(error) for at, t in enumerate(some) for error in refused([t], check_trajectories).values()}
     assert {at: str(error) for at, error in refused(some, check_trajectories).items()} == alone
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data(), st.sampled_from(ESTIMATORS), st.sampled_from(["turn", "trajectory", "token"]))
 @pytest.mark.long
 def test_what_is_trainable_is_prepared_with_finite_advantages_and_the_rest_is_named(

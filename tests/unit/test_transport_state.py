@@ -206,7 +206,7 @@ def test_outbox_sends_small_ones_together_and_a_large_one_alone():
     assert len(outbox.ready(OPEN, 10**9)) == wire.MOST_TOGETHER
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_outbox_keeps_each_until_it_is_settled_and_counts_what_is_in_flight(data):
     outbox = Outbox()

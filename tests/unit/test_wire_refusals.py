@@ -213,14 +213,14 @@ def mutated(draw) -> list[bytes]:
     return frames
 
 
-@settings(FAST, max_examples=600)
+@settings(FAST, max_examples=200)
 @given(frames=mutated())
 def test_no_mutation_is_taken_for_another_trajectory(frames):
     with contextlib.suppress(WireError):
         assert decode_trajectory(frames) == ORIGINAL
 
 
-@settings(FAST, max_examples=600)
+@settings(FAST, max_examples=200)
 @given(data=st.data())
 def test_no_body_raises_anything_but_wire_error(data):
     """Past the checksum: the body itself is mutated, and signed again."""

@@ -29,7 +29,7 @@ if os.path.exists("/dev/nvidiactl") and "+cpu" in importlib.metadata.version("to
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Matrices of tests are small, and their processes many: threads that wait for each other on busy cores take most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A process of a person builds the commands once, and one of the tests would build them a thousand times, a seventh of a second each.
+# A person's process builds the commands once, and one of the tests would a thousand times, a seventh of a second each.
 typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
 # Images of containers often set it. Then each of some hundred processes compiles our sources again, and all tests' assertions.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import struct
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,9 @@ HANDSHAKE_MS = 5000
 """A peer that has not proved its key by then is disconnected."""
 NEW_PEERS = 256
 """Connections that one socket lets in within `HANDSHAKE_MS`, about: those of a moment are seen together."""
+CONNECT_MS = 2000
+"""A dealer that nobody has answered by then begins again. The kernel tries after 1, 3, 7, 15 and 31 s: strangers who come
+anew would be let in before who has waited."""
 CLOSE_SECONDS = 5.0
 # Plain numbers: a flag of pyzmq costs as much to put together as a small frame to send.
 ONE = int(zmq.DONTWAIT)
@@ -248,6 +252,7 @@ class DealerSocket(LoopSocket):
             undo.callback(socket.close)
             socket.setsockopt(zmq.IPV6, "[" in endpoint)
             socket.setsockopt(zmq.ROUTING_ID, identity)
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
             apply_client_keys(socket, keys)
             self._monitor = LoopSocket(socket.get_monitor_socket(FAILED), self._handshake_failed)
             undo.callback(self._monitor.close)
@@ -275,54 +280,55 @@ class Door:
     many, at most, are there of peers that have not proved their key, and others have descriptors. Who waits outside is let in
     when the kernel tries again.
 
-    A filter on the listening socket drops what would open a connection; those that are open do not see it. On the loop's
-    thread."""
+    A filter on the listening socket drops what would open a connection; those that are open do not see it."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
         self._came: deque[float] = deque()
-        self._descriptor: int | None = None
-        self._opening: asyncio.TimerHandle | None = None
+        self._listener: OsSocket | None = None
+        self.opens_at: float | None = None
+        """Of `time.monotonic`; None while it is open."""
 
     def listening(self, descriptor: int) -> None:
-        """ZeroMQ's own, which stays until `close`."""
-        self._descriptor = descriptor
+        """ZeroMQ's own. A copy is made at once: when the door has to be closed, there may be no descriptor left for one."""
+        self._listener = OsSocket(fileno=os.dup(descriptor))
 
     def accepted(self) -> None:
         """One more has come in."""
-        self._came.append(self._loop.time())
-        if len(self._came) >= NEW_PEERS and self._opening is None and self._descriptor is not None:
+        self._came.append(time.monotonic())
+        if len(self._came) >= NEW_PEERS and self.opens_at is None:
             self._filter(SO_ATTACH_FILTER, DROP_ALL)
             self._wait()
 
-    def close(self) -> None:
-        """Before the socket is closed."""
-        self._descriptor = None
-        if self._opening is not None:
-            self._opening.cancel()
-
-    def _wait(self) -> None:
-        self._opening = self._loop.call_at(self._came[-NEW_PEERS] + HANDSHAKE_MS / 1000, self._open)
-
-    def _open(self) -> None:
-        self._opening = None
-        since = self._loop.time() - HANDSHAKE_MS / 1000
+    def look(self) -> None:
+        """Open it if it is time."""
+        if self.opens_at is None or time.monotonic() < self.opens_at:
+            return
+        since = time.monotonic() - HANDSHAKE_MS / 1000
         while self._came and self._came[0] <= since:
             self._came.popleft()
         if len(self._came) >= NEW_PEERS:  # they had connected when it was closed
             self._wait()
         else:
+            self.opens_at = None
             self._filter(SO_DETACH_FILTER, bytes(4))
 
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    def _wait(self) -> None:
+        self.opens_at = self._came[-NEW_PEERS] + HANDSHAKE_MS / 1000
+
     def _filter(self, option: int, value: bytes) -> None:
-        if self._descriptor is None:
-            return
-        with contextlib.suppress(OSError), OsSocket(fileno=os.dup(self._descriptor)) as listener:
-            listener.setsockopt(SOL_SOCKET, option, value)  # a kernel that knows no filters lets all in
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.setsockopt(SOL_SOCKET, option, value)  # a kernel that knows no filters lets all in
 
 
 class Authenticator:
-    """Guards one server socket of `context`, from before it binds until `close`. `refused` counts by reason."""
+    """Guards one server socket of `context`, from before it binds until `close`. `refused` counts by reason.
+
+    Connections are counted by a thread: an event loop that is busy for a second would let thousands in before it looks."""
 
     def __init__(self, context: zmq.Context[Any], server: zmq.Socket[bytes], keys: ServerKeys, refused: Counter[str]):
         self._keys, self._refused = keys, refused
@@ -333,18 +339,18 @@ class Authenticator:
             handler.bind(ZAP)
             server.zap_domain = b"r3async"
             apply_server_keys(server, keys)
-            watched = FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_LISTENING
-            self._monitor = LoopSocket(server.get_monitor_socket(watched), self._happened)
+            watched = FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_LISTENING | zmq.EVENT_MONITOR_STOPPED
+            monitor = server.get_monitor_socket(watched)
         self._zap = LoopSocket(handler, self._answer)
         self._server = server
-        self._door = Door()
+        self._watching = threading.Thread(target=self._watch, args=(monitor,), name="door", daemon=True)
+        self._watching.start()
 
     def close(self) -> None:
         """Before the server's socket is closed. Idempotent."""
-        self._door.close()
         if not self._server.closed:
             self._server.disable_monitor()
-        self._monitor.close()
+        self._watching.join(CLOSE_SECONDS)
         self._zap.close()
 
     def _answer(self, frames: list[zmq.Frame]) -> None:
@@ -356,12 +362,22 @@ class Authenticator:
         status = (b"200", b"OK", b"generator") if known else (b"400", b"unknown key", b"")
         self._zap.send([version, request, *status, b""])
 
-    def _happened(self, frames: list[zmq.Frame]) -> None:
-        event, value = EVENT.unpack(frames[0].bytes)
+    def _watch(self, monitor: zmq.Socket[bytes]) -> None:
+        with contextlib.closing(monitor), contextlib.closing(Door()) as door:
+            while True:
+                wait = None if door.opens_at is None else max(0, int(1000 * (door.opens_at - time.monotonic()))) + 1
+                if monitor.poll(wait):
+                    event, value = EVENT.unpack(monitor.recv_multipart()[0])
+                    if event == zmq.EVENT_MONITOR_STOPPED:
+                        return
+                    self._happened(door, event, value)
+                door.look()
+
+    def _happened(self, door: Door, event: int, value: int) -> None:
         if event == zmq.EVENT_LISTENING:
-            self._door.listening(value)
+            door.listening(value)
         elif event == zmq.EVENT_ACCEPTED:
-            self._door.accepted()
+            door.accepted()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._refused[{MECHANISM_MISMATCH: NO_KEY, CRYPTOGRAPHIC: OTHER_LEARNER}.get(value, BROKEN)] += 1
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import random
+import resource
 import socket
 import struct
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +27,7 @@ from r3async.data.records import SCHEMA, Trajectory, is_name_in, trajectory_name
 from r3async.schedule.spool import Spool
 from r3async.transport import Receiver, wire
 from r3async.transport.codec import PIECE, WireError, cut, joined
+from r3async.world.zeromq import NEW_PEERS, Door
 from tests.helpers.transport import (
     HELLO,
     LIMIT,
@@ -135,6 +141,46 @@ async def test_thousands_of_strangers_do_not_take_the_descriptors_of_the_process
                 stranger.close()
     assert 50 <= most < 400, most
     assert inbox.once({"t1"})
+
+
+def crowd_of(count, endpoint):
+    command = [sys.executable, "-m", "r3async.tools.chaos.crowd", str(count), endpoint.removeprefix("tcp://")]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+
+async def test_a_busy_event_loop_lets_no_more_strangers_in(monkeypatch):
+    monkeypatch.setattr("r3async.world.zeromq.NEW_PEERS", 50)
+    process, hold_up = psutil.Process(), time.sleep
+    async with receiving(Inbox()) as (_, endpoint):
+        before = process.num_fds()
+        crowd = crowd_of(1500, endpoint)
+        try:
+            hold_up(3.0)
+            seen = process.num_fds() - before
+        finally:
+            crowd.kill()
+            crowd.communicate(timeout=LIMIT)
+    assert 50 <= seen < 400, seen
+
+
+def test_the_door_is_closed_also_when_no_descriptor_is_left(monkeypatch):
+    monkeypatch.setattr("r3async.world.zeromq.HANDSHAKE_MS", 300)
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.closing(Door()) as door:
+        door.listening(listener.fileno())
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                os.dup(listener.fileno())
+            for _ in range(NEW_PEERS):
+                door.accepted()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        with pytest.raises(TimeoutError):
+            socket.create_connection(listener.getsockname(), timeout=0.2)
+        time.sleep(0.3)
+        door.look()
+        socket.create_connection(listener.getsockname(), timeout=LIMIT).close()
 
 
 WINDOW, SAMPLES, LARGEST, CREDIT = 2, 3, 50, 100

@@ -89,7 +89,7 @@ def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=
     return look_into(config, rehearsal, run_dir, done, machine.seconds)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("backend", ["shared_memory", "tcp"])
 def test_a_run_of_which_every_role_is_killed_trains_everything_once(machine, tmp_path, backend, seed):
     kills = ["generator-0", "learner", "generator-1", "conductor", "generator-2"]
@@ -123,7 +123,7 @@ def test_the_accounting_shows_what_a_learner_does_wrong(machine, tmp_path, fault
     assert any(problem in found for found in report.problems), report
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_free_bytes_again(
     machine, tmp_path, seed
 ):

@@ -19,7 +19,7 @@ from r3async.tools.simulate.shrink import Case
 from r3async.tools.simulate.workload import Workload
 
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
-SEEDS = 20
+SEEDS = 10
 """Of ten virtual minutes each, at least. `r3async simulate --seeds 1000` runs more."""
 QUICK = {
     "unlink_before_commit": 1,

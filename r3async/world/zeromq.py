@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import random
 import struct
 import threading
 import time
@@ -49,9 +50,11 @@ HANDSHAKE_MS = 5000
 """A peer that has not proved its key by then is disconnected."""
 NEW_PEERS = 256
 """Connections that one socket lets in within `HANDSHAKE_MS`, about: those of a moment are seen together."""
-CONNECT_MS = 2000
-"""A dealer that nobody has answered by then begins again. The kernel tries after 1, 3, 7, 15 and 31 s: strangers who come
-anew would be let in before who has waited."""
+APART_SECONDS = (0.1, 3.0)
+"""See `Door`."""
+CONNECT_MS, RECONNECT_MS = 500, 250
+"""A dealer that nobody has answered by then tries again after so long at most. The kernel tries after 1, 3, 7, 15 and 31 s:
+strangers who come anew would be let in before who has waited."""
 CLOSE_SECONDS = 5.0
 # Plain numbers: a flag of pyzmq costs as much to put together as a small frame to send.
 ONE = int(zmq.DONTWAIT)
@@ -131,7 +134,7 @@ def open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS)
     # Per frame, also of a handshake. Beyond it ZeroMQ drops the connection before the frame takes memory.
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME + ENCRYPTED)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -278,7 +281,10 @@ class DealerSocket(LoopSocket):
 class Door:
     """Of a socket that listens: a connection is let in only if fewer than `NEW_PEERS` were within the time of a handshake. So as
     many, at most, are there of peers that have not proved their key, and others have descriptors. Who waits outside is let in
-    when the kernel tries again.
+    when the kernel, or a dealer, tries again.
+
+    It opens when all of those have had their time, and some of `APART_SECONDS` later: who was turned out tries again at once, and
+    after one second and three. Opened at once, or in step with them, it would let in the same ones for ever, and nobody else.
 
     A filter on the listening socket drops what would open a connection; those that are open do not see it."""
 
@@ -294,30 +300,27 @@ class Door:
 
     def accepted(self) -> None:
         """One more has come in."""
-        self._came.append(time.monotonic())
-        if len(self._came) >= NEW_PEERS and self.opens_at is None:
+        now = time.monotonic()
+        self._came.append(now)
+        while self._came[0] <= now - HANDSHAKE_MS / 1000:
+            self._came.popleft()
+        if len(self._came) < NEW_PEERS and self.opens_at is None:
+            return
+        if self.opens_at is None:
             self._filter(SO_ATTACH_FILTER, DROP_ALL)
-            self._wait()
+        # Also for who had connected when it was closed.
+        self.opens_at = now + HANDSHAKE_MS / 1000 + random.uniform(*APART_SECONDS)
 
     def look(self) -> None:
         """Open it if it is time."""
-        if self.opens_at is None or time.monotonic() < self.opens_at:
-            return
-        since = time.monotonic() - HANDSHAKE_MS / 1000
-        while self._came and self._came[0] <= since:
-            self._came.popleft()
-        if len(self._came) >= NEW_PEERS:  # they had connected when it was closed
-            self._wait()
-        else:
+        if self.opens_at is not None and time.monotonic() >= self.opens_at:
             self.opens_at = None
+            self._came.clear()
             self._filter(SO_DETACH_FILTER, bytes(4))
 
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
-
-    def _wait(self) -> None:
-        self.opens_at = self._came[-NEW_PEERS] + HANDSHAKE_MS / 1000
 
     def _filter(self, option: int, value: bytes) -> None:
         if self._listener is not None:

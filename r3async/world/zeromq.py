@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import random
+import resource
 import struct
 import threading
 import time
@@ -50,6 +51,8 @@ HANDSHAKE_MS = 5000
 """A peer that has not proved its key by then is disconnected."""
 NEW_PEERS = 256
 """Connections that one socket lets in within `HANDSHAKE_MS`, about: those of a moment are seen together."""
+RESERVED = 256
+"""Descriptors that are left to files and to peers that are let in already."""
 APART_SECONDS = (0.1, 3.0)
 """See `Door`."""
 CONNECT_MS, RECONNECT_MS = 500, 250
@@ -304,12 +307,14 @@ class Door:
         self._came.append(now)
         while self._came[0] <= now - HANDSHAKE_MS / 1000:
             self._came.popleft()
-        if len(self._came) < NEW_PEERS and self.opens_at is None:
-            return
-        if self.opens_at is None:
-            self._filter(SO_ATTACH_FILTER, DROP_ALL)
-        # Also for who had connected when it was closed.
-        self.opens_at = now + HANDSHAKE_MS / 1000 + random.uniform(*APART_SECONDS)
+        if len(self._came) >= NEW_PEERS or self.opens_at is not None:  # it is closed, and that one had connected before
+            self._shut()
+
+    def spare(self) -> None:
+        """Close it if few descriptors are left, whoever has them. Where other threads compute, a connection takes 10 ms to be
+        counted, and thousands can come in that time."""
+        if self.opens_at is None and self._listener is not None and _free_descriptors(self._listener) < RESERVED:
+            self._shut()
 
     def look(self) -> None:
         """Open it if it is time."""
@@ -322,10 +327,25 @@ class Door:
         if self._listener is not None:
             self._listener.close()
 
+    def _shut(self) -> None:
+        if self.opens_at is None:
+            self._filter(SO_ATTACH_FILTER, DROP_ALL)
+        self.opens_at = time.monotonic() + HANDSHAKE_MS / 1000 + random.uniform(*APART_SECONDS)
+
     def _filter(self, option: int, value: bytes) -> None:
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.setsockopt(SOL_SOCKET, option, value)  # a kernel that knows no filters lets all in
+
+
+def _free_descriptors(one: OsSocket) -> int:
+    """At least so many: the kernel gives the lowest number that is free."""
+    try:
+        lowest = os.dup(one.fileno())
+    except OSError:
+        return 0
+    os.close(lowest)
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - lowest
 
 
 class Authenticator:
@@ -370,6 +390,7 @@ class Authenticator:
             while True:
                 wait = None if door.opens_at is None else max(0, int(1000 * (door.opens_at - time.monotonic()))) + 1
                 if monitor.poll(wait):
+                    door.spare()
                     event, value = EVENT.unpack(monitor.recv_multipart()[0])
                     if event == zmq.EVENT_MONITOR_STOPPED:
                         return

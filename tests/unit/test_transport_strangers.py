@@ -29,7 +29,7 @@ from r3async.data.records import SCHEMA, Trajectory, is_name_in, trajectory_name
 from r3async.schedule.spool import Spool
 from r3async.transport import Receiver, wire
 from r3async.transport.codec import PIECE, WireError, cut, joined
-from r3async.world.zeromq import APART_SECONDS, CONNECT_MS, HANDSHAKE_MS, NEW_PEERS, RECONNECT_MS, Door
+from r3async.world.zeromq import APART_SECONDS, CONNECT_MS, HANDSHAKE_MS, NEW_PEERS, RECONNECT_MS, RESERVED, Door
 from tests.helpers.transport import (
     HELLO,
     LIMIT,
@@ -211,6 +211,22 @@ def test_the_door_is_closed_also_when_no_descriptor_is_left(monkeypatch):
         time.sleep(0.3 + APART_SECONDS[1])
         door.look()
         socket.create_connection(listener.getsockname(), timeout=LIMIT).close()
+
+
+def test_the_door_is_closed_while_few_descriptors_are_left(monkeypatch):
+    monkeypatch.setattr("r3async.world.zeromq.HANDSHAKE_MS", 0)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.closing(Door()) as door:
+        door.listening(listener.fileno())
+        lowest = os.dup(0)
+        os.close(lowest)
+        try:
+            for free, shut in ((RESERVED, False), (RESERVED - 1, True)):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, limits[1]))
+                door.spare()
+                assert (door.opens_at is not None) is shut
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 WINDOW, SAMPLES, LARGEST, CREDIT = 2, 3, 50, 100

@@ -53,6 +53,8 @@ NEW_PEERS = 256
 """Connections that one socket lets in within `HANDSHAKE_MS`, about: those of a moment are seen together."""
 RESERVED = 256
 """Descriptors that are left to files and to peers that are let in already."""
+MOST_DESCRIPTORS = 2**20
+"""Where the system has no limit."""
 APART_SECONDS = (0.1, 3.0)
 """See `Door`."""
 CONNECT_MS, RECONNECT_MS = 500, 250
@@ -313,7 +315,7 @@ class Door:
     def spare(self) -> None:
         """Close it if few descriptors are left, whoever has them. Where other threads compute, a connection takes 10 ms to be
         counted, and thousands can come in that time."""
-        if self.opens_at is None and self._listener is not None and _free_descriptors(self._listener) < RESERVED:
+        if self.opens_at is None and self._listener is not None and not _has_descriptors(self._listener):
             self._shut()
 
     def look(self) -> None:
@@ -338,14 +340,18 @@ class Door:
                 self._listener.setsockopt(SOL_SOCKET, option, value)  # a kernel that knows no filters lets all in
 
 
-def _free_descriptors(one: OsSocket) -> int:
-    """At least so many: the kernel gives the lowest number that is free."""
+def _has_descriptors(one: OsSocket) -> bool:
+    """Whether `RESERVED` are left. The limit is raised first, as far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        lowest = os.dup(one.fileno())
+        lowest = os.dup(one.fileno())  # the kernel gives the lowest number that is free
+        os.close(lowest)
     except OSError:
-        return 0
-    os.close(lowest)
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - lowest
+        lowest = soft
+    if soft - lowest < RESERVED and soft < (most := MOST_DESCRIPTORS if hard < 0 else hard):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    return soft - lowest >= RESERVED
 
 
 class Authenticator:

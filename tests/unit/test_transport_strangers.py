@@ -29,7 +29,16 @@ from r3async.data.records import SCHEMA, Trajectory, is_name_in, trajectory_name
 from r3async.schedule.spool import Spool
 from r3async.transport import Receiver, wire
 from r3async.transport.codec import PIECE, WireError, cut, joined
-from r3async.world.zeromq import APART_SECONDS, CONNECT_MS, HANDSHAKE_MS, NEW_PEERS, RECONNECT_MS, RESERVED, Door
+from r3async.world.zeromq import (
+    APART_SECONDS,
+    CONNECT_MS,
+    HANDSHAKE_MS,
+    MOST_DESCRIPTORS,
+    NEW_PEERS,
+    RECONNECT_MS,
+    RESERVED,
+    Door,
+)
 from tests.helpers.transport import (
     HELLO,
     LIMIT,
@@ -213,20 +222,31 @@ def test_the_door_is_closed_also_when_no_descriptor_is_left(monkeypatch):
         socket.create_connection(listener.getsockname(), timeout=LIMIT).close()
 
 
-def test_the_door_is_closed_while_few_descriptors_are_left(monkeypatch):
-    monkeypatch.setattr("r3async.world.zeromq.HANDSHAKE_MS", 0)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+@pytest.mark.parametrize(
+    ("more", "hard", "raised", "shut"),
+    [
+        (RESERVED, 0, None, False),
+        (RESERVED - 1, 0, None, True),
+        (9, 4000, 4000, False),
+        (9, -1, MOST_DESCRIPTORS, False),
+    ],
+)
+def test_the_limit_of_descriptors_is_raised_and_where_it_cannot_be_the_door_is_closed(
+    monkeypatch, more, hard, raised, shut
+):
+    done = []
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.closing(Door()) as door:
         door.listening(listener.fileno())
         lowest = os.dup(0)
         os.close(lowest)
-        try:
-            for free, shut in ((RESERVED, False), (RESERVED - 1, True)):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, limits[1]))
-                door.spare()
-                assert (door.opens_at is not None) is shut
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        limits = (lowest + more, hard or lowest + more)
+        system = types.SimpleNamespace(
+            RLIMIT_NOFILE=7, getrlimit=lambda what: limits, setrlimit=lambda what, pair: done.append(pair)
+        )
+        monkeypatch.setattr("r3async.world.zeromq.resource", system)
+        door.spare()
+    assert (door.opens_at is not None) is shut
+    assert done == ([] if raised is None else [(raised, hard)])
 
 
 WINDOW, SAMPLES, LARGEST, CREDIT = 2, 3, 50, 100

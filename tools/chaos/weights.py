@@ -198,8 +198,8 @@ CALM_SECONDS = 2.5 * HANDSHAKE_MS / 1000
 STEPS_MEANWHILE = 8
 PATIENT_SECONDS = 60.0
 """That an installation may take here: who has to connect again waits with the strangers, up to two times of a handshake or so."""
-AT_ONCE = 200
-"""Connections that are seen together, at most, for each port: what is waiting to be accepted."""
+AT_ONCE = 400
+"""Connections of one port that come in before it is closed, at most. Measured beside vLLM on two cores: 306."""
 
 
 class Strangers(InTrouble):

@@ -10,7 +10,15 @@ from r3async.checkpoint.directory import STATE
 from r3async.checkpoint.state import CheckpointError, decode_state
 from r3async.data.container import Torn, map_file
 from r3async.data.records import SCHEMA
-from r3async.record.reading import damaged_config_event, QUARANTINE, SHAPES, read_lines, read_objects, read_quarantine, read_run_config
+from r3async.record.reading import (
+    QUARANTINE,
+    SHAPES,
+    damaged_config_event,
+    read_lines,
+    read_objects,
+    read_quarantine,
+    read_run_config,
+)
 from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes
 from r3async.record.routes import load as load_route
 from r3async.record.verify import engine_rows

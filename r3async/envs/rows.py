@@ -145,17 +145,17 @@ def _parquet(file: Path) -> Numbered:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise ConfigError(f"{file} needs pyarrow, which is not installed: {INSTALL}") from error
-    number, used = 0, 0
+    number, used, size = 0, 0, file.stat().st_size
     try:
         with ParquetFile(file) as table:
             groups = [table.metadata.row_group(at) for at in range(table.num_row_groups)]
             columns = [group.column(at) for group in groups for at in range(group.num_columns)]
             least = table.metadata.num_rows * VALUE_BYTES + sum(group.total_byte_size for group in groups)
-            _check_size(file, file.stat().st_size, least)
+            _check_size(file, size, least)
             packed = any(each.total_uncompressed_size > PACKED_TIMES * each.total_compressed_size for each in columns)
             for batch in table.iter_batches(1 if packed else BATCH_ROWS):
                 rows = batch.to_pylist()
-                _check_size(file, file.stat().st_size, used := used + _memory_of(rows))
+                _check_size(file, size, used := used + _memory_of(rows))
                 for row in rows:
                     number += 1
                     yield "row", number, row

@@ -168,7 +168,7 @@ def read_run_config(run_dir: Path, *, files: Files = REAL.files) -> dict[str, An
 
 
 def damaged_config_event(run_dir: Path, *, files: Files = REAL.files) -> list[dict[str, Any]]:
-    """What is told of a configuration that is there and cannot be read; nothing of another."""
+    """Return the event of a configuration that is there and cannot be read; nothing of another."""
     try:
         text = read_file(run_dir / CONFIG_FILE, files=files)
         decode_toml(text)

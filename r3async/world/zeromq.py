@@ -299,9 +299,10 @@ class Door:
         self.opens_at: float | None = None
         """Of `time.monotonic`; None while it is open."""
 
-    def listening(self, descriptor: int) -> None:
+    def add_listener(self, descriptor: int) -> None:
         """ZeroMQ's own. A copy is made at once: when the door has to be closed, there may be no descriptor left for one."""
-        self._listener = OsSocket(fileno=os.dup(descriptor))
+        with contextlib.suppress(OSError):  # without a copy all are let in, and counted
+            self._listener = OsSocket(fileno=os.dup(descriptor))
 
     def accepted(self) -> None:
         """One more has come in."""
@@ -310,15 +311,15 @@ class Door:
         while self._came[0] <= now - HANDSHAKE_MS / 1000:
             self._came.popleft()
         if len(self._came) >= NEW_PEERS or self.opens_at is not None:  # it is closed, and that one had connected before
-            self._shut()
+            self._shut_out()
 
-    def spare(self) -> None:
+    def keep_reserve(self) -> None:
         """Close it if few descriptors are left, whoever has them. Where other threads compute, a connection takes 10 ms to be
         counted, and thousands can come in that time."""
         if self.opens_at is None and self._listener is not None and not _has_descriptors(self._listener):
-            self._shut()
+            self._shut_out()
 
-    def look(self) -> None:
+    def open_when_due(self) -> None:
         """Open it if it is time."""
         if self.opens_at is not None and time.monotonic() >= self.opens_at:
             self.opens_at = None
@@ -329,7 +330,7 @@ class Door:
         if self._listener is not None:
             self._listener.close()
 
-    def _shut(self) -> None:
+    def _shut_out(self) -> None:
         if self.opens_at is None:
             self._filter(SO_ATTACH_FILTER, DROP_ALL)
         self.opens_at = time.monotonic() + HANDSHAKE_MS / 1000 + random.uniform(*APART_SECONDS)
@@ -341,7 +342,7 @@ class Door:
 
 
 def _has_descriptors(one: OsSocket) -> bool:
-    """Whether `RESERVED` are left. The limit is raised first, as far as this process may."""
+    """Raise the limit as far as this process may, if it has to be, and return whether `RESERVED` are left."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         lowest = os.dup(one.fileno())  # the kernel gives the lowest number that is free
@@ -349,8 +350,9 @@ def _has_descriptors(one: OsSocket) -> bool:
     except OSError:
         lowest = soft
     if soft - lowest < RESERVED and soft < (most := MOST_DESCRIPTORS if hard < 0 else hard):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
     return soft - lowest >= RESERVED
 
 
@@ -372,7 +374,7 @@ class Authenticator:
             monitor = server.get_monitor_socket(watched)
         self._zap = LoopSocket(handler, self._answer)
         self._server = server
-        self._watching = threading.Thread(target=self._watch, args=(monitor,), name="door", daemon=True)
+        self._watching = threading.Thread(target=self._watch_monitor, args=(monitor,), name="door", daemon=True)
         self._watching.start()
 
     def close(self) -> None:
@@ -391,21 +393,21 @@ class Authenticator:
         status = (b"200", b"OK", b"generator") if known else (b"400", b"unknown key", b"")
         self._zap.send([version, request, *status, b""])
 
-    def _watch(self, monitor: zmq.Socket[bytes]) -> None:
+    def _watch_monitor(self, monitor: zmq.Socket[bytes]) -> None:
         with contextlib.closing(monitor), contextlib.closing(Door()) as door:
             while True:
                 wait = None if door.opens_at is None else max(0, int(1000 * (door.opens_at - time.monotonic()))) + 1
                 if monitor.poll(wait):
-                    door.spare()
+                    door.keep_reserve()
                     event, value = EVENT.unpack(monitor.recv_multipart()[0])
                     if event == zmq.EVENT_MONITOR_STOPPED:
                         return
                     self._happened(door, event, value)
-                door.look()
+                door.open_when_due()
 
     def _happened(self, door: Door, event: int, value: int) -> None:
         if event == zmq.EVENT_LISTENING:
-            door.listening(value)
+            door.add_listener(value)
         elif event == zmq.EVENT_ACCEPTED:
             door.accepted()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:

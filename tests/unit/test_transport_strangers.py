@@ -30,7 +30,6 @@ from r3async.schedule.spool import Spool
 from r3async.transport import Receiver, wire
 from r3async.transport.codec import PIECE, WireError, cut, joined
 from r3async.world.zeromq import (
-    APART_SECONDS,
     CONNECT_MS,
     HANDSHAKE_MS,
     MOST_DESCRIPTORS,
@@ -186,7 +185,7 @@ def waited_outside(seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
     heapq.heapify(tries)
     while True:
         clock[0], who, pause = heapq.heappop(tries)
-        door.look()
+        door.open_when_due()
         if door.opens_at is not None and who == dealer:
             heapq.heappush(tries, (clock[0] + (CONNECT_MS + RECONNECT_MS) / 1000, who, pause))
         elif door.opens_at is not None:
@@ -205,7 +204,7 @@ def test_who_has_a_key_is_let_in_among_strangers_who_come_back_at_once(monkeypat
 def test_the_door_is_closed_also_when_no_descriptor_is_left(monkeypatch):
     monkeypatch.setattr("r3async.world.zeromq.HANDSHAKE_MS", 300)
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.closing(Door()) as door:
-        door.listening(listener.fileno())
+        door.add_listener(listener.fileno())
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
@@ -217,8 +216,8 @@ def test_the_door_is_closed_also_when_no_descriptor_is_left(monkeypatch):
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         with pytest.raises(TimeoutError):
             socket.create_connection(listener.getsockname(), timeout=0.2)
-        time.sleep(0.3 + APART_SECONDS[1])
-        door.look()
+        time.sleep(max(0.0, door.opens_at - time.monotonic()))
+        door.open_when_due()
         socket.create_connection(listener.getsockname(), timeout=LIMIT).close()
 
 
@@ -236,7 +235,7 @@ def test_the_limit_of_descriptors_is_raised_and_where_it_cannot_be_the_door_is_c
 ):
     done = []
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.closing(Door()) as door:
-        door.listening(listener.fileno())
+        door.add_listener(listener.fileno())
         lowest = os.dup(0)
         os.close(lowest)
         limits = (lowest + more, hard or lowest + more)
@@ -244,7 +243,7 @@ def test_the_limit_of_descriptors_is_raised_and_where_it_cannot_be_the_door_is_c
             RLIMIT_NOFILE=7, getrlimit=lambda what: limits, setrlimit=lambda what, pair: done.append(pair)
         )
         monkeypatch.setattr("r3async.world.zeromq.resource", system)
-        door.spare()
+        door.keep_reserve()
     assert (door.opens_at is not None) is shut
     assert done == ([] if raised is None else [(raised, hard)])
 

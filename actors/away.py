@@ -14,49 +14,51 @@ from typing import Any, NamedTuple
 import msgspec
 
 from r3async.actors.process import RunFailed
-from r3async.checkpoint.resume import read_starts
-from r3async.rollout.engines import NAMES
+from r3async.checkpoint.resume import read_run_starts
+from r3async.rollout.engines import TENSOR_NAMES_FILE
 from r3async.world import Files, World
 from r3async.world.files import make_directory, read_file, replace_file
 
-WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 """Suffixes of what is not sent."""
-MOST_BYTES = 512 * 2**20
+MAX_MODEL_FILES_BYTES = 512 * 2**20
 """Of all that is sent."""
 
 
-class ModelAt(NamedTuple):
-    """A model directory at `path` of the host where the run was started. `rest`: what `Actors.put` returned for the files in it
-    that are no weights."""
+class RemoteModelFiles(NamedTuple):
+    """A model directory at `path` of the host where the run was started. `files_ref`: what `Actors.put` returned for the
+    files in it that are no weights."""
 
     path: str
-    rest: Any
+    files_ref: Any
 
 
-def offer_model(world: World, path: Path) -> ModelAt:
+def publish_model_files(world: World, path: Path) -> RemoteModelFiles:
     """For hosts that do not have it. Raises `RunFailed` if it is too large for a model without its weights."""
     files, given, total = world.files, dict[str, bytes](), 0
-    for name in files.list(path):
+    for name in files.list_names(path):
         found = files.stat(path / name)
-        if found is None or found.directory or Path(name).suffix in WEIGHTS:
+        if found is None or found.is_directory or Path(name).suffix in WEIGHT_SUFFIXES:
             continue
         given[name] = read_file(path / name, files=files)
-        if (total := total + len(given[name])) > MOST_BYTES:
-            raise RunFailed(f"{path} has more than {MOST_BYTES:,} bytes beside its weights: is it a model directory?")
-    if NAMES not in given and (names := _tensor_names(path, world)):
-        given[NAMES] = msgspec.json.encode(names)
-    return ModelAt(str(path), world.actors.put(given))
+        if (total := total + len(given[name])) > MAX_MODEL_FILES_BYTES:
+            raise RunFailed(
+                f"{path} has more than {MAX_MODEL_FILES_BYTES:,} bytes beside its weights: is it a model directory?"
+            )
+    if TENSOR_NAMES_FILE not in given and (names := _tensor_names(path, world)):
+        given[TENSOR_NAMES_FILE] = msgspec.json.encode(names)
+    return RemoteModelFiles(str(path), world.actors.put(given))
 
 
 def _tensor_names(path: Path, world: World) -> list[str]:
-    if not any(name.endswith(".safetensors") for name in world.files.list(path)):
+    if not any(name.endswith(".safetensors") for name in world.files.list_names(path)):
         return []
-    from r3async.rollout.engines.vllm import checkpoint_names
+    from r3async.rollout.engines.vllm import read_tensor_names
 
-    return sorted(checkpoint_names(path))
+    return sorted(read_tensor_names(path))
 
 
-def bring_model(world: World, model: str | ModelAt, run_dir: Path) -> str:
+def fetch_model_files(world: World, model: str | RemoteModelFiles, run_dir: Path) -> str:
     """The directory of the model on this host. Blocking."""
     if isinstance(model, str):
         return model
@@ -65,18 +67,18 @@ def bring_model(world: World, model: str | ModelAt, run_dir: Path) -> str:
         return model.path
     here = run_dir / "model-of-the-run"
     make_directory(here, files=files)
-    for name, data in world.actors.get(model.rest).items():
+    for name, data in world.actors.get(model.files_ref).items():
         replace_file(here / name, data, files=files)
     return str(here)
 
 
-def sees_run(run_dir: Path, lineage: int, files: Files) -> bool:
+def shares_run_directory(run_dir: Path, lineage: int, files: Files) -> bool:
     """Whether this host sees the directory in which that start of the run was noted before any of its processes began."""
-    starts = read_starts(run_dir, files=files) or []
+    starts = read_run_starts(run_dir, files=files) or []
     return starts[-1:] != [] and starts[-1].lineage == lineage
 
 
-def check_sees_run(info: Mapping[str, Any], run_dir: Path) -> None:
+def check_shares_run_directory(info: Mapping[str, Any], run_dir: Path) -> None:
     """Raises `RunFailed` if the learner, by what it reported of itself, would write where nobody finds it."""
     if not info.get("sees_run", True):
         raise RunFailed(

@@ -14,73 +14,81 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from r3async.actors.away import ModelAt, bring_model, sees_run
-from r3async.actors.delivery import receiver
-from r3async.actors.leasing import Gate, Leasing
-from r3async.actors.process import NotLoaded, begin, newest, once, together, whereabouts
-from r3async.config import Config, EnvConfig, config_from_dict, environments, to_dict
-from r3async.data.mixed import parted
+from r3async.actors.away import RemoteModelFiles, fetch_model_files, shares_run_directory
+from r3async.actors.delivery import build_weight_receiver
+from r3async.actors.leasing import LeaseClient, VersionGate
+from r3async.actors.process import (
+    ActorNotLoaded,
+    describe_process,
+    gather_or_cancel,
+    latest_call_only,
+    prepare_process,
+    run_once,
+)
+from r3async.config import Config, EnvConfig, config_from_dict, config_to_dict, resolve_envs
+from r3async.data.mixed import split_seed
 from r3async.data.records import Trajectory
 from r3async.envs import EnvironmentFactory
-from r3async.envs.factory import environment_factory
-from r3async.record.events import open_events
-from r3async.record.routes import recording
-from r3async.record.timeline import LagMeter, StageSeconds, Timeline, timed
-from r3async.rollout.agents.agents import agent_player, is_agent
+from r3async.envs.factory import build_environment_factory
+from r3async.record.events import open_event_log
+from r3async.record.routes import record_engine_routes
+from r3async.record.timeline import LagMeter, StageTimer, Timeline, time_engine_calls
+from r3async.rollout.agents.agents import is_agent, open_agent_player
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines import CorruptWeights, Engine, InstallReport, build_engine, sample_probe
-from r3async.rollout.episode import EpisodeTask, failed_trajectory
-from r3async.rollout.evaluation import drop_long_prompts, evaluate_all, task_counts
+from r3async.rollout.engines import CorruptWeightsError, Engine, InstallReport, build_engine, sample_probe
+from r3async.rollout.episode import EpisodeTask, build_failed_trajectory
+from r3async.rollout.evaluation import count_tasks_by_part, drop_long_prompts, evaluate_sets
 from r3async.rollout.group import GroupPlayer
 from r3async.rollout.outcomes import Evaluation
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
-from r3async.schedule.validation import refused, validate_trajectories
-from r3async.transport.sender import Sender
-from r3async.weights.manifest import Difference, WeightError, WeightManifest
+from r3async.schedule.validation import find_invalid, validate_trajectories
+from r3async.transport.sender import TrajectorySender
+from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
 from r3async.weights.probe import SampledProbe
-from r3async.weights.publish import Publication, WeightReceiver
+from r3async.weights.publish import TransferOffer, WeightReceiver
 from r3async.world import ActorRef, World
-from r3async.world.keys import ClientKeys, TransportError, generator_keys
-from r3async.world.stages import begin_task, booked, stage
+from r3async.world.keys import ClientKeys, TransportError, resolve_generator_keys
+from r3async.world.stages import create_stage_task, in_stage, stage
 
-CLOSE_SECONDS = 5.0
-STOP_SECONDS = 0.1
+GENERATOR_CLOSE_SECONDS = 5.0
+PLAY_END_SECONDS = 0.1
 """In which the tasks that play see that they are to end."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class GeneratorParts:
-    """What a generator plays with, and how it is made from the configuration: `engine(config, model_path, seed, world)`, not
-    started; `renderer(model_path, template_args)`, in a thread; `environment(env)`; `sender`: see `Sender`, not started."""
+class GeneratorFactories:
+    """What a generator plays with, and how it is made from the configuration: `make_engine(config, model_path, seed, world)`, not
+    started; `make_renderer(model_path, template_args)`, in a thread; `make_environment(env)`; `make_sender`: see
+    `TrajectorySender`, not started."""
 
-    engine: Callable[[Config, str, int, World], Engine] = build_engine
-    renderer: Callable[[str, Mapping[str, Any]], ChatRenderer] = ChatRenderer.from_model
-    environment: Callable[[EnvConfig], EnvironmentFactory] = environment_factory
-    sender: Callable[..., Sender] = Sender
+    make_engine: Callable[[Config, str, int, World], Engine] = build_engine
+    make_renderer: Callable[[str, Mapping[str, Any]], ChatRenderer] = ChatRenderer.from_model
+    make_environment: Callable[[EnvConfig], EnvironmentFactory] = build_environment_factory
+    make_sender: Callable[..., TrajectorySender] = TrajectorySender
 
 
-class Loaded(NamedTuple):
+class EngineAndRenderer(NamedTuple):
     """What `start` loads."""
 
     engine: Engine
     renderer: ChatRenderer
 
 
-class Connected(NamedTuple):
+class LearnerConnection(NamedTuple):
     """Where `connect` connects to: the learner, and the transport of its weights."""
 
-    sender: Sender
-    weights: WeightReceiver
+    sender: TrajectorySender
+    weight_receiver: WeightReceiver
 
 
 class GeneratorActor:
     """Serves the conductor, which alone calls it. One process, one event loop.
 
-    After a restart the process is new: `start`, `connect`, `install` and `run` are called again, in that order. So they are where
-    a connection broke and the process lives: what it has loaded stays, and a `run` that goes on ends.
+    After a restart the process is new: `start`, `connect_to_learner`, `install_version` and `run` are called again, in that
+    order. So they are where a connection broke and the process lives: what it has loaded stays, and a `run` that goes on ends.
     """
 
     def __init__(
@@ -89,108 +97,115 @@ class GeneratorActor:
         generator_id: str,
         run_id: str,
         config: dict[str, Any],
-        model_path: str | ModelAt,
+        model_path: str | RemoteModelFiles,
         run_dir: str,
         lineage: int = 1,
-        parts: GeneratorParts = GeneratorParts(),
+        parts: GeneratorFactories = GeneratorFactories(),
     ):
         """`lineage`: of this start of the run, in which the versions of weights are counted."""
-        self.world, self._lock = world, begin(world, Path(run_dir), generator_id)
+        self.world, self._lock = world, prepare_process(world, Path(run_dir), generator_id)
         self.generator_id, self.run_id = generator_id, run_id
         self.config, self.model_path, self.run_dir = config_from_dict(config), model_path, Path(run_dir)
         self.lineage, self._parts = lineage, parts
-        away, self._told = not sees_run(self.run_dir, lineage, world.files), list[bytes]()
-        self._events = open_events(self.run_dir, generator_id, world=world, also=self._told.append if away else None)
+        away, self._unsent_events = not shares_run_directory(self.run_dir, lineage, world.files), list[bytes]()
+        self._events = open_event_log(
+            self.run_dir, generator_id, world=world, on_line=self._unsent_events.append if away else None
+        )
         self._timeline = Timeline(self.run_dir, generator_id, enabled=self.config.observe.timeline, world=world)
-        self._lag, self._stages = LagMeter(world.processes), StageSeconds("generator", world.processes)
-        self._loaded: Loaded | None = None
-        self._connected: Connected | None = None
-        self._installed: WeightManifest | None = None
+        self._lag_meter, self._stage_seconds = LagMeter(world.processes), StageTimer("generator", world.processes)
+        self._loaded: EngineAndRenderer | None = None
+        self._connection: LearnerConnection | None = None
+        self._installed_manifest: WeightManifest | None = None
         """The weights that were installed last, as they are on this host."""
-        self._factories: dict[bytes, EnvironmentFactory] = {}
-        self._evaluations: list[asyncio.Task[Evaluation]] = []
-        self._ended: list[EpisodeEnd] = []
+        self._env_factories: dict[bytes, EnvironmentFactory] = {}
+        self._evaluation_tasks: list[asyncio.Task[Evaluation]] = []
+        self._ended_episodes: list[EpisodeEnd] = []
         """Episodes that are over, and not reported to the conductor."""
-        self._rejection = ""
+        self._failure_reason = ""
         """Why the run cannot continue."""
         self._stopping = False
-        self._wake: Callable[[], object] = lambda: None
+        self._wake_leasing: Callable[[], object] = lambda: None
         """Of the leasing that runs."""
-        self._left: Counter[int] = Counter()
+        self._open_episodes: Counter[int] = Counter()
         """By group: episodes that were leased here and have not ended."""
-        self._sending: dict[asyncio.Task[None], None] = {}
+        self._send_tasks: dict[asyncio.Task[None], None] = {}
 
-    def _ready(self, part: T | None) -> T:
+    def _require_ready(self, part: T | None) -> T:
         """A restarted process is not announced: what was asked of the one before it must not be answered."""
         if part is None:
-            raise NotLoaded(
+            raise ActorNotLoaded(
                 f"{self.generator_id} was lost, and process {self.world.processes.pid} in its place is not set up yet"
             )
         return part
 
     @property
     def _engine(self) -> Engine:
-        return self._ready(self._loaded).engine
+        return self._require_ready(self._loaded).engine
 
     @property
     def _renderer(self) -> ChatRenderer:
-        return self._ready(self._loaded).renderer
+        return self._require_ready(self._loaded).renderer
 
     @property
-    def _sender(self) -> Sender:
-        return self._ready(self._connected).sender
+    def _sender(self) -> TrajectorySender:
+        return self._require_ready(self._connection).sender
 
     # -- start and stop --------------------------------------------------------------------------------------------
 
-    def whereabouts(self) -> dict[str, Any]:
-        return whereabouts(self.world)
+    def describe_process(self) -> dict[str, Any]:
+        return describe_process(self.world)
 
-    @once
+    @run_once
     async def start(self) -> dict[str, Any]:
         """Load engine and tokenizer at once. Returns what the conductor has to know; `tasks`: of the environment, if known."""
         config, threads = self.config, self.world.threads
-        self._lag.start()
+        self._lag_meter.start()
         seed = random.Random(f"{config.seed}/{self.generator_id}").getrandbits(31)  # of this generator and run alone
-        path = await threads.run(bring_model, self.world, self.model_path, self.run_dir)
-        engine = self._parts.engine(config, path, seed, self.world)
-        self.world.processes.show_figures(lambda: {f"engine/{name}": value for name, value in engine.stats().items()})
-        rendering = threads.run(self._parts.renderer, path, config.episode.template_args)
-        self._loaded = Loaded(engine, (await together(engine.start(), rendering))[1])
-        self._events.info("generator_started", **self.whereabouts(), engine=config.generator.engine)
+        path = await threads.run(fetch_model_files, self.world, self.model_path, self.run_dir)
+        engine = self._parts.make_engine(config, path, seed, self.world)
+        self.world.processes.add_metrics_source(
+            lambda: {f"engine/{name}": value for name, value in engine.collect_stats().items()}
+        )
+        rendering = threads.run(self._parts.make_renderer, path, config.episode.template_args)
+        self._loaded = EngineAndRenderer(engine, (await gather_or_cancel(engine.start(), rendering))[1])
+        self._events.info("generator_started", **self.describe_process(), engine=config.generator.engine)
         return {
-            **self.whereabouts(),
-            "gpus": getattr(engine, "gpus", []),
+            **self.describe_process(),
+            "gpus": getattr(engine, "gpu_uuids", []),
             "routing": msgspec.structs.asdict(engine.routing) if engine.routing else None,
-            "tasks": await task_counts(await threads.run(self._factory, config.env)),
+            "tasks": await count_tasks_by_part(await threads.run(self._get_env_factory, config.env)),
         }
 
-    @once
-    async def connect(self, endpoint: str, backend: str, keys: ClientKeys | None) -> None:
-        """Connect to the learner, and to the transport of its weights (`delivery.receiver`). `keys`: see `generator_keys`."""
-        self._ready(self._loaded)
+    @run_once
+    async def connect_to_learner(self, endpoint: str, backend: str, keys: ClientKeys | None) -> None:
+        """Connect to the learner, and to the transport of its weights (`delivery.build_weight_receiver`). `keys`: see
+        `resolve_generator_keys`."""
+        self._require_ready(self._loaded)
         world, transport = self.world, self.config.transport
-        known = generator_keys(transport, keys, world.files)
+        known = resolve_generator_keys(transport, keys, world.files)
         share = f"{self.run_id}-{self.lineage}-{world.processes.host}"
-        weights = await world.threads.run(receiver, self.config, backend, self.generator_id, share, known, world)
-        make = partial(self._parts.sender, endpoint, self.generator_id, self.run_id, transport, keys=known)
-        sender = make(validate=self._validate, on_reject=self._rejected, world=world)
-        self._connected = Connected(sender, weights)
+        weights = await world.threads.run(
+            build_weight_receiver, self.config, backend, self.generator_id, share, known, world
+        )
+        make = partial(self._parts.make_sender, endpoint, self.generator_id, self.run_id, transport, keys=known)
+        sender = make(validate=self._find_invalid, on_reject=self._replace_rejected, world=world)
+        self._connection = LearnerConnection(sender, weights)
         await sender.start()
 
     async def stop(self) -> None:
         """Cancel what is playing, close the sender, shut the engine down."""
-        self._lag.stop()
-        for evaluation in self._evaluations:
+        self._lag_meter.stop()
+        for evaluation in self._evaluation_tasks:
             evaluation.cancel()
         self._stopping = True
-        self._wake()
-        await asyncio.sleep(STOP_SECONDS)
-        if self._connected is not None:
-            await self._connected.sender.close()
-            await self._connected.weights.close()
+        self._wake_leasing()
+        await asyncio.sleep(PLAY_END_SECONDS)
+        if self._connection is not None:
+            await self._connection.sender.close()
+            await self._connection.weight_receiver.close()
         if self._loaded is not None:
             await self._loaded.engine.stop()
-        await self.world.keeper.finish(CLOSE_SECONDS)
+        await self.world.record_flusher.finish_writes(GENERATOR_CLOSE_SECONDS)
 
     async def dump_stacks(self, reason: str) -> str:
         """What this process is doing, to `stacks/GENERATOR.txt`."""
@@ -198,48 +213,48 @@ class GeneratorActor:
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    async def install(self, publication: Publication) -> InstallReport:
+    async def install_version(self, publication: TransferOffer) -> InstallReport:
         """Fetch and install published weights while episodes continue. A file that is not what was published is fetched again,
         once."""
-        weights, clock = self._ready(self._connected).weights, self.world.clock
+        weights, clock = self._require_ready(self._connection).weight_receiver, self.world.clock
         if (of := publication.manifest.lineage) != self.lineage:
             raise WeightError(
                 f"version {publication.manifest.version} is of lineage {of}, and {self.generator_id} is of {self.lineage}"
             )
         before, first = clock.monotonic(), self._engine.version < 0
-        deadline = before + self.config.weights.install_seconds(publication.manifest.nbytes, first)
+        deadline = before + self.config.weights.resolve_install_timeout(publication.manifest.nbytes, first)
         left = lambda: max(0.0, deadline - clock.monotonic())  # noqa: E731
         with stage("install"):
             for last in (False, True):
-                manifest = await weights.fetch(publication.manifest, publication.parts, left())
-                self._installed = manifest
+                manifest = await weights.fetch_version(publication.manifest, publication.transport_data, left())
+                self._installed_manifest = manifest
                 fetched = clock.monotonic() - before
                 try:
-                    report = await self._engine.install(manifest, left())
+                    report = await self._engine.install_version(manifest, left())
                     break
-                except CorruptWeights as error:
-                    await weights.discard(manifest)
+                except CorruptWeightsError as error:
+                    await weights.discard_version(manifest)
                     if last:
                         raise
                     self._events.warning("weights_fetched_again", version=manifest.version, error=str(error))
         ended = clock.time()
-        self._timeline.add("pause", ended - report.pause_seconds, ended, version=manifest.version)
-        self._wake()
+        self._timeline.add_span("pause", ended - report.pause_seconds, ended, version=manifest.version)
+        self._wake_leasing()
         return msgspec.structs.replace(report, fetch_seconds=fetched)
 
-    async def differences(self) -> list[Difference]:
-        """Which tensors of the version that was installed last the engine does not hold; see `Engine.differences`."""
-        manifest = self._ready(self._installed)
-        return await self._engine.differences(
-            manifest, self.config.weights.install_seconds(manifest.nbytes, first=True)
+    async def find_weight_differences(self) -> list[TensorMismatch]:
+        """Which tensors of the version that was installed last the engine does not hold; see `Engine.find_weight_differences`."""
+        manifest = self._require_ready(self._installed_manifest)
+        return await self._engine.find_weight_differences(
+            manifest, self.config.weights.resolve_install_timeout(manifest.nbytes, first=True)
         )
 
-    async def cached_from_older(self, token_ids: list[int]) -> int:
-        """See `Engine.cached_from_older`."""
-        return await self._engine.cached_from_older(np.asarray(token_ids, np.int32))
+    async def count_stale_cached_tokens(self, token_ids: list[int]) -> int:
+        """See `Engine.count_stale_cached_tokens`."""
+        return await self._engine.count_stale_cached_tokens(np.asarray(token_ids, np.int32))
 
-    async def score(self, token_ids: list[int]) -> np.ndarray:
-        return await self._engine.score(np.asarray(token_ids, np.int32))
+    async def score_tokens(self, token_ids: list[int]) -> np.ndarray:
+        return await self._engine.score_tokens(np.asarray(token_ids, np.int32))
 
     async def sample_probe(self, token_ids: list[int]) -> SampledProbe:
         """See `engines.probing.sample_probe`, at the run's temperature."""
@@ -250,18 +265,18 @@ class GeneratorActor:
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
-    @newest
+    @latest_call_only
     async def run(self, conductor: ActorRef) -> None:
         """Lease episodes and play them until the conductor answers that nothing is left to play.
 
         All turns of an episode, and its retries, are played by one engine, this one. Raises `TransportError` if the learner
         rejects what stands for a failed episode: its group could never be complete.
         """
-        config, posed = self.config, environments(self.config)
-        self._left.clear()  # of a call before this one
-        recorded = recording(self._engine, self.run_dir, self.generator_id, config, world=self.world)
-        engine = Gate(timed(recorded, self._timeline))
-        async with agent_player(
+        config, posed = self.config, resolve_envs(self.config)
+        self._open_episodes.clear()  # of a call before this one
+        recorded = record_engine_routes(self._engine, self.run_dir, self.generator_id, config, world=self.world)
+        engine = VersionGate(time_engine_calls(recorded, self._timeline))
+        async with open_agent_player(
             config.env,
             engine,
             self._renderer,
@@ -273,19 +288,19 @@ class GeneratorActor:
             world=self.world,
         ) as play:
             player = GroupPlayer(
-                factory=self._factory(self.config.env),
+                factory=self._get_env_factory(self.config.env),
                 engine=engine,
                 renderer=self._renderer,
                 settings=self.config.episode,
                 generator_id=self.generator_id,
-                deliver=self._deliver,
+                deliver_trajectory=self._send_trajectory,
                 report=self._events.warning,
-                play=play,
-                over=self._over,
+                play_episode=play,
+                on_episode_end=self._add_episode_end,
                 clock=self.world.clock.time,
-                limits=lambda seed: posed[parted(seed, len(posed))[0]].episode,
+                settings_of_task=lambda seed: posed[split_seed(seed, len(posed))[0]].episode,
             )
-            leasing = Leasing(
+            leasing = LeaseClient(
                 config,
                 self.world.clock.monotonic,
                 engine,
@@ -293,104 +308,108 @@ class GeneratorActor:
                 generator_id=self.generator_id,
                 process=(self.world.processes.pid, self.world.processes.host),
                 conductor=conductor,
-                play=lambda lease: self._play(player, lease),
-                ended=self._ended,
-                told=self._told,
-                load=lambda: self._load(player),
-                check=self._raise_rejection,
+                play_lease=lambda lease: self._play_lease(player, lease),
+                ended_episodes=self._ended_episodes,
+                events=self._unsent_events,
+                collect_load=lambda: self._collect_load(player),
+                raise_failure=self._raise_failure,
             )
-            self._wake = leasing.wake
+            self._wake_leasing = leasing.wake_loop
             with stage("lease"):
                 await leasing.run(lambda: self._stopping)
             await self._sender.flush(config.transport.ack_timeout)
-            self._raise_rejection()
-            await leasing.report()
+            self._raise_failure()
+            await leasing.send_last_report()
 
-    def _load(self, player: GroupPlayer) -> dict[str, float]:
+    def _collect_load(self, player: GroupPlayer) -> dict[str, float]:
         processes = self.world.processes
         return {
-            "playing": player.playing,
-            "ended": player.ended,
+            "playing": player.playing_count,
+            "ended": player.attempt_count,
             "unacknowledged": self._sender.unacknowledged,
             "acknowledged": self._sender.acked,
-            **{f"lag_{name}": value for name, value in self._lag.figures().items()},
+            **{f"lag_{name}": value for name, value in self._lag_meter.collect_metrics().items()},
             "cpu_seconds": (mine := processes.cpu_seconds()),
-            "engine_cpu_seconds": processes.cpu_seconds(getattr(self._engine, "pids", ())) - mine,
-            **self._stages.totals(),
+            "engine_cpu_seconds": processes.cpu_seconds(getattr(self._engine, "process_ids", ())) - mine,
+            **self._stage_seconds.total_seconds(),
         }
 
-    def _over(self, end: EpisodeEnd) -> None:
-        self._ended.append(end)
-        self._wake()
+    def _add_episode_end(self, end: EpisodeEnd) -> None:
+        self._ended_episodes.append(end)
+        self._wake_leasing()
 
-    def _play(self, player: GroupPlayer, lease: GroupLease) -> Coroutine[Any, Any, None]:
+    def _play_lease(self, player: GroupPlayer, lease: GroupLease) -> Coroutine[Any, Any, None]:
         """What is still played here, or waits for its acknowledgement, is not played twice: this process was silent, its leases
         returned, and some came back to it."""
         new = []
         for index in lease.episode_indices:
             name = EpisodeTask(lease.group_index, index, lease.task_seed).trajectory_id
-            if (lease.group_index, index) not in player.active and name not in self._sender:
+            if (lease.group_index, index) not in player.active_episodes and name not in self._sender:
                 new.append(index)
-        self._left[lease.group_index] += len(new)
-        return booked("play", self._timed(player.play(msgspec.structs.replace(lease, episode_indices=tuple(new)))))
+        self._open_episodes[lease.group_index] += len(new)
+        return in_stage(
+            "play", self._play_in_span(player.play_lease(msgspec.structs.replace(lease, episode_indices=tuple(new))))
+        )
 
-    async def _timed(self, playing: Coroutine[Any, Any, None]) -> None:
-        with self._timeline.span("play"):
+    async def _play_in_span(self, playing: Coroutine[Any, Any, None]) -> None:
+        with self._timeline.measure_span("play"):
             await playing
 
-    def _raise_rejection(self) -> None:
-        if self._rejection:
-            raise TransportError(self._rejection)
+    def _raise_failure(self) -> None:
+        if self._failure_reason:
+            raise TransportError(self._failure_reason)
 
     # -- trajectories ----------------------------------------------------------------------------------------------
 
-    async def _deliver(self, trajectory: Trajectory) -> None:
+    async def _send_trajectory(self, trajectory: Trajectory) -> None:
         """Send it, or what stands for it if the learner would not take it."""
         # The lineage of its versions: the engine has no others.
         trajectory = msgspec.structs.replace(trajectory, lineage=self.lineage)
         group = trajectory.group_index
-        self._left[group] -= 1
-        more = self._left[group] > 0
+        self._open_episodes[group] -= 1
+        more = self._open_episodes[group] > 0
         if not more:
-            del self._left[group]
-        await self._sender.send(trajectory, more=more)
+            del self._open_episodes[group]
+        await self._sender.send(trajectory, more_follow=more)
 
-    def _validate(self, trajectories: Sequence[Trajectory]) -> dict[int, str]:
+    def _find_invalid(self, trajectories: Sequence[Trajectory]) -> dict[int, str]:
         """What the learner will ask of them, as far as that is known here."""
         engine, config = self._engine, self.config
         most, size = config.learner.max_tokens_per_micro_batch, config.schedule.samples_per_group
         known: dict[str, Any] = {"learner_version": engine.version, "max_tokens": most, "samples_per_group": size}
         check = partial(validate_trajectories, vocab_size=None, routing=engine.routing, **known)
-        return {at: f"{self.generator_id} made it wrong: {error}" for at, error in refused(trajectories, check).items()}
+        return {
+            at: f"{self.generator_id} made it wrong: {error}" for at, error in find_invalid(trajectories, check).items()
+        }
 
-    def _rejected(self, trajectory: Trajectory, reason: str) -> None:
+    def _replace_rejected(self, trajectory: Trajectory, reason: str) -> None:
         """The learner will never take it. Its group is trained without it, unless that happens too often (`Tasks`)."""
         name = trajectory.trajectory_id
         self._events.error("trajectory_rejected", trajectory_id=name, reason=reason)
         failure = f"the learner rejected trajectory {name}: {reason}"
         if not trajectory.turns:  # what stands for a failed episode
-            self._rejection = failure
-            self._wake()
+            self._failure_reason = failure
+            self._wake_leasing()
             return
         task = EpisodeTask(trajectory.group_index, trajectory.episode_index, trajectory.task_seed)
-        self._over(EpisodeEnd(task.group_index, task.episode_index, task.task_seed, "learner", failure))
-        routing, end_id, now = self._engine.routing, self._renderer.end_id, self.world.clock.time()
-        instead = failed_trajectory(task, routing, end_id, generator_id=self.generator_id, at=now)
+        self._add_episode_end(EpisodeEnd(task.group_index, task.episode_index, task.task_seed, "learner", failure))
+        routing, end_id, now = self._engine.routing, self._renderer.eos_token_id, self.world.clock.time()
+        instead = build_failed_trajectory(task, routing, end_id, generator_id=self.generator_id, at=now)
         sending = asyncio.create_task(self._sender.send(msgspec.structs.replace(instead, lineage=self.lineage)))
-        self._sending[sending] = None
-        sending.add_done_callback(self._sending.pop)
+        self._send_tasks[sending] = None
+        sending.add_done_callback(self._send_tasks.pop)
 
     # -- environments ----------------------------------------------------------------------------------------------
 
-    def _factory(self, env: EnvConfig) -> EnvironmentFactory | None:
+    def _get_env_factory(self, env: EnvConfig) -> EnvironmentFactory | None:
         """One for each environment, however often it is played: it may own processes. None for an agent."""
         if is_agent(env):
             return None
-        key = msgspec.json.encode(to_dict(env, reveal=True))
-        if key not in self._factories:
-            self._factories[key] = factory = self._parts.environment(env)
+        key = msgspec.json.encode(config_to_dict(env, reveal=True))
+        if key not in self._env_factories:
+            self._env_factories[key] = factory = self._parts.make_environment(env)
             drop_long_prompts(factory, self._renderer, self.config.episode)
-        return self._factories[key]
+        return self._env_factories[key]
 
     async def evaluate(self) -> dict[str, Any]:
         """Play the tasks of `[evaluation]` beside the leases; nothing of it is sent to the learner. Returns an `Evaluation`.
@@ -399,14 +418,14 @@ class GeneratorActor:
         """
         threads, telling = self.world.threads, self._events.warning
         known: dict[str, Any] = {"generator_id": self.generator_id, "report": telling, "world": self.world}
-        given = self.config, lambda env: threads.run(self._factory, env), self._engine, self._renderer
-        evaluating = evaluate_all(*given, trained=self.config.env, **known)
-        playing = begin_task("evaluation", evaluating)
-        self._evaluations.append(playing)
+        given = self.config, lambda env: threads.run(self._get_env_factory, env), self._engine, self._renderer
+        evaluating = evaluate_sets(*given, trained_env=self.config.env, **known)
+        playing = create_stage_task("evaluation", evaluating)
+        self._evaluation_tasks.append(playing)
         try:
             return msgspec.to_builtins(await asyncio.wait_for(playing, self.config.evaluation.timeout))
         except TimeoutError as error:
             limit = self.config.evaluation.timeout
             raise TimeoutError(f"it took longer than evaluation.timeout = {limit} s") from error
         finally:
-            self._evaluations.remove(playing)
+            self._evaluation_tasks.remove(playing)

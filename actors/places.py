@@ -5,57 +5,59 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from r3async.actors.layout import Demand, Layout, Seat, lay_out_free
+from r3async.actors.layout import BundleShare, ProcessLayout, ResourceDemand, plan_free_layout
 from r3async.actors.process import RunFailed
 from r3async.config import Config
-from r3async.world import Bundle, Node, NotFree, Placement, Reservation, World
+from r3async.world import ActorOptions, ClusterNode, InsufficientResourcesError, Reservation, ResourceBundle, World
 
-WRITE, CHECKPOINT = "write", "checkpoint"
+WRITE_LANE, CHECKPOINT_LANE = "write", "checkpoint"
 """The threads of a rank's own for `write` and `write_state`. Another one makes every other call."""
 
 
-def rank_placement(config: Config) -> Placement:
+def rank_placement(config: Config) -> ActorOptions:
     """Of a rank that is an actor, beside whoever starts it."""
-    return Placement(config.learner.threads, concurrency=1, lanes=(WRITE, CHECKPOINT), beside=True)
+    return ActorOptions(
+        config.learner.threads, max_concurrency=1, concurrency_groups=(WRITE_LANE, CHECKPOINT_LANE), same_node=True
+    )
 
 
 @dataclass(frozen=True)
-class Places:
+class RunPlacements:
     """`learner`, and `ranks` if they are actors of their own; `engines` of generators. `layout`: what was planned."""
 
-    layout: Layout
+    layout: ProcessLayout
     reservation: Reservation
-    learner: Placement
-    ranks: list[Placement]
-    engines: list[Placement]
+    learner: ActorOptions
+    ranks: list[ActorOptions]
+    engines: list[ActorOptions]
 
 
-def take_places(world: World, config: Config, engines: bool = True) -> Places:
-    """Reserve them, within `cluster.wait_seconds`. Blocking. `engines`: none for supervised training. Raises `Unplaceable` at
-    once if the cluster cannot hold the run, and `RunFailed` if others use it."""
-    demand = Demand.of(config, engines)
-    made: list[Layout] = []
+def reserve_placements(world: World, config: Config, with_engines: bool = True) -> RunPlacements:
+    """Reserve them, within `cluster.wait_seconds`. Blocking. `with_engines`: none for supervised training. Raises
+    `PlacementError` at once if the cluster cannot hold the run, and `RunFailed` if others use it."""
+    demand = ResourceDemand.from_config(config, with_engines)
+    made: list[ProcessLayout] = []
 
-    def plan(nodes: Sequence[Node]) -> list[Bundle]:
-        made.append(lay_out_free(demand, nodes))
+    def plan(nodes: Sequence[ClusterNode]) -> list[ResourceBundle]:
+        made.append(plan_free_layout(demand, nodes))
         return made[-1].bundles
 
     seconds = config.cluster.wait_seconds
     try:
-        reservation = world.actors.reserve(plan, seconds)
-    except NotFree as error:
+        reservation = world.actors.reserve_bundles(plan, seconds)
+    except InsufficientResourcesError as error:
         raise RunFailed(f"{error} (waited {seconds:g} s, cluster.wait_seconds)") from error
     layout = made[-1]
 
-    def at(placement: Placement, seat: Seat) -> Placement:
-        return replace(placement, gpus=seat.gpus, beside=False, within=(reservation, seat.bundle))
+    def at(placement: ActorOptions, seat: BundleShare) -> ActorOptions:
+        return replace(placement, gpus=seat.gpus, same_node=False, reserved_bundle=(reservation, seat.bundle))
 
     generator = config.generator
-    playing = Placement(generator.threads, restarts=generator.max_restarts)
-    return Places(
+    playing = ActorOptions(generator.threads, max_restarts=generator.max_restarts)
+    return RunPlacements(
         layout,
         reservation,
-        at(Placement(config.learner.threads), layout.learner),
+        at(ActorOptions(config.learner.threads), layout.learner),
         [at(rank_placement(config), seat) for seat in layout.ranks],
         [at(playing, seat) for seat in layout.engines],
     )

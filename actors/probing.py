@@ -13,10 +13,10 @@ from r3async.config import Config
 from r3async.weights.probe import (
     ProbeResult,
     compare_probe,
-    compare_sampled,
-    name_differences,
-    probe_texts,
-    probe_tolerance,
+    compare_sampled_probe,
+    describe_mismatches,
+    make_probe_pair,
+    resolve_probe_tolerance,
 )
 
 
@@ -24,8 +24,8 @@ class ProbeFailed(RunFailed):
     """An engine does not answer like the learner."""
 
 
-async def probe(
-    ask: Callable[..., Awaitable[Any]],
+async def probe_generator(
+    call: Callable[..., Awaitable[Any]],
     generator: str,
     version: int,
     tokens: Sequence[int],
@@ -35,11 +35,11 @@ async def probe(
 ) -> None:
     """Does a generator's engine think, and sample, like the learner did with the same weights?
 
-    Compare the engine of `generator`, which `ask(method, *args)` reaches, with the learner's `scores` `[2, 2, T - 1]` of
-    `probe_texts(tokens)`: at temperature 1 and at the run's. A second text is asked for only where the first one differs and the
-    engine has what was published: two experts whose scores are equal up to rounding make one text differ, and wrong weights
-    both. Raises `ProbeFailed` with what differs."""
-    if stale := await ask("cached_from_older", tokens):
+    Compare the engine of `generator`, which `call(method, *args)` reaches, with the learner's `scores` `[2, 2, T - 1]` of
+    `make_probe_pair(tokens)`: at temperature 1 and at the run's. A second text is asked for only where the first one differs
+    and the engine has what was published: two experts whose scores are equal up to rounding make one text differ, and wrong
+    weights both. Raises `ProbeFailed` with what differs."""
+    if stale := await call("count_stale_cached_tokens", tokens):
         raise ProbeFailed(
             f"{generator}: a new request under version {version} took {stale} positions from a prefix cache that older "
             "weights made. Do not train on this engine."
@@ -47,19 +47,17 @@ async def probe(
     examine = (
         f"`r3async diagnose {config.name or 'latest'}` names the layer and the likely cause, when the run has ended."
     )
-    temperature, tolerance = config.episode.temperature, probe_tolerance(config)
-    texts = [(text.tolist(), learner) for text, learner in zip(probe_texts(tokens), scores, strict=True)]
+    temperature, tolerance = config.episode.temperature, resolve_probe_tolerance(config)
+    texts = [(text.tolist(), learner) for text, learner in zip(make_probe_pair(tokens), scores, strict=True)]
 
     async def scored(text: list[int], learner: np.ndarray) -> ProbeResult:
-        return compare_probe(text, learner[0], await ask("score", text), tolerance)
+        return compare_probe(text, learner[0], await call("score_tokens", text), tolerance)
 
     async def sampled(text: list[int], learner: np.ndarray) -> ProbeResult:
-        return compare_sampled(await ask("sample_probe", text), learner, temperature, tolerance)
+        return compare_sampled_probe(await call("sample_probe", text), learner, temperature, tolerance)
 
     def not_the_learners(result: ProbeResult) -> str:
-        return (
-            f"version {version} of the weights in {generator} does not answer like the learner's: {result.describe()}"
-        )
+        return f"version {version} of the weights in {generator} does not answer like the learner's: {result.describe_scored()}"
 
     def not_the_samples(result: ProbeResult) -> str:
         reports = f"{generator} under version {version} reports other log-probs than it samples with"
@@ -71,16 +69,16 @@ async def probe(
         events.info(event, **facts)
         if result.passed:
             continue
-        lacks, named = await _differences(ask)
+        lacks, named = await _describe_differences(call)
         if lacks or not (await compared(*texts[1])).passed:
             raise ProbeFailed(f"{problem(result)} {named} {examine}")
         events.warning("probe_tie", **facts, differed=event)
 
 
-async def _differences(ask: Callable[..., Awaitable[Any]]) -> tuple[bool, str]:
+async def _describe_differences(ask: Callable[..., Awaitable[Any]]) -> tuple[bool, str]:
     """Whether an engine lacks tensors that were published, or may, and which, in words."""
     try:
-        found = await ask("differences")
+        found = await ask("find_weight_differences")
     except Exception as error:
         return True, f"Which tensors differ could not be found out: {error}."
-    return bool(found), name_differences(found)
+    return bool(found), describe_mismatches(found)

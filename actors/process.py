@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 
 from r3async.checkpoint.directory import RunLock
 from r3async.config import Config
-from r3async.record.prometheus import serve_actor
-from r3async.world import ActorLost, ActorRef, World
+from r3async.record.prometheus import serve_actor_metrics
+from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.files import make_directory
-from r3async.world.processes import find_user_modules
+from r3async.world.processes import add_user_module_path
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -24,7 +24,7 @@ RPC_SECONDS = 30.0
 """An actor that is well has answered by then."""
 
 
-KILL_SECONDS = 5.0
+KILL_AFTER_SECONDS = 5.0
 """A process that Ray has not ended by then is killed from here, if it is on this host."""
 
 
@@ -40,36 +40,36 @@ class StoppedBeforeStep(RunFailed):
     """A stop was requested before the run had made a step: there is nothing of it."""
 
 
-class ProcessLost(RunFailed, ActorLost):
+class ProcessLost(RunFailed, ActorLostError):
     """A process that the run cannot do without was lost. The run can resume from its newest checkpoint."""
 
 
-class NotLoaded(ActorLost):
+class ActorNotLoaded(ActorLostError):
     """This process was started in place of one that was lost, and has not been set up yet."""
 
 
-def whereabouts(world: World) -> dict[str, Any]:
+def describe_process(world: World) -> dict[str, Any]:
     """This process's `pid` and `host`, for whoever has to end it."""
     return {"pid": world.processes.pid, "host": world.processes.host}
 
 
-def begin(world: World, run_dir: Path, role: str) -> RunLock:
+def prepare_process(world: World, run_dir: Path, role: str) -> RunLock:
     """Find the person's modules, and send what this process and its children print to `logs/ROLE.log` of the run. If its
     configuration sets `observe.prometheus_port`, serve this process's memory and CPU time.
 
     Returns the lock on the run's directory, shared and to be kept: nobody prepares it again before this process has ended.
     Raises `BlockingIOError` if somebody does already: this actor is of a start that is over.
     """
-    find_user_modules()
+    add_user_module_path()
     make_directory(run_dir / "logs", files=world.files)
     lock = RunLock(run_dir, files=world.files)
-    lock.shared()
+    lock.acquire_shared()
     world.processes.redirect_output(run_dir / "logs" / f"{role}.log")
-    world.processes.serve_figures(partial(serve_actor, role, run_dir))
+    world.processes.serve_metrics(partial(serve_actor_metrics, role, run_dir))
     return lock
 
 
-async def ask(
+async def call_with_limit(
     config: Config, setting: str, actor: ActorRef, method: str, *args: Any, failure: str, seconds: float | None = None
 ) -> Any:
     """What an actor answers, for which it has as many `seconds` as the `setting` is, or as follow from it. Raises `RunFailed`
@@ -84,30 +84,30 @@ async def ask(
         raise RunFailed(f"{failure} within {seconds:g} s ({setting})") from error
 
 
-class Question:
-    """What an actor is asked again and again, one call at a time. `ask(*args)` makes the call."""
+class PolledCall:
+    """What an actor is asked again and again, one call at a time. `make_call(*args)` makes the call."""
 
-    def __init__(self, ask: Callable[..., Awaitable[Any]]):
-        self._ask = ask
+    def __init__(self, make_call: Callable[..., Awaitable[Any]]):
+        self._make_call = make_call
         self._call: asyncio.Future[Any] | None = None
-        self.answers = 0
+        self.answer_count = 0
         """Errors too."""
 
     @property
-    def waiting(self) -> bool:
+    def is_pending(self) -> bool:
         """It is not answered yet."""
         return self._call is not None
 
-    async def answer(self, seconds: float, *args: Any) -> Any:
+    async def poll_answer(self, seconds: float, *args: Any) -> Any:
         """What it is answered, also where that was asked before with other `args`; None if it is not within `seconds`, or with
         an error."""
         if self._call is None:
-            self._call = asyncio.ensure_future(self._ask(*args))
+            self._call = asyncio.ensure_future(self._make_call(*args))
         await asyncio.wait([self._call], timeout=seconds)
         if not self._call.done():
             return None
         call, self._call = self._call, None
-        self.answers += 1
+        self.answer_count += 1
         return call.result() if call.exception() is None else None
 
     async def cancel(self) -> None:
@@ -119,16 +119,16 @@ class Question:
 async def end_process(world: World, actor: ActorRef, pid: int, host: str) -> None:
     """End the process of an actor, which is then restarted. One that was paused gets no request, and is killed from here, if it
     is on this host."""
-    world.actors.kill(actor, restart=True)
-    deadline = world.clock.monotonic() + KILL_SECONDS
-    while world.processes.alive(pid, host):
+    world.actors.kill_actor(actor, restart=True)
+    deadline = world.clock.monotonic() + KILL_AFTER_SECONDS
+    while world.processes.is_alive(pid, host):
         if world.clock.monotonic() > deadline:
-            world.processes.kill(pid, host)
+            world.processes.kill_process(pid, host)
             return
         await asyncio.sleep(0.1)
 
 
-async def together(*calls: Awaitable[Any]) -> list[Any]:
+async def gather_or_cancel(*calls: Awaitable[Any]) -> list[Any]:
     """What they return. If one fails, the others are cancelled, and its error is raised when they have ended."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
@@ -139,7 +139,7 @@ async def together(*calls: Awaitable[Any]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def wait_until(event: asyncio.Event, seconds: float) -> None:
+async def wait_for_event(event: asyncio.Event, seconds: float) -> None:
     """Until it is set, which it is after `seconds` in any case: cheaper than a time-out, which cancels and raises."""
     timer = asyncio.get_running_loop().call_later(seconds, event.set)
     try:
@@ -148,7 +148,7 @@ async def wait_until(event: asyncio.Event, seconds: float) -> None:
         timer.cancel()
 
 
-async def while_well(call: Awaitable[Any], background: list[asyncio.Task[None]]) -> Any:
+async def await_guarded(call: Awaitable[Any], background: list[asyncio.Task[None]]) -> Any:
     """What `call` returns. Raises what a background task failed with as soon as it has; those that end well are let go."""
     waiting = asyncio.ensure_future(call)
     while True:
@@ -162,7 +162,7 @@ async def while_well(call: Awaitable[Any], background: list[asyncio.Task[None]])
         await asyncio.wait([waiting, *background], timeout=RPC_SECONDS, return_when=asyncio.FIRST_COMPLETED)
 
 
-def once(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
+def run_once(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
     """A method that does its work once: who calls it again, meanwhile or later, gets what the first call returns. After a failure
     it does it again."""
     made: WeakKeyDictionary[Any, asyncio.Task[T]] = WeakKeyDictionary()
@@ -177,8 +177,11 @@ def once(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Calla
     return call
 
 
-def newest(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
-    """A method of which one call works at a time: a later one ends it, which then raises `NotLoaded`, and begins when it has."""
+def latest_call_only(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[..., Coroutine[Any, Any, T]]:
+    """A method of which one call works at a time: a later one ends it, which then raises `ActorNotLoaded`, and begins when
+    it has."""
     works: WeakKeyDictionary[Any, asyncio.Task[T]] = WeakKeyDictionary()
 
     @wraps(method)
@@ -192,13 +195,13 @@ def newest(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Cal
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if caller is not None and not caller.cancelling():
-                raise NotLoaded(f"`{method.__name__}` was called again, which ended this call") from None
+                raise ActorNotLoaded(f"`{method.__name__}` was called again, which ended this call") from None
             raise
 
     return call
 
 
-async def unless(stopped: asyncio.Event, call: Awaitable[T]) -> T | None:
+async def await_or_stopped(stopped: asyncio.Event, call: Awaitable[T]) -> T | None:
     """What `call` returns; None, and it is cancelled, if `stopped` is set before."""
     calling, stop = asyncio.ensure_future(call), asyncio.ensure_future(stopped.wait())
     try:
@@ -210,13 +213,13 @@ async def unless(stopped: asyncio.Event, call: Awaitable[T]) -> T | None:
         await asyncio.gather(calling, stop, return_exceptions=True)
 
 
-def root_cause(error: BaseException, run_dir: Path) -> str:
+def describe_root_cause(error: BaseException, run_dir: Path) -> str:
     """The innermost message a person can use: a task group wraps the exceptions of its members."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, RunFailed):
         return str(error)
-    if isinstance(error, ActorLost):
+    if isinstance(error, ActorLostError):
         reason = str(error).partition("\n")[0]
         return f"an actor process was lost ({reason}); its last output is in {run_dir}/logs"
     return f"{type(error).__name__}: {error}"

@@ -8,89 +8,90 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SNAPSHOT, HOLD = "snapshot", "hold"
+SNAPSHOT_CALL, STAGE_CALL = "snapshot_weights", "stage_checkpoint"
 """Calls after which every rank has a copy in its own memory, until it is written."""
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
-    """A call that every rank made. `divided`: of what is `given`, each data-parallel rank gets its own; otherwise all get all."""
+class RankCall:
+    """A call that every rank made. `is_divided`: of what is `args`, each data-parallel rank gets its own; otherwise all get
+    all."""
 
     name: str
-    given: tuple[Any, ...] = ()
+    args: tuple[Any, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    divided: bool = False
+    is_divided: bool = False
 
     @property
-    def to_write(self) -> bool:
+    def needs_write(self) -> bool:
         """What it copied is to be written."""
-        return self.name in (SNAPSHOT, HOLD)
+        return self.name in (SNAPSHOT_CALL, STAGE_CALL)
 
 
-class RedoLog:
+class RecoveryLog:
     """A base, and the changes since, in order.
 
-    `base`: copies of their state that the ranks made, one each; the path of a checkpoint; None for the start model. `every`:
+    `base`: copies of their state that the ranks made, one each; the path of a checkpoint; None for the start model. `copy_steps`:
     steps between two copies; 0 keeps nothing. The base does not move past a change whose copy is to be written: ranks that are
     started again have to copy those very weights. The copy of the state waits then, and no other is due. So there are at most
     two.
     """
 
-    def __init__(self, every: int):
-        self.every = every
+    def __init__(self, copy_steps: int):
+        self.copy_steps = copy_steps
         self.base: Path | tuple[Any, ...] | None = None
-        self.changes: list[Change] = []
-        self._copy: tuple[int, tuple[Any, ...]] | None = None
+        self.calls: list[RankCall] = []
+        self._pending_copy: tuple[int, tuple[Any, ...]] | None = None
         """Of the state after so many of the changes."""
 
     @property
-    def steps(self) -> int:
+    def repeated_steps(self) -> int:
         """That ranks which are started again have to make again."""
-        return sum(not change.to_write for change in self.changes)
+        return sum(not change.needs_write for change in self.calls)
 
     @property
-    def due(self) -> bool:
+    def is_copy_due(self) -> bool:
         """The ranks are to copy their state, after the last change."""
-        return bool(self.every) and self._copy is None and self.steps >= self.every
+        return bool(self.copy_steps) and self._pending_copy is None and self.repeated_steps >= self.copy_steps
 
     @property
-    def waits(self) -> bool:
+    def has_pending_copy(self) -> bool:
         """There is a copy that the base cannot move to yet."""
-        return self._copy is not None
+        return self._pending_copy is not None
 
-    def add(self, change: Change) -> None:
-        if self.every:
-            self.changes.append(change)
+    def add(self, change: RankCall) -> None:
+        if self.copy_steps:
+            self.calls.append(change)
 
-    def restored(self, checkpoint: Path) -> None:
+    def set_checkpoint(self, checkpoint: Path) -> None:
         """The ranks have the state of that checkpoint."""
-        self.base, self._copy = checkpoint, None
-        self.changes.clear()
+        self.base, self._pending_copy = checkpoint, None
+        self.calls.clear()
 
-    def copied(self, copies: Sequence[Any]) -> None:
+    def set_copies(self, copies: Sequence[Any]) -> None:
         """Of the state after all changes so far."""
-        self._copy = len(self.changes), tuple(copies)
-        self._move()
+        self._pending_copy = len(self.calls), tuple(copies)
+        self._advance_base()
 
-    def wrote(self, name: str) -> None:
+    def mark_written(self, name: str) -> None:
         """What the oldest change of that name copied is written, or never will be."""
-        found = next((i for i, change in enumerate(self.changes) if change.name == name), None)
+        found = next((i for i, change in enumerate(self.calls) if change.name == name), None)
         if found is None:
             return
-        del self.changes[found]
-        if self._copy is not None and found < self._copy[0]:
-            self._copy = self._copy[0] - 1, self._copy[1]
-        self._move()
+        del self.calls[found]
+        if self._pending_copy is not None and found < self._pending_copy[0]:
+            self._pending_copy = self._pending_copy[0] - 1, self._pending_copy[1]
+        self._advance_base()
 
-    def _move(self) -> None:
-        if self._copy is None:
+    def _advance_base(self) -> None:
+        if self._pending_copy is None:
             return
-        count, copies = self._copy
-        if not any(change.to_write for change in self.changes[:count]):
-            self.base, self._copy = copies, None
-            del self.changes[:count]
+        count, copies = self._pending_copy
+        if not any(change.needs_write for change in self.calls[:count]):
+            self.base, self._pending_copy = copies, None
+            del self.calls[:count]
 
-    def stop(self) -> None:
+    def disable(self) -> None:
         """Keep nothing any more."""
-        self.every, self.base, self._copy = 0, None, None
-        self.changes.clear()
+        self.copy_steps, self.base, self._pending_copy = 0, None, None
+        self.calls.clear()

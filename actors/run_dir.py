@@ -8,69 +8,69 @@ from pathlib import Path
 from typing import Any
 
 from r3async.checkpoint import (
-    Checkpoints,
-    Opened,
-    check_model,
-    check_settings,
+    Checkpoint,
+    CheckpointDirectory,
+    check_resume_settings,
+    check_start_model,
     find_checkpoint,
-    rewind,
+    rewind_records,
 )
-from r3async.checkpoint.directory import RunLock, silent
-from r3async.checkpoint.resume import mark, origin_of, read_starts
-from r3async.checkpoint.state import RECORDS
-from r3async.config import Config, ConfigError, config_from_dict, to_dict, to_toml
-from r3async.record.events import EVENTS, open_events
-from r3async.record.reading import QUARANTINE, read_objects
+from r3async.checkpoint.directory import RunLock, ignore_event
+from r3async.checkpoint.resume import describe_origin, mark_run_directory, read_run_starts
+from r3async.checkpoint.state import RECORD_FILES
+from r3async.config import Config, ConfigError, config_from_dict, config_to_dict, config_to_toml
+from r3async.record.events import EVENTS_FILE, open_event_log
+from r3async.record.reading import QUARANTINE_FILE, read_json_objects
 from r3async.untrusted import decode_toml
-from r3async.views.summary import NOT_TRAINED, UNFINISHED, status_after
-from r3async.weights.probe import KEPT
+from r3async.views.summary import NOT_TRAINED, UNFINISHED, get_status_change
+from r3async.weights.probe import FAILED_MODEL_DIRECTORY
 from r3async.world import Files, World
-from r3async.world.appending import Report
-from r3async.world.files import make_directory, read_file, replace_file, settle_directory
-from r3async.world.real import REAL
+from r3async.world.appending import EventReporter
+from r3async.world.files import fsync_with_parents, make_directory, read_file, replace_file
+from r3async.world.real import REAL_WORLD
 
-LOCK_SECONDS = 60.0
+LOCK_WAIT_SECONDS = 60.0
 """How long processes of the run's past may take to end."""
-_BLOCK = 2**20
+_COPY_BLOCK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class RunDir:
-    """`path`: the directory, with the resolved configuration in it. `resume`: what the run resumes from, if it does."""
+class RunDirectory:
+    """`path`: the directory, with the resolved configuration in it. `resume_from`: what the run resumes from, if it does."""
 
     path: Path
-    resume: Opened | None
+    resume_from: Checkpoint | None
     lock: RunLock
-    began: bool = False
+    began_without_checkpoint: bool = False
     """It began before, and made no checkpoint: the start model that it made is there."""
 
-    def model_path(self, config: Config, *, files: Files = REAL.files) -> Path | None:
+    def find_start_model(self, config: Config, *, files: Files = REAL_WORLD.files) -> Path | None:
         """The start model, as far as there is one: configured, or the one that the run began with.
 
         Raises `CheckpointError` if that is not the model it was then.
         """
         if config.model.path:
             path = Path(config.model.path).absolute()
-        elif self.resume is None:
+        elif self.resume_from is None:
             made = self.path / "init"
-            return made.absolute() if self.began and files.stat(made / "config.json") else None
+            return made.absolute() if self.began_without_checkpoint and files.stat(made / "config.json") else None
         else:
-            path = Path(self.resume.state.model_path)
+            path = Path(self.resume_from.state.model_path)
             inside = self.path / path.name  # the run may have been moved
             path = path if files.stat(path) or not files.stat(inside) else inside.absolute()
-        if self.resume is not None:
-            check_model(self.resume.state, path, files=files)
+        if self.resume_from is not None:
+            check_start_model(self.resume_from.state, path, files=files)
         return path
 
 
-async def open_run(
+async def open_run_directory(
     config: Config,
     directory: Path,
-    say: Callable[[str], object],
-    report: Report = silent,
+    print_line: Callable[[str], object],
+    report: EventReporter = ignore_event,
     *,
-    world: World = REAL,
-) -> RunDir:
+    world: World = REAL_WORLD,
+) -> RunDirectory:
     """`directory`, new, or as its newest intact checkpoint left it. `report`: what is found among the checkpoints.
 
     `resume = auto` resumes in a directory with checkpoints, and starts again in that of a run which made none yet. `none` moves
@@ -79,60 +79,62 @@ async def open_run(
     checkpoints which cannot be read are named so.
     """
     files = world.files
-    if _is_used(directory, files):
+    if _has_content(directory, files):
         if config.resume == "none":
-            aside = await _move_aside(directory, say, world)
-            say(f"{directory} is kept as {aside}")
+            aside = await _move_aside(directory, print_line, world)
+            print_line(f"{directory} is kept as {aside}")
         elif (
-            Checkpoints.of(config, directory, report=report, files=files).empty
-            and read_starts(directory, files=files) is None
+            CheckpointDirectory.from_config(config, directory, report=report, files=files).is_empty
+            and read_run_starts(directory, files=files) is None
         ):
             raise ConfigError(
                 f"`name` = {directory.name!r}: {directory} exists already and has no checkpoint to resume from; choose another "
                 'name, or set resume="none", which keeps it under another one'
             )
     make_directory(directory, files=files)
-    settle_directory(directory, files=files)  # `checkpoints` in it, too
-    lock = await _locked(directory, say, world)
+    fsync_with_parents(directory, files=files)  # `checkpoints` in it, too
+    lock = await _acquire_lock(directory, print_line, world)
     try:
-        mark(directory, files=files)  # first of all: whatever ends this process now, the directory is that of a run
+        mark_run_directory(
+            directory, files=files
+        )  # first of all: whatever ends this process now, the directory is that of a run
         make_directory(directory / "logs", files=files)
-        resume = _resume(config, directory, say, report, files)
-        began = resume is None and _restart_from_nothing(config, directory, say, world)
-        replace_file(directory / "config.toml", to_toml(config).encode(), files=files)
-        _share(lock, directory)
+        resume = _open_resume_checkpoint(config, directory, print_line, report, files)
+        began = resume is None and _restart_without_checkpoint(config, directory, print_line, world)
+        replace_file(directory / "config.toml", config_to_toml(config).encode(), files=files)
+        _share_lock(lock, directory)
     except BaseException:
         lock.close()
         raise
-    return RunDir(directory, resume, lock, began)
+    return RunDirectory(directory, resume, lock, began)
 
 
-def _is_used(directory: Path, files: Files) -> bool:
+def _has_content(directory: Path, files: Files) -> bool:
     """Something is in it. A lock, and a file that was being written when its process was killed, are nothing."""
-    return any(not name.startswith(".") for name in files.list(directory))
+    return any(not name.startswith(".") for name in files.list_names(directory))
 
 
-def _restart_from_nothing(config: Config, directory: Path, say: Callable[[str], object], world: World) -> bool:
+def _restart_without_checkpoint(config: Config, directory: Path, say: Callable[[str], object], world: World) -> bool:
     """Whether a run began here and made no checkpoint; its records are cut back to nothing then. Raises `CheckpointError` if it
     had other settings than it needs now."""
     before = directory / "config.toml"
     if world.files.stat(before) is None:
         return False
     saved = decode_toml(read_file(before, files=world.files))
-    for key, (was, now) in check_settings(to_dict(config_from_dict(saved)), config).items():
+    for key, (was, now) in check_resume_settings(config_to_dict(config_from_dict(saved)), config).items():
         say(f"changed since the run began: {key} was {was!r}, is {now!r}")
     say(f"{directory} has no checkpoint yet: the run starts again, with what its spool has kept")
-    events = open_events(directory, "driver", world=world)
+    events = open_event_log(directory, "driver", world=world)
     events.warning("begun_without_checkpoint", directory=str(directory))
-    _take_back(directory, None, world.files)
+    _rewind_records(directory, None, world.files)
     return True
 
 
-def _check_origin(found: Opened | None, checkpoints: Checkpoints, directory: Path, files: Files) -> None:
+def _check_origin(opened: Checkpoint | None, checkpoints: CheckpointDirectory, directory: Path, files: Files) -> None:
     """A run without checkpoints of its own resumes only from where it began: numbers of lineages are of one line."""
-    starts = read_starts(directory, files=files) or []
-    origin = origin_of(found, checkpoints.directory) if found else ""
-    if checkpoints.empty and starts and starts[-1].origin != origin:
+    starts = read_run_starts(directory, files=files) or []
+    origin = describe_origin(opened, checkpoints.directory) if opened else ""
+    if checkpoints.is_empty and starts and starts[-1].origin != origin:
         where = starts[-1].origin or "its start model"
         raise ConfigError(
             f"{directory} holds a run that began from {where} and has no checkpoint of its own yet: set `resume` to that again, "
@@ -140,23 +142,23 @@ def _check_origin(found: Opened | None, checkpoints: Checkpoints, directory: Pat
         )
 
 
-async def _locked(directory: Path, say: Callable[[str], object], world: World) -> RunLock:
+async def _acquire_lock(directory: Path, say: Callable[[str], object], world: World) -> RunLock:
     lock = RunLock(directory, files=world.files)
     waiting = lambda: say(f"waiting for processes of {directory} to end")  # noqa: E731
-    if not await lock.alone(LOCK_SECONDS, waiting, clock=world.clock.monotonic):
+    if not await lock.acquire_exclusive(LOCK_WAIT_SECONDS, waiting, clock=world.clock.monotonic):
         lock.close()
-        raise _in_use(directory)
+        raise _in_use_error(directory)
     return lock
 
 
-def _share(lock: RunLock, directory: Path) -> None:
+def _share_lock(lock: RunLock, directory: Path) -> None:
     try:
-        lock.shared()
+        lock.acquire_shared()
     except BlockingIOError as error:  # another driver was waiting for it, too
-        raise _in_use(directory) from error
+        raise _in_use_error(directory) from error
 
 
-def _in_use(directory: Path) -> ConfigError:
+def _in_use_error(directory: Path) -> ConfigError:
     return ConfigError(
         f"{directory} is in use by another process, which writes to it: wait for it, or choose another name"
     )
@@ -164,62 +166,64 @@ def _in_use(directory: Path) -> ConfigError:
 
 async def restart_run(
     config: Config,
-    run: RunDir,
-    say: Callable[[str], object],
-    report: Report = silent,
+    run: RunDirectory,
+    print_line: Callable[[str], object],
+    report: EventReporter = ignore_event,
     *,
-    world: World = REAL,
-) -> RunDir:
+    world: World = REAL_WORLD,
+) -> RunDirectory:
     """The same run, after one of its processes was lost: from the newest checkpoint, or from the beginning if there is none."""
-    waiting = lambda: say("waiting for the other processes to end")  # noqa: E731
-    if not await run.lock.alone(LOCK_SECONDS, waiting, clock=world.clock.monotonic):
-        raise ConfigError(f"processes that write to {run.path} did not end within {LOCK_SECONDS:.0f} s")
-    checkpoints = Checkpoints.of(config, run.path, report=report, files=world.files)
-    checkpoints.clean()
-    resume = checkpoints.newest() or run.resume
-    checkpoints.take_back(resume)
-    _take_back(run.path, resume, world.files)
-    _share(run.lock, run.path)
-    return RunDir(run.path, resume, run.lock, began=resume is None)
+    waiting = lambda: print_line("waiting for the other processes to end")  # noqa: E731
+    if not await run.lock.acquire_exclusive(LOCK_WAIT_SECONDS, waiting, clock=world.clock.monotonic):
+        raise ConfigError(f"processes that write to {run.path} did not end within {LOCK_WAIT_SECONDS:.0f} s")
+    checkpoints = CheckpointDirectory.from_config(config, run.path, report=report, files=world.files)
+    checkpoints.remove_leftovers()
+    resume = checkpoints.recover_newest() or run.resume_from
+    checkpoints.remove_later_evaluations(resume)
+    _rewind_records(run.path, resume, world.files)
+    _share_lock(run.lock, run.path)
+    return RunDirectory(run.path, resume, run.lock, began_without_checkpoint=resume is None)
 
 
-def _resume(
-    config: Config, directory: Path, say: Callable[[str], object], report: Report, files: Files
-) -> Opened | None:
+def _open_resume_checkpoint(
+    config: Config, directory: Path, say: Callable[[str], object], report: EventReporter, files: Files
+) -> Checkpoint | None:
     """The checkpoint that `resume` means, None to begin. The records are as they were then, and what came later is set aside."""
-    checkpoints = Checkpoints.of(config, directory, report=report, files=files)
+    checkpoints = CheckpointDirectory.from_config(config, directory, report=report, files=files)
     if config.resume == "none":
-        checkpoints.clean()
-        checkpoints.supersede(-1)
+        checkpoints.remove_leftovers()
+        checkpoints.supersede_later(-1)
         return None
     if config.resume == "auto":
         _check_origin(None, checkpoints, directory, files)
-        checkpoints.clean()
-        opened = checkpoints.newest()
+        checkpoints.remove_leftovers()
+        opened = checkpoints.recover_newest()
     else:
-        opened = _checked(config, checkpoints, directory, files)
-        checkpoints.clean()
-        checkpoints.supersede(opened.state.steps)
-    checkpoints.take_back(opened)
+        opened = _open_named_checkpoint(config, checkpoints, directory, files)
+        checkpoints.remove_leftovers()
+        checkpoints.supersede_later(opened.state.steps)
+    checkpoints.remove_later_evaluations(opened)
     if opened is None:
         return None
     say(f"resumes from step {opened.state.steps} ({opened.path})")
-    for key, (was, now) in _check(opened, config, directory).items():
+    for key, (was, now) in _check_resumable(opened, config, directory).items():
         say(f"changed since the checkpoint: {key} was {was!r}, is {now!r}")
     if opened.path.parent.absolute() != checkpoints.directory.absolute():  # of another run
         source = opened.path.parent.parent
-        for name in (*RECORDS, QUARANTINE):
+        for name in (*RECORD_FILES, QUARANTINE_FILE):
             if files.stat(source / name) is not None:
-                _copy(source / name, directory / name, files)
-    _take_back(directory, opened, files)
+                _copy_file(source / name, directory / name, files)
+    _rewind_records(directory, opened, files)
     return opened
 
 
-def _checked(config: Config, checkpoints: Checkpoints, directory: Path, files: Files) -> Opened:
+def _open_named_checkpoint(
+    config: Config, checkpoints: CheckpointDirectory, directory: Path, files: Files
+) -> Checkpoint:
     """That of the path `resume`, or the newest one of the run there. Raises if this run cannot resume from it."""
     found = find_checkpoint(Path(config.resume), files=files)
-    _check(found, config, directory)
-    if not checkpoints.empty and found.path.parent.absolute() != checkpoints.directory.absolute():
+    _check_resumable(found, config, directory)
+    if not checkpoints.is_empty and found.path.parent.absolute() != checkpoints.directory.absolute():
         raise ConfigError(
             f"`resume` = {config.resume!r} is of another run than {directory}, which has checkpoints of its own: choose "
             "another `name`"
@@ -228,36 +232,36 @@ def _checked(config: Config, checkpoints: Checkpoints, directory: Path, files: F
     return found
 
 
-def _copy(path: Path, to: Path, files: Files) -> None:
+def _copy_file(path: Path, to: Path, files: Files) -> None:
     files.remove(to)
-    with files.open(path) as source, files.open(to, new=True) as copy:
-        for at in range(0, source.size(), _BLOCK):
-            copy.append([source.read(at, _BLOCK)])
+    with files.open(path) as source, files.open(to, exclusive=True) as copy:
+        for at in range(0, source.size(), _COPY_BLOCK_BYTES):
+            copy.append([source.read(at, _COPY_BLOCK_BYTES)])
 
 
-def _take_back(directory: Path, resume: Opened | None, files: Files) -> None:
+def _rewind_records(directory: Path, resume: Checkpoint | None, files: Files) -> None:
     """The run's records as they were at its checkpoint, empty if there is none; and no version that a probe failed with."""
-    files.remove_tree(directory / KEPT)
+    files.remove_tree(directory / FAILED_MODEL_DIRECTORY)
     lengths, kept = (resume.state.record_bytes, resume.state.record_kept) if resume else ({}, {})
-    rewind(directory, dict.fromkeys(RECORDS, 0) | lengths, kept, files=files)
+    rewind_records(directory, dict.fromkeys(RECORD_FILES, 0) | lengths, kept, files=files)
 
 
-def _lacks_end(opened: Opened, config: Config, directory: Path) -> bool:
+def _ended_early(opened: Checkpoint, config: Config, directory: Path) -> bool:
     """Whether the run in `directory`, to which the checkpoint belongs, was stopped or lost, or failed, behind its last step."""
-    ours = Checkpoints.of(config, directory).directory
+    ours = CheckpointDirectory.from_config(config, directory).directory
     if opened.path.parent.absolute() != ours.absolute():
         return False
-    events = read_objects(directory / EVENTS, files=opened.files)
-    status, _ = next((end for event in reversed(events) if (end := status_after(event))), (UNFINISHED, ""))
+    events = read_json_objects(directory / EVENTS_FILE, files=opened.files)
+    status, _ = next((end for event in reversed(events) if (end := get_status_change(event))), (UNFINISHED, ""))
     return status not in ("finished", NOT_TRAINED)
 
 
-def _check(opened: Opened, config: Config, directory: Path) -> dict[str, tuple[Any, Any]]:
+def _check_resumable(opened: Checkpoint, config: Config, directory: Path) -> dict[str, tuple[Any, Any]]:
     """The settings that differ. Raises if the run cannot resume with them, or is over. One that made its steps, and was stopped
     or lost while it evaluated or saved, is not."""
-    changed = check_settings(opened.state.config, config)
+    changed = check_resume_settings(opened.state.config, config)
     if opened.state.steps > config.steps or (
-        opened.state.steps == config.steps and not _lacks_end(opened, config, directory)
+        opened.state.steps == config.steps and not _ended_early(opened, config, directory)
     ):
         raise ConfigError(
             f"the run has made {opened.state.steps} of {config.steps} steps: set `steps` to more, or choose another name"
@@ -269,10 +273,10 @@ async def _move_aside(directory: Path, say: Callable[[str], object], world: Worl
     number = 1
     while world.files.stat(aside := directory.with_name(f"{directory.name}.superseded-{number}")) is not None:
         number += 1
-    lock = await _locked(directory, say, world)  # a run that still writes there is not moved
+    lock = await _acquire_lock(directory, say, world)  # a run that still writes there is not moved
     try:
         world.files.rename(directory, aside)
-        world.files.sync_directory(directory.parent)
+        world.files.fsync_directory(directory.parent)
     finally:
         lock.close()
     return aside

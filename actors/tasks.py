@@ -12,137 +12,142 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.fleet import Fleet, Generator
+from r3async.actors.fleet import Fleet, FleetGenerator
 from r3async.actors.process import RPC_SECONDS, RunFailed
-from r3async.checkpoint import Checkpoints, RunState
-from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path, read_evaluation_files, write_evaluation
-from r3async.config import Config, environments
-from r3async.envs.raised import describe_raised
-from r3async.record.reading import EVALUATION, QUARANTINE, QuarantinedTask, read_objects, read_quarantine
-from r3async.rollout.outcomes import figures_of
-from r3async.schedule.admission import slots_of
-from r3async.schedule.difficulty import NO_SIZE, Score, TaskHistory
-from r3async.schedule.mix import MixedCursor
-from r3async.schedule.tasks import By, Cursor, EpisodeEnd, FailedTask, TaskFailures
-from r3async.world import ActorLost, World
+from r3async.checkpoint import CheckpointDirectory, RunState
+from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path, read_evaluations, write_evaluation
+from r3async.config import Config, resolve_envs
+from r3async.envs.raised import summarize_error
+from r3async.record.reading import EVALUATION_FILE, QUARANTINE_FILE, QuarantinedTask, read_json_objects, read_quarantine
+from r3async.rollout.outcomes import flatten_evaluation
+from r3async.schedule.admission import count_slots
+from r3async.schedule.difficulty import NO_SIZE_MESSAGE, TaskHistory, TaskScore
+from r3async.schedule.mix import MixedTaskCursor
+from r3async.schedule.tasks import EpisodeEnd, FailedTask, FailureSource, TaskCursor, TaskFailures
+from r3async.world import ActorLostError, World
 from r3async.world.appending import AppendFile
-from r3async.world.disk_waits import DiskWait
-from r3async.world.real import REAL
+from r3async.world.disk_waits import DiskRetrier
+from r3async.world.real import REAL_WORLD
 
-ERROR_CHARACTERS = 500
-POLL_SECONDS = 0.2
-DISK_HINT = "free bytes there, or file descriptors of this process: its row is written, and which checkpoint is best is not known"
-RECENT = 8
+MAX_ERROR_CHARACTERS = 500
+EVALUATION_POLL_SECONDS = 0.2
+EVALUATION_DISK_HINT = (
+    "free bytes there, or file descriptors of this process: its row is written, "
+    "and which checkpoint is best is not known"
+)
+RECENT_EVALUATIONS = 8
 """Evaluations that the driver may ask for."""
 PING_SECONDS = 1.0
 """Between two questions to a generator that plays an evaluation, whether it answers."""
 
 
-class Tasks:
+class TaskSource:
     """Poses tasks, and quarantines those of which every episode fails. `events`: a structlog logger.
 
     The quarantine is a file of the run, written before a group is leased that it changes, so that a resumed run poses the same
     tasks for the groups that it kept, and none of the quarantined for others.
     """
 
-    def __init__(self, config: Config, run_dir: Path, events: Any, *, world: World = REAL):
+    def __init__(self, config: Config, run_dir: Path, events: Any, *, world: World = REAL_WORLD):
         self._config, self._events, self._world = config, events, world
-        self._file = AppendFile(run_dir / QUARANTINE, world=world)
-        self._before = read_quarantine(run_dir, files=world.files)
+        self._file = AppendFile(run_dir / QUARANTINE_FILE, world=world)
+        self._earlier_quarantined = read_quarantine(run_dir, files=world.files)
         """Tasks that an earlier start of the run quarantined."""
-        self._quarantined = {t.task_seed: t.from_group for t in self._before}
+        self._quarantined = {t.task_seed: t.from_group for t in self._earlier_quarantined}
         schedule = config.schedule
         self._failures = TaskFailures(
-            config.supervise.max_failed_fraction, schedule.samples_per_group, slots_of(schedule) + schedule.window
+            config.supervise.max_failed_fraction, schedule.samples_per_group, count_slots(schedule) + schedule.window
         )
-        self._too_many = asyncio.Event()
-        self._reason = self.last_failure = ""
-        self._posed = environments(config)
-        self._sizes: Sequence[int | None] = [None] * len(self._posed)
-        self._cursor = self._made()
+        self._limit_exceeded = asyncio.Event()
+        self._failure_reason = self.last_failure = ""
+        self._environments = resolve_envs(config)
+        self._task_counts: Sequence[int | None] = [None] * len(self._environments)
+        self._cursor = self._build_cursor()
         self._history = TaskHistory(schedule.difficulty, config.seed)
 
-    def open(self, sizes: Sequence[int | None]) -> None:
+    def set_task_counts(self, task_counts: Sequence[int | None]) -> None:
         """How many tasks each environment has; None: that is not known. Raises `RunFailed` if it is of none, and past rewards are
         to say which come next."""
-        if self._config.schedule.difficulty.active and not any(sizes):
-            raise RunFailed(NO_SIZE)
-        self._sizes = sizes
-        self._cursor = self._made()
+        if self._config.schedule.difficulty.is_active and not any(task_counts):
+            raise RunFailed(NO_SIZE_MESSAGE)
+        self._task_counts = task_counts
+        self._cursor = self._build_cursor()
 
-    def _made(self) -> Cursor | MixedCursor:
+    def _build_cursor(self) -> TaskCursor | MixedTaskCursor:
         seed, quarantined = self._config.seed, self._quarantined
-        if len(self._posed) == 1:
-            return Cursor(seed, self._sizes[0], quarantined)
-        return MixedCursor(seed, [each.weight for each in self._posed], self._sizes, quarantined)
+        if len(self._environments) == 1:
+            return TaskCursor(seed, self._task_counts[0], quarantined)
+        return MixedTaskCursor(seed, [each.weight for each in self._environments], self._task_counts, quarantined)
 
-    def task_seed(self, group: int) -> int:
-        return self._history.pose(group, self._cursor.tasks(group))
+    def choose_task(self, group: int) -> int:
+        return self._history.choose_task(group, self._cursor.iter_tasks(group))
 
-    def trained(self, groups: Sequence[int], scores: Sequence[Score]) -> None:
-        """See `TaskHistory.trained`."""
-        self._history.trained(groups, scores)
+    def record_scores(self, groups: Sequence[int], scores: Sequence[TaskScore]) -> None:
+        """See `TaskHistory.record_scores`."""
+        self._history.record_scores(groups, scores)
 
-    def snapshot(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return self._history.snapshot()
+        return self._history.state_dict()
 
-    def restore(self, state: RunState | None, kept: Mapping[int, int]) -> None:
-        """Resume from `state`, or without one from the beginning. `kept`: by group, tasks of which the learner kept episodes."""
-        self._history.restore({} if state is None else state.tasks, kept)
+    def load_state_dict(self, state: RunState | None, buffered_tasks: Mapping[int, int]) -> None:
+        """Resume from `state`, or without one from the beginning. `buffered_tasks`: by group, tasks of which the learner
+        kept episodes."""
+        self._history.load_state_dict({} if state is None else state.tasks, buffered_tasks)
 
-    def figures(self, groups: int) -> dict[str, float]:
+    def collect_metrics(self, groups: int) -> dict[str, float]:
         """Metrics, after so many groups were leased."""
-        figures = {"data/quarantined_tasks": float(len(self._quarantined)), **self._history.figures()}
+        figures = {"data/quarantined_tasks": float(len(self._quarantined)), **self._history.collect_metrics()}
         cursor = self._cursor
-        if isinstance(cursor, Cursor):
-            return figures | ({"data/epochs": cursor.epochs(groups)} if cursor.size else {})
-        each = zip(self._posed, self._sizes, cursor.epochs(groups), strict=True)
+        if isinstance(cursor, TaskCursor):
+            return figures | ({"data/epochs": cursor.count_epochs(groups)} if cursor.size else {})
+        each = zip(self._environments, self._task_counts, cursor.count_epochs(groups), strict=True)
         return figures | {f"env/{posed.label}/epochs": epochs for posed, size, epochs in each if size}
 
-    def resumed(self, next_group: int) -> None:
-        """Nothing is left of groups from `next_group` on: those that are leased again pose no quarantined task."""
-        for task in self._before:
+    def extend_quarantine(self, next_group: int) -> None:
+        """Nothing is left of groups from `oldest_group` on: those that are leased again pose no quarantined task."""
+        for task in self._earlier_quarantined:
             if task.from_group > next_group:
-                self._write(msgspec.structs.replace(task, from_group=next_group))
+                self._write_quarantined(msgspec.structs.replace(task, from_group=next_group))
 
-    def ended(self, ends: Sequence[EpisodeEnd], next_group: int) -> None:
-        """Episodes are over. No group from `next_group` on was leased yet."""
+    def record_ends(self, ends: Sequence[EpisodeEnd], next_group: int) -> None:
+        """Episodes are over. No group from `oldest_group` on was leased yet."""
         for end in ends:
-            failed = self._failures.ended(end)
+            failed = self._failures.record_end(end)
             if end.failed_by is not None:
-                self.last_failure = end.described
+                self.last_failure = end.description
             if failed is not None and failed.task_seed not in self._quarantined:
-                self._quarantine(failed, next_group)
-            if end.failed_by is not None and self._failures.too_many(end.failed_by):
-                self._stop(end.failed_by)
+                self._quarantine_task(failed, next_group)
+            if end.failed_by is not None and self._failures.exceeds_limit(end.failed_by):
+                self._fail_run(end.failed_by)
 
-    def _quarantine(self, failed: FailedTask, next_group: int) -> None:
-        error = failed.error.partition("\n")[0][:ERROR_CHARACTERS]
+    def _quarantine_task(self, failed: FailedTask, next_group: int) -> None:
+        error = failed.error.partition("\n")[0][:MAX_ERROR_CHARACTERS]
         task = QuarantinedTask(
             failed.task_seed, failed.group_index, next_group, failed.failed_by, error, time=self._world.clock.time()
         )
         # Why is told by the event of the episode that failed last, and kept with the task.
         self._events.warning("task_quarantined", task_seed=task.task_seed, group=task.group, failed_by=task.failed_by)
-        self._write(task)
+        self._write_quarantined(task)
 
-    def _write(self, task: QuarantinedTask) -> None:
+    def _write_quarantined(self, task: QuarantinedTask) -> None:
         self._quarantined[task.task_seed] = task.from_group
         self._file.append(msgspec.json.encode(task))
 
-    def _stop(self, by: By) -> None:
-        self._reason = (
-            self._reason or f"too many tasks fail: {self._failures.describe(by)}. The last one: {self.last_failure}"
+    def _fail_run(self, by: FailureSource) -> None:
+        self._failure_reason = (
+            self._failure_reason
+            or f"too many tasks fail: {self._failures.describe_failures(by)}. The last one: {self.last_failure}"
         )
-        self._too_many.set()
+        self._limit_exceeded.set()
 
-    async def watch(self) -> None:
+    async def raise_when_failed(self) -> None:
         """Raises `RunFailed` with the last traceback as soon as too many tasks have failed."""
-        await self._too_many.wait()
-        raise RunFailed(self._reason)
+        await self._limit_exceeded.wait()
+        raise RunFailed(self._failure_reason)
 
 
-class Silent(RuntimeError):
+class GeneratorSilent(RuntimeError):
     """A generator does not answer any more."""
 
 
@@ -151,7 +156,7 @@ class Evaluator:
 
     One generator plays it, with the weights of the step, and with newer ones as they are installed. If that is lost, or does not
     answer for `supervise.silence_seconds`, another one plays it from the beginning, or the same one when it is back: one that had
-    nothing more to play is brought back by `revive`. `run_dir/evaluation.jsonl` gets an object for each,
+    nothing more to play is brought back by `revive_generator`. `run_dir/evaluation.jsonl` gets an object for each,
     `{"step", "time", "evaluation/reward_mean", …}`: the newest step when it began, and the versions of the weights that sampled
     it. All of it is in a file beside the checkpoints (`checkpoint/evaluations.py`). `events`: a structlog logger.
     """
@@ -163,136 +168,139 @@ class Evaluator:
         events: Any,
         fleet: Fleet,
         *,
-        revive: Callable[[Generator], object] = lambda generator: None,
-        world: World = REAL,
+        revive_generator: Callable[[FleetGenerator], object] = lambda generator: None,
+        world: World = REAL_WORLD,
     ):
-        self.config, self.settings, self._revive = config, config.evaluation, revive
-        self._disk = DiskWait(world, events.warning, "evaluation_not_kept", "evaluation_kept")
+        self.config, self.settings, self._revive_generator = config, config.evaluation, revive_generator
+        self._disk_wait = DiskRetrier(world, events.warning, "evaluation_not_kept", "evaluation_kept")
         self._world, self._clock, self._events, self._fleet = world, world.clock, events, fleet
-        self._run_dir, self._file = run_dir, AppendFile(run_dir / EVALUATION, world=world)
-        self._directory = Checkpoints.of(config, run_dir, files=world.files).directory
+        self._run_dir, self._file = run_dir, AppendFile(run_dir / EVALUATION_FILE, world=world)
+        self._checkpoint_directory = CheckpointDirectory.from_config(config, run_dir, files=world.files).directory
         # Read here, where a process without descriptors ends before anything has loaded.
-        self._before, self._row_steps = read_evaluation_files(self._directory, files=world.files), self._written()
-        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self._stored_evaluations, self._row_steps = (
+            read_evaluations(self._checkpoint_directory, files=world.files),
+            self._read_row_steps(),
+        )
+        self.recent_rows: deque[dict[str, Any]] = deque(maxlen=RECENT_EVALUATIONS)
         """The last rows of `evaluation.jsonl`, of this start."""
         self._task: asyncio.Task[None] | None = None
-        self._evaluated = -1
+        self._last_step = -1
         """The step after which the last one began."""
         self._abandoned = False
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def start(self, step: int, version: int) -> None:
+    def resume_evaluations(self, step: int, version: int) -> None:
         """The run begins, or resumes after `step`, with weights `version`. Writes rows again that the resume took back though
         their evaluations had ended. Begins an evaluation if the last one that was due is not there: it was played when the run
         was stopped or lost, or was skipped. Returns at once."""
         every, row_steps = self.settings.every, self._row_steps
-        before, self._before = self._before, {}
+        before, self._stored_evaluations = self._stored_evaluations, {}
         for one in before.values():
-            if one.finished and one.step <= step and one.step not in row_steps:
-                self._write(one)
+            if one.is_finished and one.step <= step and one.step not in row_steps:
+                self._write_row(one)
                 row_steps.add(one.step)
         if step in row_steps:
-            self._evaluated = step
+            self._last_step = step
         due = step - step % every if every else 0
         if every and (due or self.settings.at_start) and not any(due <= written <= step for written in row_steps):
-            self._begin(step, version)
+            self._begin_evaluation(step, version)
 
-    def _written(self) -> set[int]:
+    def _read_row_steps(self) -> set[int]:
         """Steps that have a row in the run's record."""
-        rows = read_objects(self._run_dir / EVALUATION, files=self._world.files)
+        rows = read_json_objects(self._run_dir / EVALUATION_FILE, files=self._world.files)
         return {row["step"] for row in rows if isinstance(row.get("step"), int)}
 
-    def after(self, step: int, version: int) -> None:
+    def evaluate_if_due(self, step: int, version: int) -> None:
         """Step `step` has been made, and its weights are `version`. Begins an evaluation if one is due; returns at once."""
         every = self.settings.every
         if every and step % every == 0:
-            self._begin(step, version)
+            self._begin_evaluation(step, version)
 
-    def _begin(self, step: int, version: int) -> None:
-        if self.running:
-            self._events.warning("evaluation_skipped", step=step, running_since_step=self._evaluated)
+    def _begin_evaluation(self, step: int, version: int) -> None:
+        if self.is_running:
+            self._events.warning("evaluation_skipped", step=step, running_since_step=self._last_step)
             return
-        self._evaluated = step
-        self._task = asyncio.create_task(self._evaluate(step, version))
+        self._last_step = step
+        self._task = asyncio.create_task(self._run_evaluation(step, version))
 
-    async def _evaluate(self, step: int, version: int) -> None:
+    async def _run_evaluation(self, step: int, version: int) -> None:
         result = None
         begun = EvaluationFile(step, self._clock.time())
         with contextlib.suppress(OSError):  # it is played all the same
-            await self._keep(begun)
+            await self._store_evaluation(begun)
         try:
-            result = await self._played(step, version)
+            result = await self._play_evaluation(step, version)
         finally:
             if result is None:  # failed, or cancelled
                 with contextlib.suppress(OSError):
-                    self._world.files.remove(evaluation_path(self._directory, step))
+                    self._world.files.remove(evaluation_path(self._checkpoint_directory, step))
         if result is None:
             return
-        made = EvaluationFile(step, self._clock.time(), figures_of(result), result)
-        self._write(made)
+        made = EvaluationFile(step, self._clock.time(), flatten_evaluation(result), result)
+        self._write_row(made)
         with contextlib.suppress(TimeoutError):  # its row is written, and the run may end
             async with asyncio.timeout(self.config.checkpoint.write_timeout):
-                await self._disk.insist(DISK_HINT, self._keep, made)
+                await self._disk_wait.run_with_retries(EVALUATION_DISK_HINT, self._store_evaluation, made)
 
-    def _write(self, made: EvaluationFile) -> None:
+    def _write_row(self, evaluation: EvaluationFile) -> None:
         """Its row."""
-        figures = {f"evaluation/{name}": value for name, value in made.figures.items()}
-        row = {"step": made.step, "time": made.time, **figures}
+        figures = {f"evaluation/{name}": value for name, value in evaluation.figures.items()}
+        row = {"step": evaluation.step, "time": evaluation.time, **figures}
         self._file.append(msgspec.json.encode(row))
-        self.recent.append(row)
+        self.recent_rows.append(row)
 
-    async def _keep(self, evaluation: EvaluationFile) -> None:
-        await self._world.threads.run(write_evaluation, self._directory, evaluation, files=self._world.files)
+    async def _store_evaluation(self, evaluation: EvaluationFile) -> None:
+        await self._world.threads.run(write_evaluation, self._checkpoint_directory, evaluation, files=self._world.files)
 
-    async def _player(self, version: int, left: Mapping[str, float]) -> Generator | None:
-        """The healthy generator with the newest weights, as soon as one has these. One that was `left`, by the time, has to have
-        answered something since then. None: there was none for as long as an evaluation may take."""
+    async def _wait_for_generator(self, version: int, silent_since: Mapping[str, float]) -> FleetGenerator | None:
+        """The healthy generator with the newest weights, as soon as one has these. One that was `silent_since`, by the time,
+        has to have answered something since then. None: there was none for as long as an evaluation may take."""
         began = self._clock.monotonic()
         while (now := self._clock.monotonic()) < began + self.settings.timeout:
-            able = [g for g in self._fleet if g.state == "healthy" and not g.leaving and g.version >= version]
-            able = [g for g in able if g.health.silent_for < now - left.get(g.generator_id, -math.inf)]
+            able = [g for g in self._fleet if g.state == "healthy" and not g.is_leaving and g.version >= version]
+            able = [g for g in able if g.health.silent_seconds < now - silent_since.get(g.generator_id, -math.inf)]
             if able:
                 return max(able, key=lambda g: g.version)
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(EVALUATION_POLL_SECONDS)
         return None
 
-    async def _hear(self, generator: Generator) -> None:
+    async def _wait_for_answer(self, generator: FleetGenerator) -> None:
         """Wait until one that does not answer does, or is lost."""
         try:
-            await generator.handle.call("whereabouts")
-        except ActorLost:
-            self._revive(generator)
+            await generator.handle.call("describe_process")
+        except ActorLostError:
+            self._revive_generator(generator)
         else:
-            self._fleet.answered(generator)
+            self._fleet.note_answer(generator)
 
-    async def _played(self, step: int, version: int) -> dict[str, Any] | None:
+    async def _play_evaluation(self, step: int, version: int) -> dict[str, Any] | None:
         """An `Evaluation` in plain data; None, with an event, if it failed."""
         left: dict[str, float] = {}
         hearing: list[asyncio.Task[None]] = []
         try:
-            while (generator := await self._player(version, left)) is not None:
+            while (generator := await self._wait_for_generator(version, left)) is not None:
                 name = generator.generator_id
                 try:
-                    result = await self._played_by(generator)
-                except (Silent, ActorLost) as error:
+                    result = await self._play_on_generator(generator)
+                except (GeneratorSilent, ActorLostError) as error:
                     left[name] = self._clock.monotonic()
-                    if lost := isinstance(error, ActorLost):
-                        self._revive(generator)
+                    if lost := isinstance(error, ActorLostError):
+                        self._revive_generator(generator)
                     else:
-                        hearing.append(asyncio.create_task(self._hear(generator)))
+                        hearing.append(asyncio.create_task(self._wait_for_answer(generator)))
                     hint = "it was lost" if lost else "it does not answer"
                     self._events.warning("evaluation_moved", step=step, generator=name, hint=hint)
                 except Exception as error:
-                    if not generator.leaving:
-                        error_line = describe_raised(error).line
+                    if not generator.is_leaving:
+                        error_line = summarize_error(error).line
                         self._events.warning("evaluation_failed", step=step, generator=name, error=error_line)
                         return None
                     self._events.warning("evaluation_moved", step=step, generator=name, hint="it has left")
                 else:
-                    self._events.info("evaluation_finished", step=step, generator=name, **figures_of(result))
+                    self._events.info("evaluation_finished", step=step, generator=name, **flatten_evaluation(result))
                     return result
         finally:
             for each in hearing:
@@ -302,53 +310,58 @@ class Evaluator:
         self._events.warning("evaluation_failed", step=step, error=error_line)
         return None
 
-    async def _played_by(self, generator: Generator) -> dict[str, Any]:
-        """Its result. Raises `Silent` if it stops answering meanwhile, `TimeoutError`, and what the evaluation raised."""
+    async def _play_on_generator(self, generator: FleetGenerator) -> dict[str, Any]:
+        """Its result. Raises `GeneratorSilent` if it stops answering meanwhile, `TimeoutError`, and what the evaluation
+        raised."""
         # The generator's own limit comes first, and so it is free again.
         limit = self.settings.timeout + RPC_SECONDS
         playing = asyncio.ensure_future(generator.handle.call("evaluate"))
-        listening = asyncio.create_task(self._until_silent(generator))
+        listening = asyncio.create_task(self._wait_until_silent(generator))
         try:
             await asyncio.wait([playing, listening], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if playing.done():
                 return playing.result()
-            raise Silent if listening.done() else TimeoutError(f"no answer within {limit:g} s (evaluation.timeout)")
+            raise (
+                GeneratorSilent
+                if listening.done()
+                else TimeoutError(f"no answer within {limit:g} s (evaluation.timeout)")
+            )
         finally:
             playing.cancel()
             listening.cancel()
 
-    async def _until_silent(self, generator: Generator) -> None:
+    async def _wait_until_silent(self, generator: FleetGenerator) -> None:
         """Returns when it has not answered for `supervise.silence_seconds`. A loss is noticed elsewhere."""
         while True:
             try:
-                await generator.handle.call("whereabouts", timeout=self.config.supervise.silence_seconds)
+                await generator.handle.call("describe_process", timeout=self.config.supervise.silence_seconds)
             except TimeoutError:
                 return
             except Exception:
                 await asyncio.Event().wait()
             await asyncio.sleep(PING_SECONDS)
 
-    async def finish(self, step: int, version: int, stopping: Callable[[], bool]) -> bool:
+    async def finish_evaluations(self, step: int, version: int, is_stopping: Callable[[], bool]) -> bool:
         """The run has made its last step: wait for what is running, then evaluate the last weights if that has not been done.
 
         A run that is stopped begins nothing, and waits `supervise.stop_grace_seconds` at most. Returns whether it left anything
         undone for that.
         """
-        await self._wait(stopping)
-        if self.settings.every and step and self._evaluated != step and not stopping():
-            self._begin(step, version)
-            await self._wait(stopping)
-        return bool(self.settings.every and step) and (self._evaluated != step or self._abandoned)
+        await self._wait_for_running(is_stopping)
+        if self.settings.every and step and self._last_step != step and not is_stopping():
+            self._begin_evaluation(step, version)
+            await self._wait_for_running(is_stopping)
+        return bool(self.settings.every and step) and (self._last_step != step or self._abandoned)
 
-    async def _wait(self, stopping: Callable[[], bool]) -> None:
+    async def _wait_for_running(self, is_stopping: Callable[[], bool]) -> None:
         deadline: float | None = None
         while self._task is not None and not self._task.done():
-            await asyncio.wait([self._task], timeout=POLL_SECONDS)
-            if stopping() and deadline is None:
+            await asyncio.wait([self._task], timeout=EVALUATION_POLL_SECONDS)
+            if is_stopping() and deadline is None:
                 deadline = self._clock.monotonic() + self.config.supervise.stop_grace_seconds
             if deadline is not None and self._clock.monotonic() > deadline:
                 self._events.warning(
-                    "evaluation_abandoned", step=self._evaluated, hint="the same command, to resume, begins it again"
+                    "evaluation_abandoned", step=self._last_step, hint="the same command, to resume, begins it again"
                 )
                 self._abandoned = True
                 await self.cancel()

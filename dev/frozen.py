@@ -49,26 +49,26 @@ def original_names() -> Callable[[str], str]:
     names: dict[str, str] = tomllib.loads((HERE / "frozen_names.toml").read_text())
     if not names:
         return str
-    pattern = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + r")(?!\w)")
+    pattern = re.compile(r"(?<!\w)(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + r")(?!\w)")
     return lambda line: pattern.sub(lambda match: names[match[0]], line)
 
 
 def simulate_seed(seed: int) -> str:
     """Return the digest of everything that happens in the simulated run of `seed`."""
     from r3async.tools.simulate.run import Simulated, draw_case
-    from r3async.world.simulated.world import EventLog
+    from r3async.world.simulated.world import SimulationLog
 
-    digest, put_back, add = hashlib.blake2b(digest_size=16), original_names(), EventLog._add
+    digest, put_back, add = hashlib.blake2b(digest_size=16), original_names(), SimulationLog._add_line
 
-    def hash_line(log: EventLog, line: str) -> None:
+    def hash_line(log: SimulationLog, line: str) -> None:
         digest.update(put_back(line).encode() + b"\n")
 
-    EventLog._add = hash_line  # type: ignore[method-assign,assignment]
+    SimulationLog._add_line = hash_line  # type: ignore[method-assign,assignment]
     simulated = Simulated(draw_case(seed))
     try:
         result = simulated.run()
     finally:
-        EventLog._add = add  # type: ignore[method-assign]
+        SimulationLog._add_line = add  # type: ignore[method-assign]
     for event in simulated.history:
         digest.update(put_back(msgspec.json.encode(event).decode()).encode())
     return result.violated or digest.hexdigest()
@@ -85,13 +85,13 @@ def simulated_runs() -> dict[str, str]:
 
 def trained_steps() -> dict[str, Any]:
     """Return for each preset the digests of its recorded steps, and the learner's file in its last checkpoint."""
-    from r3async.record.recording import find_steps, read_step
+    from r3async.record.recording import find_recorded_steps, read_recorded_step
 
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as runs:
         for preset in PRESETS:
             run_command("train", preset, "--runs", runs, f"name={preset}", *SMALL_RUN)
-            steps = [read_step(path)[0] for path in find_steps(Path(runs) / preset)]
+            steps = [read_recorded_step(path)[0] for path in find_recorded_steps(Path(runs) / preset)]
             file = Path(runs) / preset / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json"
             manifest = json.loads(file.read_text().splitlines()[0])  # its own digest follows
             found[preset] = {

@@ -1,5 +1,5 @@
 """`python -m r3async` is the command `r3async`."""
 
-from r3async.tools.program import program
+from r3async.tools.program import run_program
 
-program()
+run_program()

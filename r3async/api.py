@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from r3async.config import Config, load_config
-from r3async.config.read import with_overrides
-from r3async.envs.objects import environment_with, hold, named
+from r3async.config.read import apply_overrides
+from r3async.envs.objects import build_factory_with_objects, extract_objects, register_objects
 from r3async.rollout.outcomes import Evaluation
 from r3async.world.processes import run_on_shared_loop
 
@@ -44,13 +44,17 @@ def train(
     an update) and `StoppedBeforeStep`, which are such. Ctrl-C ends the run in order, and it can resume. Blocking; also in a
     notebook.
     """
-    from r3async.actors.supervise import Pipeline
+    from r3async.actors.supervise import RunLauncher
     from r3async.tools.train import StopRequest
     from r3async.tools.train import train as run
 
     given, objects = _spelled(environment, reward, settings)
-    hold(objects)
-    kind = type("Pipeline", (Pipeline,), {"environments": partial(environment_with, objects)}) if objects else Pipeline
+    register_objects(objects)
+    kind = (
+        type("Pipeline", (RunLauncher,), {"make_environment": partial(build_factory_with_objects, objects)})
+        if objects
+        else RunLauncher
+    )
     name = "config" if isinstance(config, Config) else str(config)
     request = StopRequest()
     made = partial(
@@ -86,25 +90,27 @@ def evaluate(
 
     given, objects = _spelled(None, reward, settings)
     if (played := env if environment is None else environment) is not None and not isinstance(played, str):
-        names, more = named({"environment": played})
+        names, more = extract_objects({"environment": played})
         played, objects = names["environment"], objects | more
-    hold(objects)
+    register_objects(objects)
     chosen = choose_target(None if target is None else str(target), preset, played, given, policy, _runs(runs))
     return _blocking(
-        lambda: run_on_shared_loop(run_evaluation(chosen.posing(episodes, seed), policy=policy)), lambda: None
+        lambda: run_on_shared_loop(run_evaluation(chosen.with_tasks(episodes, seed), policy=policy)), lambda: None
     )
 
 
 def _runs(runs: str | Path | None) -> Path:
-    from r3async.tools.runs import runs_directory
+    from r3async.tools.runs import get_runs_directory
 
-    return runs_directory() if runs is None else Path(runs)
+    return get_runs_directory() if runs is None else Path(runs)
 
 
 def _spelled(environment: Any, reward: Any, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """As settings, with names for objects; and the objects, pickled."""
     words = {"environment": environment, "reward": reward}
-    given, objects = named({**settings, **{word: value for word, value in words.items() if value is not None}})
+    given, objects = extract_objects(
+        {**settings, **{word: value for word, value in words.items() if value is not None}}
+    )
     if "environment" in given:
         given["env.name"] = given.pop("environment")
     return given, objects
@@ -113,7 +119,7 @@ def _spelled(environment: Any, reward: Any, settings: Mapping[str, Any]) -> tupl
 def _config(preset: str | Path | Config, settings: Mapping[str, Any]) -> Config:
     if not isinstance(preset, Config):
         return load_config(str(preset), settings)
-    return with_overrides(preset, settings, "train")
+    return apply_overrides(preset, settings, "train")
 
 
 def _blocking(call: Callable[[], T], stop: Callable[[], object]) -> T:

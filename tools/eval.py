@@ -12,47 +12,47 @@ import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from r3async.actors.process import RunFailed
-from r3async.checkpoint import Checkpoints
-from r3async.config import HIDDEN, Config, ConfigError, EnvConfig, config_from_dict, load_config, to_dict
-from r3async.config.read import Overrides, nested, refuse_spoken, with_overrides
+from r3async.checkpoint import CheckpointDirectory
+from r3async.config import REDACTED, Config, ConfigError, EnvConfig, config_from_dict, config_to_dict, load_config
+from r3async.config.read import Overrides, apply_overrides, nest_overrides, refuse_literal_secrets
 from r3async.envs import EnvironmentFactory
-from r3async.envs.factory import environment_factory
-from r3async.rollout.agents.agents import OUTSIDE, is_agent, make_agent
+from r3async.envs.factory import build_environment_factory
+from r3async.rollout.agents.agents import OUTSIDE_AGENT, is_agent, make_agent
 from r3async.rollout.chat import ChatRenderer, TemplateError
 from r3async.rollout.engines import Engine, build_engine
 from r3async.rollout.evaluation import (
-    Policy,
+    BaselinePolicy,
     drop_long_prompts,
-    evaluate_all,
+    evaluate_sets,
     evaluate_without_model,
-    evaluated,
     refuse_shared_prompts,
+    resolve_evaluation_env,
 )
-from r3async.rollout.outcomes import Evaluation, Outcome, joined
-from r3async.tools.terminal import Terminal
+from r3async.rollout.outcomes import EpisodeOutcome, Evaluation, join_sets
+from r3async.tools.terminal import SafeConsole
 from r3async.untrusted import decode_python_json
 from r3async.world.files import make_directory, replace_file
 from r3async.world.processes import run_on_shared_loop
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 
-STOP_SECONDS = 30.0
-CHOOSES_ROWS = frozenset({"path", "subset", "split", "limit", "eval"})
+ENGINE_STOP_SECONDS = 30.0
+ROW_ARGUMENTS = frozenset({"path", "subset", "split", "limit", "eval"})
 """Of `env.args` of a dataset: with another one, the rows are not those that the run noted (`data.digest`)."""
-EPISODES = 64
+DEFAULT_TASKS = 64
 """Tasks where neither the person nor `evaluation.sets` says how many."""
 
 
-class Target(msgspec.Struct, frozen=True):
+class EvaluationTarget(msgspec.Struct, frozen=True):
     """What to evaluate. `model` is a directory, or None where a policy plays that needs none; `config` says how to play, and its
-    `evaluation` what, in its `env` where that names none; `run` is the run that is evaluated, if it is one, and `trained` the
+    `evaluation` what, in its `env` where that names none; `run` is the run that is evaluated, if it is one, and `trained_env` the
     environment that it trained."""
 
     model: Path | None
     config: Config
-    trained: EnvConfig | None = None
+    trained_env: EnvConfig | None = None
     run: Path | None = None
 
-    def posing(self, episodes: int | None, seed: int | None) -> Target:
+    def with_tasks(self, episodes: int | None, seed: int | None) -> EvaluationTarget:
         """With so many tasks, and others, than the configuration says. Raises `ConfigError`."""
         if episodes is not None and episodes < 1:
             raise ConfigError(f"`--episodes` must be at least 1, got {episodes}")
@@ -60,7 +60,7 @@ class Target(msgspec.Struct, frozen=True):
             raise ConfigError(f"`--seed` must be 0 or more, got {seed}")
         settings, given = self.config.evaluation, {}
         if episodes is not None or not settings.sets:
-            given["episodes"] = EPISODES if episodes is None else episodes
+            given["episodes"] = DEFAULT_TASKS if episodes is None else episodes
         if seed is not None:
             given["seed"] = seed
         sets = {name: msgspec.structs.replace(each, **given) for name, each in settings.sets.items()}
@@ -70,10 +70,15 @@ class Target(msgspec.Struct, frozen=True):
     @property
     def environments(self) -> dict[str, EnvConfig]:
         """Of the sets, by name."""
-        return {name: evaluated(self.config, each) for name, each in self.config.evaluation.each().items()}
+        return {
+            name: resolve_evaluation_env(self.config, each)
+            for name, each in self.config.evaluation.resolve_sets().items()
+        }
 
 
-def find_target(name: str, preset: str | None, env: str | None, overrides: Overrides, root: Path) -> Target:
+def find_evaluation_target(
+    name: str, preset: str | None, env: str | None, overrides: Overrides, root: Path
+) -> EvaluationTarget:
     """A model directory, or a run, whose newest model it is and whose configuration counts, with the environment of its
     `[evaluation]`; `overrides` over that.
 
@@ -82,7 +87,7 @@ def find_target(name: str, preset: str | None, env: str | None, overrides: Overr
     from r3async.tools.inspect.run import InspectError, find_run
 
     if (Path(name) / "config.json").is_file():
-        if env is None and preset is None and "name" not in nested(overrides).get("env", {}):
+        if env is None and preset is None and "name" not in nest_overrides(overrides).get("env", {}):
             raise ConfigError(f"{name} is a model: say which environment it is to play, with --env NAME, or data=FILE")
         run, model, base, trained = None, Path(name), load_config(preset, command=None) if preset else Config(), None
     else:
@@ -98,54 +103,56 @@ def find_target(name: str, preset: str | None, env: str | None, overrides: Overr
         if found is None:
             raise ConfigError(f"{run} has no model yet: neither {made[0]} nor {made[1]} has a config.json")
         model, trained = found, base.env
-    return Target(model.absolute(), _override(base, env, overrides), trained, run)
+    return EvaluationTarget(model.absolute(), _apply_overrides(base, env, overrides), trained, run)
 
 
-def _override(base: Config, env: str | None, overrides: Overrides) -> Config:
+def _apply_overrides(base: Config, env: str | None, overrides: Overrides) -> Config:
     """`env` of what is returned is what evaluation plays, but for the sets that name their own; overrides of `env` change that,
     as overrides of `evaluation.env` do. Another `env` has no sets."""
-    data = to_dict(base, reveal=True)
+    data = config_to_dict(base, reveal=True)
     played = base.evaluation.env if base.evaluation.env.name else base.env  # its rows may be named by an override
-    data["env"] = to_dict(played, reveal=True)
-    if CHOOSES_ROWS.intersection(nested(overrides).get("env", {}).get("args", {})):
+    data["env"] = config_to_dict(played, reveal=True)
+    if ROW_ARGUMENTS.intersection(nest_overrides(overrides).get("env", {}).get("args", {})):
         data["env"]["args"].pop("digest", None)
     data["evaluation"].pop("env", None)
     data["checkpoint"].pop("keep_best", None)  # nothing is trained
     if env is not None and env != data["env"]["name"]:
         data["evaluation"].pop("sets", None)
-    if data["serving"]["token"] == HIDDEN:  # nobody from outside is served here
+    if data["serving"]["token"] == REDACTED:  # nobody from outside is served here
         data["serving"] |= {"token": "", "host": "127.0.0.1"}
     if env is not None and env != data["env"]["name"]:
         data["env"] = {"name": env}  # arguments of another environment are not this one's
-    config = with_overrides(config_from_dict(data), overrides, "eval")
+    config = apply_overrides(config_from_dict(data), overrides, "eval")
     if not isinstance(overrides, Mapping):
-        refuse_spoken(config, overrides)
-    return msgspec.structs.replace(config, env=evaluated(config, config.evaluation))
+        refuse_literal_secrets(config, overrides)
+    return msgspec.structs.replace(config, env=resolve_evaluation_env(config, config.evaluation))
 
 
-def without_model(preset: str | None, env: str | None, overrides: Overrides) -> Target:
+def make_policy_target(preset: str | None, env: str | None, overrides: Overrides) -> EvaluationTarget:
     """What an environment's own policy plays: the defaults', or a `preset`'s, with `overrides` over that."""
-    return Target(None, _override(load_config(preset, command=None) if preset else Config(), env, overrides))
+    return EvaluationTarget(
+        None, _apply_overrides(load_config(preset, command=None) if preset else Config(), env, overrides)
+    )
 
 
 def choose_target(
     name: str | None, preset: str | None, env: str | None, overrides: Overrides, policy: str, root: Path
-) -> Target:
+) -> EvaluationTarget:
     """Of a policy that needs no model, nothing has to be named."""
     if name is None and policy != "model":
-        return without_model(preset, env, overrides)
-    return find_target(name or "latest", preset, env, overrides, root)
+        return make_policy_target(preset, env, overrides)
+    return find_evaluation_target(name or "latest", preset, env, overrides, root)
 
 
-def check_target(target: Target, policy: str) -> None:
+def check_target(target: EvaluationTarget, policy: str) -> None:
     """Raise `ConfigError` for an environment that cannot be played, or not so."""
     if policy == "model":
         assert target.model is not None
         _check_positions(target.model, target.config.episode.max_total_tokens)
     for env in target.environments.values():
-        if env.name == OUTSIDE:
+        if env.name == OUTSIDE_AGENT:
             raise ConfigError(
-                f'`env.name` = "{OUTSIDE}" cannot be evaluated: name something that plays by itself, with --env'
+                f'`env.name` = "{OUTSIDE_AGENT}" cannot be evaluated: name something that plays by itself, with --env'
             )
         if is_agent(env):
             make_agent(env)
@@ -153,8 +160,8 @@ def check_target(target: Target, policy: str) -> None:
                 raise ConfigError(
                     f"`--policy {policy}`: {env.name!r} is an agent, which asks a model; only environments have policies"
                 )
-        elif target.trained is not None:
-            refuse_shared_prompts(env, target.trained)
+        elif target.trained_env is not None:
+            refuse_shared_prompts(env, target.trained_env)
 
 
 def _check_positions(model: Path, tokens: int) -> None:
@@ -167,36 +174,38 @@ def _check_positions(model: Path, tokens: int) -> None:
 
 
 async def run_evaluation(
-    target: Target,
+    target: EvaluationTarget,
     *,
     policy: Literal["model", "oracle", "random"] = "model",
-    phase: Callable[[str], object] = lambda text: None,
-    progress: Callable[[Outcome], object] = lambda outcome: None,
-    report: Callable[..., object] = lambda event, **fields: None,
+    show_phase: Callable[[str], object] = lambda text: None,
+    on_outcome: Callable[[EpisodeOutcome], object] = lambda outcome: None,
+    report_event: Callable[..., object] = lambda event, **fields: None,
     make_engine: Callable[[Config, str, int], Engine] = build_engine,
 ) -> Evaluation:
     """Raises `ConfigError` for what can be mended beforehand, and `RunFailed` with what an episode or the engine failed with."""
     check_target(target, policy)
     config = target.config
-    factories = {name: None if is_agent(env) else environment_factory(env) for name, env in target.environments.items()}
+    factories = {
+        name: None if is_agent(env) else build_environment_factory(env) for name, env in target.environments.items()
+    }
     if policy != "model":
-        phase(f"playing the {policy} policy")
-        return joined(
+        show_phase(f"playing the {policy} policy")
+        return join_sets(
             {
                 name: await evaluate_without_model(
                     env,
                     factory,
                     policy,
-                    config.evaluation.each()[name],
-                    trained=target.trained,
+                    config.evaluation.resolve_sets()[name],
+                    trained_env=target.trained_env,
                     max_turns=config.episode.max_turns,
-                    progress=progress,
+                    progress=on_outcome,
                 )
                 for name, env in target.environments.items()
                 if (factory := factories[name]) is not None
             }
         )
-    phase("loading the model")
+    show_phase("loading the model")
     assert target.model is not None
     try:
         renderer = ChatRenderer.from_model(target.model, config.episode.template_args)
@@ -205,28 +214,29 @@ async def run_evaluation(
         raise ConfigError(f"the model in {target.model} cannot be used: {error}") from error
     for factory in factories.values():
         if factory is not None and (dropped := drop_long_prompts(factory, renderer, config.episode)):
-            phase(
+            show_phase(
                 f"{dropped} prompts are longer than episode.max_prompt_tokens = {config.episode.max_prompt_tokens}, and not posed"
             )
     made = {
-        msgspec.json.encode(to_dict(env, reveal=True)): factories[name] for name, env in target.environments.items()
+        msgspec.json.encode(config_to_dict(env, reveal=True)): factories[name]
+        for name, env in target.environments.items()
     }
 
     async def factory_of(env: EnvConfig) -> EnvironmentFactory | None:
-        return made[msgspec.json.encode(to_dict(env, reveal=True))]
+        return made[msgspec.json.encode(config_to_dict(env, reveal=True))]
 
     try:
         await engine.start()
-        phase("playing")
-        return await evaluate_all(
+        show_phase("playing")
+        return await evaluate_sets(
             config,
             factory_of,
             engine,
             renderer,
-            trained=target.trained,
+            trained_env=target.trained_env,
             generator_id="eval",
-            report=report,
-            progress=progress,
+            report=report_event,
+            progress=on_outcome,
         )
     except Exception as error:
         while isinstance(error, ExceptionGroup):
@@ -235,19 +245,19 @@ async def run_evaluation(
             raise error from None
         raise RunFailed(str(error)) from error
     finally:
-        await asyncio.wait_for(engine.stop(), STOP_SECONDS)
+        await asyncio.wait_for(engine.stop(), ENGINE_STOP_SECONDS)
 
 
-def keep_result(target: Target, result: Evaluation) -> Path | None:
+def save_result(target: EvaluationTarget, result: Evaluation) -> Path | None:
     """Beside the checkpoints of the run that was evaluated, as `evaluation-model-1.json` and so on. None where there is no run,
     or its directory cannot be written."""
     if target.run is None:
         return None
-    directory = Checkpoints.of(target.config, target.run).directory
+    directory = CheckpointDirectory.from_config(target.config, target.run).directory
     about = {
         "model": str(target.model),
-        "time": REAL.clock.time(),
-        "evaluation": to_dict(target.config.evaluation),
+        "time": REAL_WORLD.clock.time(),
+        "evaluation": config_to_dict(target.config.evaluation),
         "env": {name: env.name for name, env in target.environments.items()},
         "result": msgspec.to_builtins(result),
     }
@@ -262,14 +272,16 @@ def keep_result(target: Target, result: Evaluation) -> Path | None:
     return path
 
 
-def describe(result: Evaluation, name: str, envs: Mapping[str, EnvConfig]) -> list[str]:
+def describe_result(result: Evaluation, name: str, envs: Mapping[str, EnvConfig]) -> list[str]:
     """Lines for a person. `envs`: of the sets, by name."""
     if not result.sets:
-        return describe_set(result, name, next(iter(envs.values())).name)
-    return [line for of, each in result.sets.items() for line in describe_set(each, f"{name}, {of},", envs[of].name)]
+        return describe_set_result(result, name, next(iter(envs.values())).name)
+    return [
+        line for of, each in result.sets.items() for line in describe_set_result(each, f"{name}, {of},", envs[of].name)
+    ]
 
 
-def describe_set(result: Evaluation, name: str, env: str) -> list[str]:
+def describe_set_result(result: Evaluation, name: str, env: str) -> list[str]:
     """Lines for a person."""
     error = "" if result.reward_error is None else f" ± {result.reward_error:.4f}"
     lines = [
@@ -278,16 +290,16 @@ def describe_set(result: Evaluation, name: str, env: str) -> list[str]:
         f"  of an episode: {result.turns_mean:.2f} turns, {result.tokens_mean:.1f} sampled tokens",
     ]
     samples = max(int(k) for k in result.passes)
-    low_high = _interval(result.reward_low, result.reward_high)
+    low_high = _format_interval(result.reward_low, result.reward_high)
     lines.append(f"  avg@{samples} {result.reward_mean:.4f}{low_high}, over {result.tasks} tasks")
     for k, (estimate, low, high) in result.passes.items():
-        lines.append(f"  pass@{k} {estimate:.4f}{_interval(low, high)}")
+        lines.append(f"  pass@{k} {estimate:.4f}{_format_interval(low, high)}")
     for reason, (count, mean) in result.stop_reasons.items():
         lines.append(f"  ended by {reason:<10} {count:>5}  mean reward {mean:.4f}")
     return lines + [f"  mean {name} {mean:.4f}" for name, mean in result.metrics.items()]
 
 
-def _interval(low: float | None, high: float | None) -> str:
+def _format_interval(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f"  (95 %: {low:.4f} to {high:.4f})"
 
 
@@ -299,7 +311,7 @@ def eval_command(
     preset: str | None,
     episodes: int | None,
     seed: int | None,
-    policy: Literal["model"] | Policy,
+    policy: Literal["model"] | BaselinePolicy,
     json: bool,
     root: Path,
 ) -> Evaluation:
@@ -307,9 +319,9 @@ def eval_command(
     beside its checkpoints."""
     if target is not None and "=" in target and not Path(target).exists():
         overrides, target = [target, *overrides], None  # a setting, and no target
-    what = choose_target(target, preset, env, overrides, policy, root).posing(episodes, seed)
-    settings = what.config.evaluation.each()
-    screen = Terminal(stderr=True)
+    what = choose_target(target, preset, env, overrides, policy, root).with_tasks(episodes, seed)
+    settings = what.config.evaluation.resolve_sets()
+    screen = SafeConsole(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=screen
     )
@@ -319,16 +331,16 @@ def eval_command(
             run_evaluation(
                 what,
                 policy=policy,
-                phase=lambda text: bar.update(task, description=text),
-                progress=lambda outcome: bar.advance(task),
-                report=lambda event, **fields: bar.console.print(event, fields, markup=False, highlight=False),
+                show_phase=lambda text: bar.update(task, description=text),
+                on_outcome=lambda outcome: bar.advance(task),
+                report_event=lambda event, **fields: bar.console.print(event, fields, markup=False, highlight=False),
             )
         )
-    out = Terminal()
+    out = SafeConsole()
     name = what.model.name if what.model is not None and policy == "model" else policy
-    for line in describe(result, name, what.environments):
+    for line in describe_result(result, name, what.environments):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
-    if policy == "model" and (path := keep_result(what, result)) is not None:
+    if policy == "model" and (path := save_result(what, result)) is not None:
         out.print(f"kept as {path}", markup=False, highlight=False, soft_wrap=True)
     if json:
         data: dict[str, Any] = msgspec.to_builtins(result)

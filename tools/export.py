@@ -8,14 +8,15 @@ from pathlib import Path
 
 import msgspec
 
-from r3async.checkpoint import CheckpointError, Opened, find_checkpoint
-from r3async.checkpoint.resume import check_model
+from r3async.checkpoint import Checkpoint, CheckpointError, find_checkpoint
+from r3async.checkpoint.resume import check_start_model
 from r3async.config import Config, ParallelConfig, config_from_dict
 from r3async.world.files import make_directory, replace_directory
 
 
-def export(run_or_checkpoint: Path, directory: Path, *, model: Path | None = None) -> Opened:
-    """Write what `LearnerBackend.save` would have written at that step, bit for bit; returns the checkpoint it is from.
+def export_model(run_or_checkpoint: Path, directory: Path, *, model: Path | None = None) -> Checkpoint:
+    """Write what `LearnerBackend.save_pretrained` would have written at that step, bit for bit; returns the checkpoint it is
+    from.
 
     In host memory, by one process, whatever ranks trained: it takes 4 bytes a parameter, and 2 more where training was in
     bfloat16. `model`: where the start model is now, if it was moved: architecture and tokenizer are read there. Raises
@@ -23,47 +24,50 @@ def export(run_or_checkpoint: Path, directory: Path, *, model: Path | None = Non
     """
     if directory.exists():
         raise FileExistsError(f"{directory} exists: name another directory, or remove it")
-    opened, source = _found(run_or_checkpoint, model)
+    opened, source = _find_source(run_or_checkpoint, model)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a model that many devices trained need not fit on one
     from r3async.learner import build_learner
 
-    learner = build_learner(_alone(opened), source)
+    learner = build_learner(_to_single_rank(opened), source)
     try:
-        learner.restore(opened.learner(), optimizer=False)
-        learner.save(directory)
+        learner.restore_state(opened.open_learner_state(), with_optimizer=False)
+        learner.save_pretrained(directory)
     finally:
         learner.close()
     return opened
 
 
-def export_adapter(run_or_checkpoint: Path, directory: Path, *, model: Path | None = None) -> Opened:
-    """Write the adapters of a run with `learner.lora` as PEFT reads them; otherwise as `export`. No model is loaded."""
-    from r3async.checkpoint.tensors import Place
+def export_adapter(run_or_checkpoint: Path, directory: Path, *, model: Path | None = None) -> Checkpoint:
+    """Write the adapters of a run with `learner.lora` as PEFT reads them; otherwise as `export_model`. No model is loaded."""
+    from r3async.checkpoint.tensors import TensorSlice
     from r3async.learner.lora import save_adapter
 
     if directory.exists():
         raise FileExistsError(f"{directory} exists: name another directory, or remove it")
-    opened, source = _found(run_or_checkpoint, model)
-    lora, parts = _alone(opened).learner.lora, opened.learner()
+    opened, source = _find_source(run_or_checkpoint, model)
+    lora, parts = _to_single_rank(opened).learner.lora, opened.open_learner_state()
     if not lora.rank:
         raise CheckpointError(
             "`learner.lora.rank` is 0: the run has no adapters; without --adapter its model is exported"
         )
     kind = "master/"
-    names = sorted(name for name in parts.names() if name.startswith(kind))
-    tensors = {name.removeprefix(kind): parts.read(Place.whole(name, parts.shape(name))) for name in names}
+    names = sorted(name for name in parts.tensor_names() if name.startswith(kind))
+    tensors = {
+        name.removeprefix(kind): parts.read_slice(TensorSlice.full_tensor(name, parts.tensor_shape(name)))
+        for name in names
+    }
     stacked = any(tensor.ndim > 2 for tensor in tensors.values())
     scratch = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     make_directory(scratch)
     try:
-        save_adapter(scratch, tensors, lora, base=str(source), order=_parameters(source) if stacked else ())
+        save_adapter(scratch, tensors, lora, base=str(source), order=_list_parameters(source) if stacked else ())
         replace_directory(scratch, directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return opened
 
 
-def _parameters(source: Path) -> list[str]:
+def _list_parameters(source: Path) -> list[str]:
     """Names of the model's parameters, in its order; no weight is read."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -73,7 +77,7 @@ def _parameters(source: Path) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
-def _found(run_or_checkpoint: Path, model: Path | None) -> tuple[Opened, Path]:
+def _find_source(run_or_checkpoint: Path, model: Path | None) -> tuple[Checkpoint, Path]:
     """The checkpoint, and its start model. Raises `CheckpointError`."""
     opened = find_checkpoint(run_or_checkpoint)
     source = model or Path(opened.state.model_path)
@@ -82,13 +86,13 @@ def _found(run_or_checkpoint: Path, model: Path | None) -> tuple[Opened, Path]:
             f"the start model is not in {source} any more, and architecture and tokenizer are read there: name its directory "
             "with --model"
         )
-    learner = _alone(opened).learner
+    learner = _to_single_rank(opened).learner
     if learner.lora.rank or learner.freeze_router:  # the checkpoint has only a part of the weights
-        check_model(opened.state, source)
+        check_start_model(opened.state, source)
     return opened, source
 
 
-def _alone(opened: Opened) -> Config:
+def _to_single_rank(opened: Checkpoint) -> Config:
     """The run's configuration, on one rank."""
     config = config_from_dict({k: v for k, v in opened.state.config.items() if k in Config.__struct_fields__})
     config.algorithm.reference_kl.coef = 0.0  # or a copy of the start model would be kept

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import Config, ConfigError
-from r3async.untrusted import decode_object
+from r3async.untrusted import decode_json_object
 
-FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+MODEL_FILE_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 """Of a repository, what a run reads."""
-LOOK_SECONDS = 10.0
+HUB_TIMEOUT_SECONDS = 10.0
 """So long one question to the hub may take."""
 
 
@@ -21,15 +21,16 @@ def is_hub_name(name: str) -> bool:
     return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name)) and not Path(name).exists()
 
 
-def with_model(config: Config, *, fetch: bool) -> Config:
+def resolve_hub_model(config: Config, *, download: bool) -> Config:
     """The configuration with a directory as `model.path`, where that is a name of the hub: from the local cache, or, with
-    `fetch`, from the network. Without, a name that is not in the cache stays. Raises `ConfigError` with what to do about it."""
+    `download`, from the network. Without, a name that is not in the cache stays. Raises `ConfigError` with what to do about
+    it."""
     name = config.model.path
     if not name or not is_hub_name(name):
         return config
-    directory = _cached(name)
-    if fetch and (directory is None or not has_weights(directory)):
-        directory = _fetched(name)
+    directory = _find_cached(name)
+    if download and (directory is None or not has_weights(directory)):
+        directory = _download_model(name)
     if directory is None:
         return config
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(directory)))
@@ -39,12 +40,12 @@ def has_weights(directory: Path) -> bool:
     """Whether every file of weights is there, of those that the index names, or any."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = set(decode_object(index.read_bytes()).get("weight_map", {}).values())
+        names = set(decode_json_object(index.read_bytes()).get("weight_map", {}).values())
         return all((directory / name).exists() for name in names)
     return any(directory.glob("*.safetensors"))
 
 
-def _cached(name: str) -> Path | None:
+def _find_cached(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -54,21 +55,21 @@ def _cached(name: str) -> Path | None:
         return None
 
 
-def _fetched(name: str) -> Path:
+def _download_model(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        directory = Path(snapshot_download(name, allow_patterns=FILES, etag_timeout=LOOK_SECONDS))
+        directory = Path(snapshot_download(name, allow_patterns=MODEL_FILE_PATTERNS, etag_timeout=HUB_TIMEOUT_SECONDS))
     except Exception as error:  # of many kinds: no network, no such model, no permission, a full disk
-        raise _not_fetched(name, str(error).strip().partition("\n")[0] or type(error).__name__) from error
+        raise _make_download_error(name, str(error).strip().partition("\n")[0] or type(error).__name__) from error
     if not has_weights(directory):  # without a network, what the cache has is all there is
-        raise _not_fetched(name, f"{directory} lacks files of weights")
+        raise _make_download_error(name, f"{directory} lacks files of weights")
     return directory
 
 
-def _not_fetched(name: str, why: str) -> ConfigError:
+def _make_download_error(name: str, reason: str) -> ConfigError:
     return ConfigError(
         f"`model.path` = {name!r} is not a model directory (no config.json in it), and the hub's model of that name cannot be "
-        f"fetched: {why}. Where there is a network: hf download {name} --local-dir {name.split('/')[1]}, and "
+        f"fetched: {reason}. Where there is a network: hf download {name} --local-dir {name.split('/')[1]}, and "
         f"model.path={name.split('/')[1]}"
     )

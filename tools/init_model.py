@@ -26,20 +26,28 @@ import xxhash
 
 import r3async.learner
 from r3async.actors.process import RunFailed
-from r3async.config import Config, ConfigError, InitConfig, LearnerConfig, config_from_dict, environments, to_dict
+from r3async.config import (
+    Config,
+    ConfigError,
+    InitConfig,
+    LearnerConfig,
+    config_from_dict,
+    config_to_dict,
+    resolve_envs,
+)
 from r3async.config.training import RoutingConfig
 from r3async.data.records import Sample
 from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
 from r3async.envs.dataset import is_dataset
-from r3async.envs.factory import BUILT_IN, environment_factory
-from r3async.envs.objects import all_held, hold
-from r3async.envs.raised import describe_raised
+from r3async.envs.factory import BUILTIN_ENVIRONMENTS, build_environment_factory
+from r3async.envs.objects import get_registered_objects, register_objects
+from r3async.envs.raised import summarize_error
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer, Conversation
 from r3async.rollout.demonstrations import Demonstration
-from r3async.rollout.engines.vllm_owner import exit_with
+from r3async.rollout.engines.vllm_owner import exit_with_owner
 from r3async.world.files import replace_directory
-from r3async.world.processes import find_user_modules, program_apart, run_on_shared_loop
+from r3async.world.processes import add_user_module_path, hide_main_module, run_on_shared_loop
 
 if TYPE_CHECKING:
     from r3async.learner.torch.backend import TorchLearner
@@ -50,24 +58,24 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
-WARM_LR = 1e-3
-WARM_BATCH = 64
+WARMUP_LR = 1e-3
+WARMUP_BATCH_EPISODES = 64
 """Episodes of a supervised step."""
-WARM_TOKENS = 16384
+WARMUP_MICRO_BATCH_TOKENS = 16384
 """Of a micro-batch."""
-FAILED_IN_A_ROW = 8
-EVALUATED = 64
+MAX_CONSECUTIVE_FAILURES = 8
+EVALUATION_EPISODES = 64
 """Episodes of an evaluation."""
-DIGEST = "digest"
+DIGEST_FILE = "digest"
 EVALUATE_EVERY = 10
-LOOKS = ((0.75, 2), (0.5, 4), (0.0, EVALUATE_EVERY))
+EVALUATION_INTERVALS = ((0.75, 2), (0.5, 4), (0.0, EVALUATE_EVERY))
 """From a share of the reward on, steps to the next evaluation, which costs as much as two."""
 
-Progress = Callable[[str], object]
-Maker = Callable[[Path, Config, Progress], object]
+ShowProgress = Callable[[str], object]
+MakeModel = Callable[[Path, Config, ShowProgress], object]
 
 
-def byte_tokenizer() -> Any:
+def build_byte_tokenizer() -> Any:
     """A transformers tokenizer of 256 byte symbols and the special tokens, without merges: any text, one token a byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -86,7 +94,7 @@ def byte_tokenizer() -> Any:
     return fast
 
 
-def random_model(init: InitConfig, tokenizer: Any) -> Any:
+def build_random_model(init: InitConfig, tokenizer: Any) -> Any:
     """A `Qwen3MoeForCausalLM` in float32 with random weights; equal seeds give equal weights."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -120,11 +128,11 @@ def random_model(init: InitConfig, tokenizer: Any) -> Any:
     return model
 
 
-class OracleData:
+class OracleDemonstrations:
     """Episodes played by the environment's own oracle."""
 
     def __init__(
-        self, factory: EnvironmentFactory, renderer: ChatRenderer, seed: int, progress: Progress = lambda line: None
+        self, factory: EnvironmentFactory, renderer: ChatRenderer, seed: int, progress: ShowProgress = lambda line: None
     ):
         env = factory()
         if not isinstance(env, HasOracle):
@@ -135,62 +143,62 @@ class OracleData:
         self._rng = random.Random(f"warm-up {seed}")
         self._progress, self._reported = progress, set[str]()
 
-    async def _episode(self) -> tuple[Demonstration, list[tuple[list[int], Environment, int]]]:
+    async def _play_episode(self) -> tuple[Demonstration, list[tuple[list[int], Environment, int]]]:
         """Play one to its end. The user's code may raise on some tasks, as it may in training: another task is played then.
 
-        Raises the error that `FAILED_IN_A_ROW` tasks failed with.
+        Raises the error that `MAX_CONSECUTIVE_FAILURES` tasks failed with.
         """
-        for failed in range(1, FAILED_IN_A_ROW + 1):
+        for failed in range(1, MAX_CONSECUTIVE_FAILURES + 1):
             try:
-                return await self._played()
+                return await self._try_episode()
             except ConfigError:
                 raise
             except Exception as error:
-                self._report(error)
-                if failed == FAILED_IN_A_ROW:
+                self._report_error(error)
+                if failed == MAX_CONSECUTIVE_FAILURES:
                     raise RunFailed(
-                        f"{failed} tasks in a row failed while the new model was warmed up: {describe_raised(error).line}"
+                        f"{failed} tasks in a row failed while the new model was warmed up: {summarize_error(error).line}"
                     ) from error
         raise AssertionError
 
-    def _report(self, error: Exception) -> None:
+    def _report_error(self, error: Exception) -> None:
         """Each distinct error once."""
-        if (line := describe_raised(error).line) not in self._reported:
+        if (line := summarize_error(error).line) not in self._reported:
             self._reported.add(line)
             self._progress(f"the warm-up leaves a task out: {line}")
 
-    async def _played(self) -> tuple[Demonstration, list[tuple[list[int], Environment, int]]]:
+    async def _try_episode(self) -> tuple[Demonstration, list[tuple[list[int], Environment, int]]]:
         env: Any = self._factory()
         conversation = Conversation(
             self._renderer, await env.reset(self._rng.getrandbits(63)), getattr(env, "tools", ())
         )
         demonstration, turns = Demonstration(), []
         while True:
-            prompt = conversation.prompt().token_ids.tolist()
+            prompt = conversation.build_prompt().token_ids.tolist()
             answer = env.oracle()
-            encoded = [*self._renderer.encode(answer), self._renderer.end_id]
-            demonstration.turn(prompt, encoded)
+            encoded = [*self._renderer.encode(answer), self._renderer.eos_token_id]
+            demonstration.add_turn(prompt, encoded)
             turns.append((demonstration.rows[-1][0][: -len(encoded)], copy.deepcopy(env), len(encoded)))
-            conversation.answered(encoded)
+            conversation.add_answer(encoded)
             result = await env.step(Action(answer))
             if result.done:
                 return demonstration, turns
-            (conversation.rewrite if result.rewrites else conversation.observe)(result.messages)
+            (conversation.replace_messages if result.rewrites else conversation.add_messages)(result.messages)
 
-    def batch(self, size: int) -> list[Sample]:
+    def make_batch(self, size: int) -> list[Sample]:
         """`size` episodes: a sample each, or more where history was rewritten."""
 
         async def play() -> list[Sample]:
-            return [s for i in range(size) for s in (await self._episode())[0].samples(str(i))]
+            return [s for i in range(size) for s in (await self._play_episode())[0].build_samples(str(i))]
 
         return run_on_shared_loop(play())
 
-    def sampled_reward(self, model: Any, episodes: int) -> float:
+    def measure_reward(self, model: Any, episodes: int) -> float:
         """Mean reward of answers *sampled* at temperature 1 in every turn, after the oracle's answers in the turns before."""
         import torch
 
         async def prompts() -> list[tuple[list[int], Environment, int]]:
-            return [turn for _ in range(episodes) for turn in (await self._episode())[1]]
+            return [turn for _ in range(episodes) for turn in (await self._play_episode())[1]]
 
         turns = run_on_shared_loop(prompts())
         pad = self._renderer.tokenizer.pad_token_id
@@ -210,59 +218,64 @@ class OracleData:
                 top_p=1.0,
                 max_new_tokens=2 * max(length for _, _, length in turns),
                 pad_token_id=pad,
-                eos_token_id=self._renderer.end_id,
+                eos_token_id=self._renderer.eos_token_id,
             )
 
         async def score() -> list[float]:
             rewards = []
             for (_, env, _), row in zip(turns, out[:, width:].tolist(), strict=True):
-                ended = self._renderer.end_id in row
-                answer = row[: row.index(self._renderer.end_id)] if ended else row
-                text = self._renderer.text(answer)
+                ended = self._renderer.eos_token_id in row
+                answer = row[: row.index(self._renderer.eos_token_id)] if ended else row
+                text = self._renderer.decode_answer(answer)
                 try:
                     rewards.append((await env.step(Action(text, "stop" if ended else "length"))).reward)
                 except Exception as error:  # the user's, of what the model wrote
-                    self._report(error)
+                    self._report_error(error)
             return rewards
 
         return sum(run_on_shared_loop(score())) / episodes
 
 
-def warm_up(learner: TorchLearner, data: OracleData, init: InitConfig, progress: Progress) -> tuple[int, float]:
+def warm_up_model(
+    learner: TorchLearner, data: OracleDemonstrations, init: InitConfig, progress: ShowProgress
+) -> tuple[int, float]:
     """Supervised steps until the mean sampled reward is `init.warm_reward`. Returns steps and the reward reached."""
-    from r3async.learner.batch.packing import pack
-    from r3async.learner.supervised import supervised_step
+    from r3async.learner.batch.packing import pack_samples
+    from r3async.learner.supervised import run_supervised_step
 
     def sampled_reward() -> float:
-        model = learner.model.causal
+        model = learner.model.causal_lm
         packed = model.config._attn_implementation
         model.set_attn_implementation("sdpa")  # packed samples are no text to continue
         try:
-            return data.sampled_reward(model, EVALUATED)
+            return data.measure_reward(model, EVALUATION_EPISODES)
         finally:
             model.set_attn_implementation(packed)
 
     step, reward = 0, 0.0 if init.warm_reward > 0 else sampled_reward()
     look = EVALUATE_EVERY
     while reward < init.warm_reward and step < init.max_warm_steps:
-        supervised_step(learner, pack(data.batch(WARM_BATCH), learner.config.learner.max_tokens_per_micro_batch))
+        run_supervised_step(
+            learner,
+            pack_samples(data.make_batch(WARMUP_BATCH_EPISODES), learner.config.learner.max_tokens_per_micro_batch),
+        )
         step += 1
         if step == look:
             reward = sampled_reward()
             # It rises steeply near the end: look often there, not to overshoot.
             share = reward / init.warm_reward
-            look += next(steps for least, steps in LOOKS if share >= least)
+            look += next(steps for least, steps in EVALUATION_INTERVALS if share >= least)
             progress(f"warming up the new model: step {step}, sampled reward {reward:.2f} of {init.warm_reward:.2f}")
     return step, reward
 
 
-def _teacher(config: Config) -> Config:
+def _make_warmup_config(config: Config) -> Config:
     """Of the learner that warms the model up: one rank in float32, whatever is to train it later."""
-    longest = max(config.episode.max_total_tokens, WARM_TOKENS)
+    longest = max(config.episode.max_total_tokens, WARMUP_MICRO_BATCH_TOKENS)
     learner = LearnerConfig(
         backend="torch",
         dtype="float32",
-        lr=WARM_LR,
+        lr=WARMUP_LR,
         weight_decay=0.01,
         betas=(0.9, 0.999),
         max_grad_norm=1e6,
@@ -271,7 +284,7 @@ def _teacher(config: Config) -> Config:
     return Config(episode=config.episode, learner=learner, routing=RoutingConfig(replay="off"))
 
 
-def init_model(directory: Path, config: Config, progress: Progress = lambda line: None) -> dict[str, float]:
+def init_model(directory: Path, config: Config, progress: ShowProgress = lambda line: None) -> dict[str, float]:
     """Make `directory`: safetensors, tokenizer, chat template, and `r3async_init.json` with what was done.
 
     Written aside and renamed, so that an interrupted call leaves nothing half made. Raises `FileExistsError` if the
@@ -280,19 +293,19 @@ def init_model(directory: Path, config: Config, progress: Progress = lambda line
     if directory.exists():
         raise FileExistsError(f"{directory} exists already")
     init = config.model.init
-    factory = environment_factory(config.env)
+    factory = build_environment_factory(config.env)
     progress("loading torch and transformers")
     import torch
     from transformers.utils import logging
 
     from r3async.learner.torch.backend import TorchLearner
 
-    # They have a lock of all processes, which one that is killed (`init_model_apart`) leaves behind. Progress is told here.
+    # They have a lock of all processes, which one that is killed (`init_model_in_process`) leaves behind. Progress is told here.
     logging.disable_progress_bar()
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     renderer = ChatRenderer(tokenizer)
-    data = OracleData(factory, renderer, init.seed, progress)
-    model = random_model(init, tokenizer)
+    data = OracleDemonstrations(factory, renderer, init.seed, progress)
+    model = build_random_model(init, tokenizer)
     parameters = sum(p.numel() for p in model.parameters())
     progress(f"made a random Qwen3-MoE: {parameters / 1e6:.2f} M parameters, {init.experts} experts, top-{init.top_k}")
     scratch = directory.with_name(directory.name + ".partial")
@@ -304,26 +317,30 @@ def init_model(directory: Path, config: Config, progress: Progress = lambda line
     threads = torch.get_num_threads()  # the learner takes one: as fast for matrices this small
     try:
         if is_dataset(config.env):
-            progress(f"warming it up on the rows' answers: `reward` is called for each, {WARM_BATCH} a step")
-        learner = TorchLearner.load(_teacher(config), scratch)
-        steps, reward = warm_up(learner, data, init, progress)
+            progress(f"warming it up on the rows' answers: `reward` is called for each, {WARMUP_BATCH_EPISODES} a step")
+        learner = TorchLearner.from_pretrained(_make_warmup_config(config), scratch)
+        steps, reward = warm_up_model(learner, data, init, progress)
     finally:
         torch.set_num_threads(threads)
     made = {"parameters": parameters, "warm_steps": steps, "sampled_reward": reward}
-    learner.model.causal.save_pretrained(scratch, safe_serialization=True)
+    learner.model.causal_lm.save_pretrained(scratch, safe_serialization=True)
     (scratch / "r3async_init.json").write_text(json.dumps(made))
     scratch.rename(directory)
     progress(f"model is ready: {steps} warm-up steps, sampled reward {reward:.2f}, in {directory}")
     return made
 
 
-def init_model_apart(directory: Path, config: Config, progress: Progress, meanwhile: Callable[[], None]) -> None:
+def init_model_in_process(
+    directory: Path, config: Config, progress: ShowProgress, meanwhile: Callable[[], None]
+) -> None:
     """`init_model` in a process of its own, and `meanwhile` in this one. Raises what either of them raises; the process has ended
     then."""
     hears, says = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_init_model, args=(directory, to_dict(config), all_held(), os.getpid(), says))
-    with program_apart():
+    process = context.Process(
+        target=_run_child_process, args=(directory, config_to_dict(config), get_registered_objects(), os.getpid(), says)
+    )
+    with hide_main_module():
         process.start()
     says.close()
     try:
@@ -344,28 +361,28 @@ def init_model_apart(directory: Path, config: Config, progress: Progress, meanwh
         hears.close()
 
 
-def _init_model(
-    directory: Path, config: dict[str, Any], objects: dict[str, bytes], owner: int, says: Connection
+def _run_child_process(
+    directory: Path, config: dict[str, Any], objects: dict[str, bytes], owner: int, connection: Connection
 ) -> None:
-    """Lines of progress go to `says`, then None, or what was raised."""
+    """Lines of progress go to `connection`, then None, or what was raised."""
     for stop in (
         signal.SIGINT,
         signal.SIGHUP,
     ):  # a Ctrl-C, or a closed terminal, is for the owner, who ends this process
         signal.signal(stop, signal.SIG_IGN)
-    exit_with(owner)
-    find_user_modules()
-    hold(objects)
+    exit_with_owner(owner)
+    add_user_module_path()
+    register_objects(objects)
     try:
-        init_model(directory, config_from_dict(config), says.send)
+        init_model(directory, config_from_dict(config), connection.send)
     except Exception as error:
-        says.send(error)
+        connection.send(error)
     else:
-        says.send(None)
+        connection.send(None)
 
 
-def kept_model(
-    directory: Path, config: Config, progress: Progress = lambda line: None, make: Maker = init_model
+def init_or_copy_model(
+    directory: Path, config: Config, progress: ShowProgress = lambda line: None, make: MakeModel = init_model
 ) -> None:
     """What `init_model` makes, or a copy of what it made with the same settings before. `make`: calls it.
 
@@ -373,24 +390,24 @@ def kept_model(
     them; only of environments that come with r3async, as others change under the same name. A copy whose files do not have
     the digest that was noted is not used. A cache that cannot be written is none.
     """
-    cached = _cached(config)
+    cached = _find_cache_path(config)
     if cached is None:
         make(directory, config, progress)
         return
-    if _intact(cached):
+    if _is_intact(cached):
         progress(f"the model was made before: a copy of {cached}")
-        _copy(cached, directory)
+        _copy_directory(cached, directory)
         return
     make(directory, config, progress)
     with contextlib.suppress(OSError):
-        _copy(directory, cached, noted=True)
+        _copy_directory(directory, cached, with_digest=True)
 
 
-def _cached(config: Config) -> Path | None:
+def _find_cache_path(config: Config) -> Path | None:
     """Where the model of these settings is kept; None if it is not."""
-    if any(each.env.name not in BUILT_IN for each in environments(config)):
+    if any(each.env.name not in BUILTIN_ENVIRONMENTS for each in resolve_envs(config)):
         return None
-    settings = to_dict(config)
+    settings = config_to_dict(config)
     key = xxhash.xxh3_128(msgspec.json.encode((settings["model"]["init"], settings["env"]), order="sorted"))
     for name in ("torch", "transformers", "tokenizers"):
         key.update(f"{name} {importlib.metadata.version(name)}".encode())
@@ -402,30 +419,30 @@ def _cached(config: Config) -> Path | None:
     return Path(home, "r3async", key.hexdigest())
 
 
-def _intact(cached: Path) -> bool:
+def _is_intact(cached: Path) -> bool:
     """It is there, as it was noted. One that cannot be read is none."""
     try:
-        return (cached / DIGEST).read_text() == _digest(cached)
+        return (cached / DIGEST_FILE).read_text() == _digest_files(cached)
     except OSError:
         return False
 
 
-def _copy(source: Path, target: Path, *, noted: bool = False) -> None:
-    """A directory of files, whole or not at all, in place of what was there. With its digest, if it is to be `noted`."""
+def _copy_directory(source: Path, target: Path, *, with_digest: bool = False) -> None:
+    """A directory of files, whole or not at all, in place of what was there. With its digest, if it is to be `with_digest`."""
     scratch = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
-        shutil.copytree(source, scratch, ignore=shutil.ignore_patterns(DIGEST))
-        if noted:
-            (scratch / DIGEST).write_text(_digest(scratch))
+        shutil.copytree(source, scratch, ignore=shutil.ignore_patterns(DIGEST_FILE))
+        if with_digest:
+            (scratch / DIGEST_FILE).write_text(_digest_files(scratch))
         replace_directory(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _digest(directory: Path) -> str:
+def _digest_files(directory: Path) -> str:
     """Of names and contents of its files."""
     digest = xxhash.xxh3_128()
     for file in sorted(directory.iterdir()):
-        if file.name != DIGEST:
+        if file.name != DIGEST_FILE:
             digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()

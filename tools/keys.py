@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from r3async.world.keys import GENERATOR, LEARNER, create_keys
+from r3async.world.keys import GENERATOR_KEY_NAME, LEARNER_KEY_NAME, create_key_files
 
 
-def make_keys(directory: Path, names: list[str], say: Callable[[str], None]) -> None:
+def make_keys(directory: Path, names: list[str], print_line: Callable[[str], None]) -> None:
     """Create what is missing in `directory`, and say what to do with it. Never replaces a key."""
-    made = create_keys(directory, (LEARNER, *(names or [GENERATOR])))
+    made = create_key_files(directory, (LEARNER_KEY_NAME, *(names or [GENERATOR_KEY_NAME])))
     for path in made:
-        say(f"{path}  {path.stat().st_mode & 0o777:04o}")
+        print_line(f"{path}  {path.stat().st_mode & 0o777:04o}")
     if not made:
-        say(f"{directory} has these keys already; nothing was changed")
-    say(
-        f"set transport.keys={directory.resolve()}; a host that only plays needs {GENERATOR}.secret and {LEARNER}.public, "
-        f"and the learner lets in the key of every *.public file"
+        print_line(f"{directory} has these keys already; nothing was changed")
+    print_line(
+        f"set transport.keys={directory.resolve()}; a host that only plays needs {GENERATOR_KEY_NAME}.secret and "
+        f"{LEARNER_KEY_NAME}.public, and the learner lets in the key of every *.public file"
     )

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import msgspec
 
 from r3async.config import Config, LearnerConfig, ParallelConfig
-from r3async.data.model_shape import ModelShape, ShapeError
-from r3async.tools.memory import GIB, RankMemory, rank_memory
+from r3async.data.model_shape import ModelShape, ModelShapeError
+from r3async.tools.memory import GIB, RankMemory, estimate_rank_memory
 
-HEADROOM = 0.95
+MEMORY_HEADROOM = 0.95
 """Of a GPU's memory that a recommended layout may take: what the plan leaves out needs some."""
 
 
-def fitting(shape: ModelShape, config: Config, gpus: int) -> Iterator[tuple[LearnerConfig, RankMemory]]:
+def find_fitting_layouts(shape: ModelShape, config: Config, gpus: int) -> Iterator[tuple[LearnerConfig, RankMemory]]:
     """Settings with which a Megatron rank fits, the fastest first as far as is known without measuring.
 
     What costs most comes last: moments in host memory, then activations that are made again (a third of the computing), then
@@ -23,52 +23,54 @@ def fitting(shape: ModelShape, config: Config, gpus: int) -> Iterator[tuple[Lear
     nothing.
     """
     kinds = [(o, r) for o in (False, True) for r in ("none", "selective", "full")]
-    layouts = [(pp, tp) for pp in _divisors(gpus) for tp in _divisors(gpus // pp)]
+    layouts = [(pp, tp) for pp in _list_divisors(gpus) for tp in _list_divisors(gpus // pp)]
     experts = len(shape.moe_layers) > 0
     for offload, recompute in kinds:
         for pp, tp in layouts:
             stage = gpus // pp
             # Experts over all ranks of a stage have no copies; over fewer, ranks exchange less.
-            for ep in _divisors(stage) if experts else [1]:
+            for ep in _list_divisors(stage) if experts else [1]:
                 parallel = ParallelConfig(dp=stage // tp, tp=tp, pp=pp, ep=ep)
-                if tp > config.cluster.gpus_per_node or not _divides(shape, parallel):
+                if tp > config.cluster.gpus_per_node or not _can_divide(shape, parallel):
                     continue
                 learner = msgspec.structs.replace(
                     config.learner,
                     parallel=parallel,
                     recompute=recompute,
                     offload_moments=offload,
-                    shard_optimizer=parallel.world > 1,
+                    shard_optimizer=parallel.world_size > 1,
                 )
-                found = rank_memory(shape, msgspec.structs.replace(config, learner=learner))
-                if found.total <= HEADROOM * config.cluster.gpu_gib * GIB:
+                found = estimate_rank_memory(shape, msgspec.structs.replace(config, learner=learner))
+                if found.total_bytes <= MEMORY_HEADROOM * config.cluster.gpu_gib * GIB:
                     yield learner, found
 
 
-def recommended(shape: ModelShape, config: Config) -> str:
+def recommend_layout(shape: ModelShape, config: Config) -> str:
     """A sentence: the first that fits on the GPUs of `learner.parallel`, or on the fewest more, by doubling, up to 64 times."""
     if config.learner.backend != "megatron":
         return '`learner.backend` = "megatron" divides a model in more ways'
-    gpus = config.learner.parallel.world
+    gpus = config.learner.parallel.world_size
     for count in (gpus << n for n in range(7)):
-        for learner, memory in fitting(shape, config, count):
+        for learner, memory in find_fitting_layouts(shape, config, count):
             p = learner.parallel
             told = [f"parallel = {{ dp = {p.dp}, tp = {p.tp}, pp = {p.pp}, ep = {p.ep} }}"]
             told += [f'recompute = "{learner.recompute}"']
             told += ["offload_moments = true"] * learner.offload_moments
             told += ["shard_optimizer = true"] * learner.shard_optimizer
-            return f"With {count} GPU(s) this takes {memory.total / GIB:.0f} GiB each: [learner] {', '.join(told)}"
+            return (
+                f"With {count} GPU(s) this takes {memory.total_bytes / GIB:.0f} GiB each: [learner] {', '.join(told)}"
+            )
     return f"No layout of up to {gpus << 6} such GPUs holds it"
 
 
-def _divisors(count: int) -> list[int]:
+def _list_divisors(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if count % n == 0]
 
 
-def _divides(shape: ModelShape, parallel: ParallelConfig) -> bool:
+def _can_divide(shape: ModelShape, parallel: ParallelConfig) -> bool:
     try:
-        parallel.check()
-        shape.check_divides(parallel)
-    except (ValueError, ShapeError):
+        parallel.check_values()
+        shape.check_parallelism(parallel)
+    except (ValueError, ModelShapeError):
         return False
     return True

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PACKAGES = (
+SIMULATED_PATTERNS = (
     "actors/*.py",
     "r3async/data/window.py",
     "r3async/world/appending.py",
@@ -40,13 +40,13 @@ PACKAGES = (
 )
 """Whatever matches is held to the rule, also a file that is new."""
 
-EXEMPT = {"r3async/world/keys.py": "makes and converts keys, as only libzmq can"}
+EXEMPT_FILES = {"r3async/world/keys.py": "makes and converts keys, as only libzmq can"}
 """Files of those packages that no simulation runs, each with the reason."""
 
-DECODING = ("r3async/**/*.py", "actors/*.py", "tools/**/*.py")
+DECODING_PATTERNS = ("r3async/**/*.py", "actors/*.py", "tools/**/*.py")
 """Whatever matches decodes through `r3async/untrusted.py` alone."""
 
-DECODES = {
+DECODING_EXEMPT = {
     "r3async/untrusted.py": "is the decoder",
     "r3async/rollout/engines/vllm_messages.py": "reads the arrays of the engine's own process, by hooks",
     "r3async/envs/confine.py": "runs by itself, with the standard library alone",
@@ -77,7 +77,7 @@ DECODERS = {
 
 CLOCK, THREADS, FILES, PROCESSES = "world.clock", "world.threads", "world.files", "world.processes"
 
-MODULES = {
+FORBIDDEN_MODULES = {
     "concurrent": THREADS,
     "fcntl": FILES,
     "glob": FILES,
@@ -97,7 +97,7 @@ MODULES = {
 }
 """Modules of which nothing may be used, and what to use."""
 
-ONLY = {
+ALLOWED_NAMES = {
     "os": ({"PathLike", "environ", "fspath", "path", "sep", "strerror"}, f"{FILES} or {PROCESSES}"),
     "os.path": ({"basename", "dirname", "join", "normpath", "relpath", "split", "splitext"}, FILES),
     "random": ({"Random"}, "random.Random(seed)"),
@@ -106,7 +106,7 @@ ONLY = {
 }
 """Modules of which only these may be used."""
 
-NAMES = {
+FORBIDDEN_NAMES = {
     "asyncio.create_subprocess_exec": PROCESSES,
     "asyncio.create_subprocess_shell": PROCESSES,
     "asyncio.open_connection": "world.sockets",
@@ -122,7 +122,7 @@ NAMES = {
     "pathlib.Path.home": PROCESSES,
 }
 
-METHODS = {
+FORBIDDEN_METHODS = {
     "add_signal_handler": PROCESSES,
     "chmod": FILES,
     "exists": FILES,
@@ -146,23 +146,23 @@ METHODS = {
 }
 """Of whatever object."""
 
-SOURCES = ("r3async/**/*.py", "actors/*.py")
+DEFINITION_PATTERNS = ("r3async/**/*.py", "actors/*.py")
 """Where callables are defined that take a part of the real world by default."""
 
-LOOPS = ("asyncio.get_running_loop", "asyncio.get_event_loop")
+LOOP_GETTERS = ("asyncio.get_running_loop", "asyncio.get_event_loop")
 
 
-class Found(NamedTuple):
+class Finding(NamedTuple):
     path: str
     line: int
-    what: str
-    instead: str
+    name: str
+    remedy: str
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: `{self.what}` passes the seam by: use {self.instead}"
+        return f"{self.path}:{self.line}: `{self.name}` passes the seam by: use {self.remedy}"
 
 
-def _imported(tree: ast.Module) -> dict[str, str]:
+def _collect_imports(tree: ast.Module) -> dict[str, str]:
     """The full names of what a file imports, wherever in it, by their names there."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -175,78 +175,82 @@ def _imported(tree: ast.Module) -> dict[str, str]:
     return names
 
 
-class Default(NamedTuple):
+class RealDefault(NamedTuple):
     """A parameter that is the real world, or a part of it, if it is not given. `position`: of it, if it is no keyword alone."""
 
     parameter: str
     position: int | None
 
 
-class Defaults:
+class RealDefaults:
     """Callables of modules, by full name, with such parameters."""
 
     def __init__(self, root: Path = ROOT):
-        self._of: dict[str, list[Default]] = {}
+        self._by_callable: dict[str, list[RealDefault]] = {}
         self._imports: dict[str, dict[str, str]] = {}
-        for path in sorted(path for source in SOURCES for path in root.glob(source)):
-            self._add(_module(str(path.relative_to(root))), ast.parse(path.read_text()))
+        for path in sorted(path for source in DEFINITION_PATTERNS for path in root.glob(source)):
+            self._add_module(_module_name(str(path.relative_to(root))), ast.parse(path.read_text()))
 
-    def of(self, name: str) -> list[Default]:
+    def find_defaults(self, name: str) -> list[RealDefault]:
         """Also where it is imported from another module than its own."""
         seen = set[str]()
-        while name and name not in seen and name not in self._of:
+        while name and name not in seen and name not in self._by_callable:
             seen.add(name)
             module, _, last = name.rpartition(".")
             name = self._imports.get(module, {}).get(last, "")
-        return self._of.get(name, [])
+        return self._by_callable.get(name, [])
 
-    def _add(self, module: str, tree: ast.Module) -> None:
-        self._imports[module] = _imported(tree)
+    def _add_module(self, module: str, tree: ast.Module) -> None:
+        self._imports[module] = _collect_imports(tree)
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                self._of[f"{module}.{node.name}"] = _real(node)
+                self._by_callable[f"{module}.{node.name}"] = _find_real_parameters(node)
             elif isinstance(node, ast.ClassDef):
                 made = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
-                self._of[f"{module}.{node.name}"] = [d for f in made for d in _real(f, skipped=1)] + _real_fields(node)
+                self._by_callable[f"{module}.{node.name}"] = [
+                    d for f in made for d in _find_real_parameters(f, skipped=1)
+                ] + _find_real_fields(node)
 
 
-def _real(function: ast.FunctionDef | ast.AsyncFunctionDef, skipped: int = 0) -> list[Default]:
+def _find_real_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, skipped: int = 0) -> list[RealDefault]:
     positional = [*function.args.posonlyargs, *function.args.args][skipped:]
     given = zip(positional[::-1], function.args.defaults[::-1], strict=False)
-    found = [Default(each.arg, positional.index(each)) for each, default in given if _is_real(default)]
+    found = [RealDefault(each.arg, positional.index(each)) for each, default in given if _is_real(default)]
     keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-    return found + [Default(each.arg, None) for each, default in keywords if default and _is_real(default)]
+    return found + [RealDefault(each.arg, None) for each, default in keywords if default and _is_real(default)]
 
 
-def _real_fields(made: ast.ClassDef) -> list[Default]:
-    fields = [each for each in made.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+def _find_real_fields(class_node: ast.ClassDef) -> list[RealDefault]:
+    fields = [each for each in class_node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
     return [
-        Default(ast.unparse(each.target), at) for at, each in enumerate(fields) if each.value and _is_real(each.value)
+        RealDefault(ast.unparse(each.target), at)
+        for at, each in enumerate(fields)
+        if each.value and _is_real(each.value)
     ]
 
 
 def _is_real(node: ast.expr) -> bool:
     while isinstance(node, ast.Attribute):
         node = node.value
-    return isinstance(node, ast.Name) and node.id == "REAL"
+    return isinstance(node, ast.Name) and node.id == "REAL_WORLD"
 
 
-def _module(path: str) -> str:
+def _module_name(path: str) -> str:
     name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     return name.replace("actors.", "r3async.actors.", 1) if path.startswith("actors/") else name
 
 
-class _Reader(ast.NodeVisitor):
+class _SeamVisitor(ast.NodeVisitor):
     """Collects `found` in one file."""
 
-    def __init__(self, path: str, tree: ast.Module, defaults: Defaults):
-        self.path, self.found = path, list[Found]()
+    def __init__(self, path: str, tree: ast.Module, defaults: RealDefaults):
+        self.path, self.found = path, list[Finding]()
         self._awaited: list[ast.expr] = []
-        self._names, self._defaults = _imported(tree), defaults
+        self._names, self._defaults = _collect_imports(tree), defaults
         own = {
             node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         }
-        self._own = {name: f"{_module(path)}.{name}" for name in own}
+        self._local_names = {name: f"{_module_name(path)}.{name}" for name in own}
         self.visit(tree)
 
     def visit_arguments(self, node: ast.arguments) -> None:
@@ -260,7 +264,7 @@ class _Reader(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_If(self, node: ast.If) -> None:
-        if self._dotted(node.test) == "typing.TYPE_CHECKING":  # for types, never run
+        if self._resolve_name(node.test) == "typing.TYPE_CHECKING":  # for types, never run
             for child in node.orelse:
                 self.visit(child)
         else:
@@ -268,25 +272,25 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            self._check(alias.name, node)
+            self._check_name(alias.name, node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
             if not node.level:
-                self._check(f"{node.module}.{alias.name}", node)
+                self._check_name(f"{node.module}.{alias.name}", node)
 
     def visit_Name(self, node: ast.Name) -> None:
         # What was imported is named where it was imported.
         if isinstance(node.ctx, ast.Load) and node.id == "open" and node.id not in self._names:
-            self._check("open", node)
-        if isinstance(node.ctx, ast.Load) and node.id == "REAL":
-            self._add(node, "REAL", "the world that is handed in")
+            self._check_name("open", node)
+        if isinstance(node.ctx, ast.Load) and node.id == "REAL_WORLD":
+            self._add_finding(node, "REAL_WORLD", "the world that is handed in")
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        name = self._dotted(node)
-        if not (name and self._check(name, node)):
-            if node.attr in METHODS:
-                self._add(node, f".{node.attr}", METHODS[node.attr])
+        name = self._resolve_name(node)
+        if not (name and self._check_name(name, node)):
+            if node.attr in FORBIDDEN_METHODS:
+                self._add_finding(node, f".{node.attr}", FORBIDDEN_METHODS[node.attr])
             self.generic_visit(node)
 
     def visit_Await(self, node: ast.Await) -> None:
@@ -296,12 +300,14 @@ class _Reader(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Attribute) and node not in self._awaited:  # of a path or loop, none is awaited
             self._check_call(node, node.func)
-        called = self._dotted(node.func) or (self._own.get(node.func.id, "") if isinstance(node.func, ast.Name) else "")
+        called = self._resolve_name(node.func) or (
+            self._local_names.get(node.func.id, "") if isinstance(node.func, ast.Name) else ""
+        )
         spread = any(keyword.arg is None for keyword in node.keywords)
-        for parameter, position in self._defaults.of(called):
+        for parameter, position in self._defaults.find_defaults(called):
             by_place = position is not None and len(node.args) > position
             if not by_place and not spread and all(keyword.arg != parameter for keyword in node.keywords):
-                self._add(node, f"{called.rpartition('.')[2]}(...) with the real {parameter}", f"{parameter}=")
+                self._add_finding(node, f"{called.rpartition('.')[2]}(...) with the real {parameter}", f"{parameter}=")
         self.generic_visit(node)
 
     def _check_call(self, node: ast.Call, function: ast.Attribute) -> None:
@@ -310,96 +316,98 @@ class _Reader(ast.NodeVisitor):
         mode = first is None or (isinstance(first, ast.Constant) and isinstance(first.value, str))
         match function.attr:
             case "open" if mode:
-                self._add(node, ".open(mode)", FILES)
+                self._add_finding(node, ".open(mode)", FILES)
             case "stat" | "lstat" | "touch" if not node.args:
-                self._add(node, f".{function.attr}()", FILES)
-            case "localtime" | "gmtime" | "strftime" if self._dotted(function).startswith("time.") and (
+                self._add_finding(node, f".{function.attr}()", FILES)
+            case "localtime" | "gmtime" | "strftime" if self._resolve_name(function).startswith("time.") and (
                 len(node.args) == (function.attr == "strftime")
             ):
-                self._add(node, f"time.{function.attr} of now", CLOCK)
-            case "rename" | "replace" if len(node.args) == 1 and not node.keywords and not self._dotted(function):
-                self._add(node, f".{function.attr}(path)", FILES)
-            case "time" if isinstance(function.value, ast.Call) and self._dotted(function.value.func) in LOOPS:
-                self._add(node, "loop.time()", CLOCK)
+                self._add_finding(node, f"time.{function.attr} of now", CLOCK)
+            case "rename" | "replace" if len(node.args) == 1 and not node.keywords and not self._resolve_name(function):
+                self._add_finding(node, f".{function.attr}(path)", FILES)
+            case "time" if (
+                isinstance(function.value, ast.Call) and self._resolve_name(function.value.func) in LOOP_GETTERS
+            ):
+                self._add_finding(node, "loop.time()", CLOCK)
 
-    def _check(self, name: str, node: ast.AST) -> bool:
+    def _check_name(self, name: str, node: ast.AST) -> bool:
         """Whether it is refused; a module itself is only if nothing of it may be used."""
         module, _, last = name.rpartition(".")
-        if instead := MODULES.get(name.partition(".")[0]) or NAMES.get(name):
-            self._add(node, name, instead)
+        if instead := FORBIDDEN_MODULES.get(name.partition(".")[0]) or FORBIDDEN_NAMES.get(name):
+            self._add_finding(node, name, instead)
             return True
-        if module in ONLY and last not in ONLY[module][0]:
-            self._add(node, name, ONLY[module][1])
+        if module in ALLOWED_NAMES and last not in ALLOWED_NAMES[module][0]:
+            self._add_finding(node, name, ALLOWED_NAMES[module][1])
             return True
         return False
 
-    def _add(self, node: ast.AST, what: str, instead: str) -> None:
-        found = Found(self.path, node.lineno, what, instead)  # type: ignore[attr-defined]
+    def _add_finding(self, node: ast.AST, name: str, remedy: str) -> None:
+        found = Finding(self.path, node.lineno, name, remedy)  # type: ignore[attr-defined]
         if found not in self.found:
             self.found.append(found)
 
-    def _dotted(self, node: ast.expr) -> str:
-        return _full_name(node, self._names)
+    def _resolve_name(self, node: ast.expr) -> str:
+        return _resolve_full_name(node, self._names)
 
 
-def _full_name(node: ast.AST, names: dict[str, str]) -> str:
+def _resolve_full_name(node: ast.AST, names: dict[str, str]) -> str:
     """The full name of what is imported as `names`; "" for anything else."""
     if isinstance(node, ast.Name):
         return names.get(node.id, "")
-    if isinstance(node, ast.Attribute) and (base := _full_name(node.value, names)):
+    if isinstance(node, ast.Attribute) and (base := _resolve_full_name(node.value, names)):
         return f"{base}.{node.attr}"
     return ""
 
 
-def check_decoding(path: str, source: str) -> list[Found]:
+def check_decoding(path: str, source: str) -> list[Finding]:
     """What of a file decodes by itself, in order of lines: a decoder, or `data.decode()` of what no call there has encoded."""
     tree = ast.parse(source)
-    names, found = _imported(tree), list[Found]()
+    names, found = _collect_imports(tree), list[Finding]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "decode":
             if not (node.args or node.keywords or isinstance(node.func.value, ast.Call)):
-                found.append(Found(path, node.lineno, ".decode()", f"{UNTRUSTED}.decode_text"))
-        elif isinstance(node, ast.Attribute | ast.Name) and (what := _full_name(node, names)) in DECODERS:
-            found.append(Found(path, node.lineno, what, f"{UNTRUSTED}.{DECODERS[what]}"))
+                found.append(Finding(path, node.lineno, ".decode()", f"{UNTRUSTED}.decode_text"))
+        elif isinstance(node, ast.Attribute | ast.Name) and (what := _resolve_full_name(node, names)) in DECODERS:
+            found.append(Finding(path, node.lineno, what, f"{UNTRUSTED}.{DECODERS[what]}"))
     return sorted(found, key=lambda each: each.line)
 
 
-def check_source(path: str, source: str, defaults: Defaults) -> list[Found]:
+def check_source(path: str, source: str, defaults: RealDefaults) -> list[Finding]:
     """What of a file passes the seam by, in order of lines."""
-    return sorted(_Reader(path, ast.parse(source), defaults).found, key=lambda found: found.line)
+    return sorted(_SeamVisitor(path, ast.parse(source), defaults).found, key=lambda found: found.line)
 
 
-def files(root: Path = ROOT) -> Iterator[Path]:
+def list_simulated_files(root: Path = ROOT) -> Iterator[Path]:
     """Those that are held to the rule. Raises `ValueError` for a package, or an exemption, that is not there."""
-    for package in PACKAGES:
+    for package in SIMULATED_PATTERNS:
         found = sorted(root.glob(package))
         if not found:
             raise ValueError(f"tools/lint_seam.py: no file is {package}")
-        yield from (path for path in found if str(path.relative_to(root)) not in EXEMPT)
-    for name in EXEMPT:
+        yield from (path for path in found if str(path.relative_to(root)) not in EXEMPT_FILES)
+    for name in EXEMPT_FILES:
         if not (root / name).exists():
             raise ValueError(f"tools/lint_seam.py: {name} is exempt, and not there")
 
 
-def decoding_files(root: Path = ROOT) -> Iterator[Path]:
+def list_decoding_files(root: Path = ROOT) -> Iterator[Path]:
     """Those that decode through `r3async/untrusted.py` alone."""
-    for path in sorted({path for pattern in DECODING for path in root.glob(pattern)}):
-        if not str(path.relative_to(root)).startswith(tuple(DECODES)):
+    for path in sorted({path for pattern in DECODING_PATTERNS for path in root.glob(pattern)}):
+        if not str(path.relative_to(root)).startswith(tuple(DECODING_EXEMPT)):
             yield path
 
 
-def check(root: Path = ROOT) -> list[Found]:
-    defaults = Defaults(root)
-    found = [each for path in files(root) for each in check_source(*_read(path, root), defaults)]
-    return found + [each for path in decoding_files(root) for each in check_decoding(*_read(path, root))]
+def check_repository(root: Path = ROOT) -> list[Finding]:
+    defaults = RealDefaults(root)
+    found = [each for path in list_simulated_files(root) for each in check_source(*_read_source(path, root), defaults)]
+    return found + [each for path in list_decoding_files(root) for each in check_decoding(*_read_source(path, root))]
 
 
-def _read(path: Path, root: Path) -> tuple[str, str]:
+def _read_source(path: Path, root: Path) -> tuple[str, str]:
     return str(path.relative_to(root)), path.read_text()
 
 
 def main() -> int:
-    found = check()
+    found = check_repository()
     for each in found:
         print(each)
     return bool(found)

@@ -18,15 +18,15 @@ from typing import Any
 
 from aiohttp import web
 
-from r3async.tools.report import CannotServe
-from r3async.views.browse import Query
+from r3async.tools.report import ServeError
+from r3async.views.browse import EpisodeQuery
 from r3async.views.live import LiveRun
-from r3async.views.report import Live, compared_page, distinct, run_page
-from r3async.views.templates import HERE, plotly
+from r3async.views.report import LivePage, make_names_distinct, render_comparison_page, render_run_page
+from r3async.views.templates import TEMPLATE_DIRECTORY, load_plotly_script
 
-HOST = "127.0.0.1"
+LOOPBACK_HOST = "127.0.0.1"
 SHUTDOWN_SECONDS = 1.0
-HEADERS = {
+RESPONSE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -39,27 +39,27 @@ HEADERS = {
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class LivePages:
+class LivePageServer:
     """What is answered. `runs`: directories; the first page compares them if they are several."""
 
     def __init__(self, runs: Sequence[Path], token: str):
         self.token = token
         self._runs = [LiveRun(run_dir) for run_dir in runs]
-        self._looking = asyncio.Lock()
+        self._read_lock = asyncio.Lock()
         """Who looks changes what is known of a run, so one does at a time."""
 
-    def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._guarded])
-        app.router.add_get("/", self.page)
-        app.router.add_get("/page", self.page)
-        app.router.add_get("/episodes", self.episodes)
-        app.router.add_get("/episode", self.episode)
-        app.router.add_get("/{name:plotly.js|report.js|live.js}", self.script)
-        app.on_cleanup.append(self._close)
+    def build_app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard_request])
+        app.router.add_get("/", self.serve_page)
+        app.router.add_get("/page", self.serve_page)
+        app.router.add_get("/episodes", self.serve_episodes)
+        app.router.add_get("/episode", self.serve_episode)
+        app.router.add_get("/{name:plotly.js|report.js|live.js}", self.serve_script)
+        app.on_cleanup.append(self._close_runs)
         return app
 
     @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not _is_loopback(request.headers.get("Host", "")):
             answer: web.StreamResponse = web.Response(
                 status=403, text="this page answers to the names of loopback only"
@@ -71,50 +71,52 @@ class LivePages:
                 answer = await handler(request)
             except web.HTTPException as refusal:
                 answer = web.Response(status=refusal.status, text=refusal.text)
-        answer.headers.update({name: value for name, value in HEADERS.items() if name not in answer.headers})
+        answer.headers.update({name: value for name, value in RESPONSE_HEADERS.items() if name not in answer.headers})
         return answer
 
-    async def _close(self, _: web.Application) -> None:
+    async def _close_runs(self, _: web.Application) -> None:
         for run in self._runs:
             run.close()
 
-    async def page(self, request: web.Request) -> web.StreamResponse:
+    async def serve_page(self, request: web.Request) -> web.StreamResponse:
         """A whole page as it is now, with the processor time that it took; 204 if `cursor` says that its reader has it."""
-        one = self._asked(request)
-        async with self._looking:
-            text, spent = await asyncio.to_thread(self._page, one, request.query.get("cursor", ""))
+        one = self._parse_run_number(request)
+        async with self._read_lock:
+            text, spent = await asyncio.to_thread(self._render_page, one, request.query.get("cursor", ""))
         if text is None:
             return web.Response(status=204)
         return web.Response(
             text=text, content_type="text/html", headers={"Server-Timing": f"cpu;dur={1000 * spent:.0f}"}
         )
 
-    async def episodes(self, request: web.Request) -> web.StreamResponse:
-        run = self._one(request)
+    async def serve_episodes(self, request: web.Request) -> web.StreamResponse:
+        run = self._find_single_run(request)
         words = {name: word for name, word in request.query.items() if name not in ("token", "run")}
         try:
-            query = Query.of(words)
+            query = EpisodeQuery.from_params(words)
         except ValueError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
-        async with self._looking:
-            text = await asyncio.to_thread(run.listed, query)
+        async with self._read_lock:
+            text = await asyncio.to_thread(run.render_episode_list, query)
         return web.Response(text=text, content_type="text/html")
 
-    async def episode(self, request: web.Request) -> web.StreamResponse:
-        run, group = self._one(request), bool(request.query.get("group"))
-        async with self._looking:
-            text = await asyncio.to_thread(run.opened, request.query.get("key", ""), group=group)
+    async def serve_episode(self, request: web.Request) -> web.StreamResponse:
+        run, group = self._find_single_run(request), bool(request.query.get("group"))
+        async with self._read_lock:
+            text = await asyncio.to_thread(run.render_episode, request.query.get("key", ""), group=group)
         if text is None:
             raise web.HTTPNotFound(text="there is no such episode, or not any more")
         return web.Response(text=text, content_type="text/html")
 
-    async def script(self, request: web.Request) -> web.StreamResponse:
+    async def serve_script(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
-        text = await asyncio.to_thread(plotly if name == "plotly.js" else (HERE / name).read_text)
+        text = await asyncio.to_thread(
+            load_plotly_script if name == "plotly.js" else (TEMPLATE_DIRECTORY / name).read_text
+        )
         kept = {"Cache-Control": "private, max-age=3600"} if name == "plotly.js" else {}
         return web.Response(text=text, content_type="text/javascript", headers=kept)
 
-    def _asked(self, request: web.Request) -> int | None:
+    def _parse_run_number(self, request: web.Request) -> int | None:
         """The number of a run; None for all of them beside each other."""
         word = request.query.get("run", "" if len(self._runs) > 1 else "0")
         if not word:
@@ -123,26 +125,26 @@ class LivePages:
             raise web.HTTPNotFound(text=f"there is no run {word}")
         return int(word)
 
-    def _one(self, request: web.Request) -> LiveRun:
-        number = self._asked(request)
+    def _find_single_run(self, request: web.Request) -> LiveRun:
+        number = self._parse_run_number(request)
         if number is None:
             raise web.HTTPBadRequest(text="episodes are those of one run")
         return self._runs[number]
 
-    def _page(self, one: int | None, known: str) -> tuple[str | None, float]:
+    def _render_page(self, run_number: int | None, known_cursor: str) -> tuple[str | None, float]:
         """None if its reader knows it all; and the processor time of this thread, in seconds. Blocking."""
         began = time.thread_time()
-        runs = self._runs if one is None else [self._runs[one]]
-        cursor = ".".join(str(run.look()) for run in runs)
-        if cursor == known:
+        runs = self._runs if run_number is None else [self._runs[run_number]]
+        cursor = ".".join(str(run.read_new()) for run in runs)
+        if cursor == known_cursor:
             return None, 0.0
-        names = distinct([run.name for run in self._runs], [run.run_dir for run in self._runs])
+        names = make_names_distinct([run.name for run in self._runs], [run.run_dir for run in self._runs])
         links = [(name, f"run={number}") for number, name in enumerate(names)]
         links = [("compared", "run="), *links] if len(names) > 1 else links
-        gone = [run.name for run in runs if run.gone]
-        live = Live(self.token, cursor, f"run={'' if one is None else one}", links, gone)
-        records = [run.record() for run in runs]
-        text = compared_page(records, live) if one is None else run_page(records[0], live)
+        gone = [run.name for run in runs if run.is_gone]
+        live = LivePage(self.token, cursor, f"run={'' if run_number is None else run_number}", links, gone)
+        records = [run.make_record() for run in runs]
+        text = render_comparison_page(records, live) if run_number is None else render_run_page(records[0], live)
         return text, time.thread_time() - began
 
 
@@ -157,26 +159,26 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def serve(runs: Sequence[Path], port: int, say: Callable[[str], Any]) -> None:
-    """Serve until SIGINT or SIGTERM. `port` 0: any free one. `say` gets the address. Raises `CannotServe`."""
-    asyncio.run(_serve(runs, port, say))
+def serve_live_pages(runs: Sequence[Path], port: int, print_line: Callable[[str], Any]) -> None:
+    """Serve until SIGINT or SIGTERM. `port` 0: any free one. `print_line` gets the address. Raises `ServeError`."""
+    asyncio.run(_run_server(runs, port, print_line))
 
 
-async def _serve(runs: Sequence[Path], port: int, say: Callable[[str], Any]) -> None:
-    pages = LivePages(runs, secrets.token_urlsafe(24))
-    runner = web.AppRunner(pages.app(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+async def _run_server(runs: Sequence[Path], port: int, print_line: Callable[[str], Any]) -> None:
+    pages = LivePageServer(runs, secrets.token_urlsafe(24))
+    runner = web.AppRunner(pages.build_app(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, HOST, port).start()
+            await web.TCPSite(runner, LOOPBACK_HOST, port).start()
         except OSError as error:
-            raise CannotServe(
-                f"port {port} of {HOST} cannot be had: {error.strerror or error}; choose another"
+            raise ServeError(
+                f"port {port} of {LOOPBACK_HOST} cannot be had: {error.strerror or error}; choose another"
             ) from error
-        say(f"http://{HOST}:{runner.addresses[0][1]}/?token={pages.token}")
+        print_line(f"http://{LOOPBACK_HOST}:{runner.addresses[0][1]}/?token={pages.token}")
         await stop.wait()
     finally:
         await runner.cleanup()

@@ -5,7 +5,7 @@ So that a plan can be made where the weights are not, the numbers of some publis
 **Weights and optimizer** (exact, but for buffers). `learner.optimizer.MasterAdamW` keeps, by parameter of the rank:
 the weight in the compute dtype, an fp32 master copy if that is not fp32 already, an fp32 gradient, and two fp32
 moments. So 2 + 4 + 4 + 8 = 18 bytes in bfloat16, 4 + 4 + 8 = 16 in float32: the count of ZeRO (arXiv 1910.02054,
-section 3.1: 16 with a 2-byte gradient), with the gradient accumulated in fp32. Megatron ranks hold `ModelShape.of_rank`
+section 3.1: 16 with a 2-byte gradient), with the gradient accumulated in fp32. Megatron ranks hold `ModelShape.rank_parameters`
 parameters; with `shard_optimizer` those that hold the same ones divide masters and moments among them. With `backend =
 "torch"` and dp > 1, FSDP2 divides 16 bytes a parameter by dp (its shards are the fp32 masters), and holds the
 vocabulary and two layers whole in the compute dtype, with one layer's fp32 gradient.
@@ -31,7 +31,7 @@ token and layer, in the compute dtype:
 
 Tensor parallelism comes with sequence parallelism, and divides all of it. 1F1B keeps `pp - stage` micro-batches of
 `layers / pp` layers at stage `stage`. A micro-batch has at most `learner.max_tokens_per_micro_batch` tokens. Logits: two
-fp32 tensors and a mask of at most `learner.logprobs.CHUNK_ELEMENTS`; backward, one of them in fp32 and in the compute
+fp32 tensors and a mask of at most `learner.logprobs.LOGIT_CHUNK_ELEMENTS`; backward, one of them in fp32 and in the compute
 dtype, and the gradient of the output matrix, summed in fp32.
 
 **Temporary copies**: one bucket of gradients in fp32 while ranks sum it, and one of moments with `offload_moments`; with
@@ -52,19 +52,19 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config, ConfigError, LearnerConfig
-from r3async.data.architectures import ARCHITECTURES, REFUSED, declared, supported
-from r3async.data.model_shape import ModelShape, ShapeError, read_shape
-from r3async.data.written import WIDTH
-from r3async.tools.adapted import adapted
+from r3async.data.architectures import ARCHITECTURES, UNSUPPORTED_MODEL_TYPES, find_architecture, list_supported_types
+from r3async.data.model_shape import ModelShape, ModelShapeError, parse_model_shape
+from r3async.data.written import DTYPE_BYTES
+from r3async.tools.adapted import count_adapters
 from r3async.untrusted import decode_python_json
 
 GIB = 2**30
 GPU_PARAMETERS = 10**9
 """A model of more parameters is planned for GPUs."""
 CHUNK_ELEMENTS = 2**25
-"""`learner.logprobs.CHUNK_ELEMENTS`; to import that would import torch."""
+"""`learner.logprobs.LOGIT_CHUNK_ELEMENTS`; to import that would import torch."""
 BUCKET_ELEMENTS = 2**26
-"""`learner.shares.BUCKET_ELEMENTS`, and that of `learner.offload`."""
+"""`learner.shares.COLLECTIVE_BUCKET_ELEMENTS`, and that of `learner.offload`."""
 CONTEXT_BYTES = 1.5 * GIB
 
 
@@ -78,7 +78,7 @@ _QWEN3_MOE = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
 }
-PUBLISHED: dict[str, dict[str, Any]] = {
+PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": _QWEN3_MOE
     | {
         "num_hidden_layers": 48,
@@ -120,54 +120,55 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """From the models' own `config.json`: huggingface.co/Qwen/NAME/blob/main/config.json."""
 
-INIT_VOCABULARY = 264
+INIT_VOCAB_SIZE = 264
 """256 bytes and six special tokens, in eights: of a model that `model.init` makes."""
 
 
-def check_kind(config: Mapping[str, Any], name: str) -> None:
+def check_model_type(config: Mapping[str, Any], name: str) -> None:
     """Raise `ConfigError` for a `config.json` of a kind that no backend trains, whatever else is in it."""
     kind = config.get("model_type")
-    if reason := REFUSED.get(str(kind)):
-        raise ConfigError(f"{name} cannot be trained ({kind}): {reason}. These can: {supported()}")
+    if reason := UNSUPPORTED_MODEL_TYPES.get(str(kind)):
+        raise ConfigError(f"{name} cannot be trained ({kind}): {reason}. These can: {list_supported_types()}")
 
 
-def check_trained(shape: ModelShape, learner: LearnerConfig) -> None:
+def check_trainable(shape: ModelShape, learner: LearnerConfig) -> None:
     """Raise `ConfigError` if the ranks of `learner.parallel` cannot share this model, or its backend not train it."""
-    if learner.backend == "megatron" and shape.kind not in ARCHITECTURES:
+    if learner.backend == "megatron" and shape.model_type not in ARCHITECTURES:
         raise ConfigError(
-            f'`learner.backend` = "megatron" trains {supported()} and no {shape.kind} ({shape.name}): set it to "torch"'
+            f'`learner.backend` = "megatron" trains {list_supported_types()} and no {shape.model_type} ({shape.name}): set it '
+            'to "torch"'
         )
     try:
-        shape.check_divides(learner.parallel)
-    except ShapeError as error:
+        shape.check_parallelism(learner.parallel)
+    except ModelShapeError as error:
         raise ConfigError(f"{shape.name}: {error}") from error
 
 
 def check_router_settings(shape: ModelShape, config: Config) -> None:
     """Raise `ConfigError` for a load-balance term that would have no gradient, and for an update of biases that are not there."""
-    known = declared(shape.kind)
-    biased = shape.moe_layers and known is not None and known.score == "sigmoid"
+    known = find_architecture(shape.model_type)
+    biased = shape.moe_layers and known is not None and known.router_score == "sigmoid"
     if config.learner.expert_bias_rate and known is not None and not biased:
         raise ConfigError(
-            f"`learner.expert_bias_rate`: no bias decides which experts {shape.name} ({shape.kind}) chooses: set it to 0"
+            f"`learner.expert_bias_rate`: no bias decides which experts {shape.name} ({shape.model_type}) chooses: set it to 0"
         )
     if config.algorithm.router_aux.coef and biased:
         raise ConfigError(
-            f"`algorithm.router_aux.coef`: a bias of each expert balances {shape.name} ({shape.kind}), and a term of the loss "
-            "has no gradient where that bias decides: set it to 0"
+            f"`algorithm.router_aux.coef`: a bias of each expert balances {shape.name} ({shape.model_type}), and a term of "
+            "the loss has no gradient where that bias decides: set it to 0"
         )
 
 
-def planned_shape(config: Mapping[str, Any], name: str) -> ModelShape:
+def read_planned_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape that a `config.json` describes. Raises `ConfigError` if its numbers are not there, or nothing trains it."""
-    check_kind(config, name)
+    check_model_type(config, name)
     try:
-        return read_shape(config, name)
-    except ShapeError as error:
+        return parse_model_shape(config, name)
+    except ModelShapeError as error:
         raise ConfigError(f"{error}: its memory cannot be planned") from error
 
 
-def shape_of(config: Config) -> tuple[ModelShape, str]:
+def find_model_shape(config: Config) -> tuple[ModelShape, str]:
     """The model of a run, and where its numbers are from. Raises `ConfigError` if they are nowhere."""
     path = config.model.path
     if not path:
@@ -183,23 +184,25 @@ def shape_of(config: Config) -> tuple[ModelShape, str]:
             "num_experts": i.experts,
             "num_experts_per_tok": i.top_k,
             "moe_intermediate_size": i.expert_hidden_size,
-            "vocab_size": INIT_VOCABULARY,
+            "vocab_size": INIT_VOCAB_SIZE,
             "max_position_embeddings": i.max_positions,
         }
-        return planned_shape(made, "model.init"), "model.init: made when the run starts"
-    return _shape_at(path, "model.path")
+        return read_planned_shape(made, "model.init"), "model.init: made when the run starts"
+    return _find_shape_at(path, "model.path")
 
 
-def _shape_at(path: str, setting: str) -> tuple[ModelShape, str]:
+def _find_shape_at(path: str, setting: str) -> tuple[ModelShape, str]:
     """Of the model that `setting` names, and where its numbers are from. Raises `ConfigError` if they are nowhere."""
     file, name = Path(path) / "config.json", Path(path).name
     if file.is_file():
-        return planned_shape(decode_python_json(file.read_bytes()), name), str(file)
-    if name in PUBLISHED:
-        return planned_shape(PUBLISHED[name], name), f"the published shape of {name}; {path} is not on this machine"
+        return read_planned_shape(decode_python_json(file.read_bytes()), name), str(file)
+    if name in PUBLISHED_CONFIGS:
+        return read_planned_shape(
+            PUBLISHED_CONFIGS[name], name
+        ), f"the published shape of {name}; {path} is not on this machine"
     raise ConfigError(
         f"`{setting}` = {path!r}: no config.json there, and no published shape is known for {name!r} "
-        f"(known: {', '.join(PUBLISHED)}). A model of the hub is fetched when a run starts, or by: hf download {path}"
+        f"(known: {', '.join(PUBLISHED_CONFIGS)}). A model of the hub is fetched when a run starts, or by: hf download {path}"
     )
 
 
@@ -224,7 +227,7 @@ class RankMemory(msgspec.Struct, frozen=True):
     """Weights of `algorithm.distillation.teacher`."""
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """While micro-batches are fed forward and back, or while the update is made, whichever is more."""
         passing = max(self.activations + self.logits, self.temporary)
         return self.context + self.weights + self.optimizer + passing + self.teacher
@@ -241,130 +244,135 @@ class EngineMemory(msgspec.Struct, frozen=True):
     """If every episode that a generator plays at once were as long as it may be."""
 
 
-def rank_memory(shape: ModelShape, config: Config) -> RankMemory:
+def estimate_rank_memory(shape: ModelShape, config: Config) -> RankMemory:
     """Of the learner's rank that needs most. Raises `ConfigError` for a teacher whose numbers are nowhere."""
-    own = _without_teacher(shape, config)
+    own = _estimate_without_teacher(shape, config)
     if not (path := config.algorithm.distillation.teacher):
         return own
-    teacher, _ = _shape_at(path, "algorithm.distillation.teacher")
-    check_trained(teacher, config.learner)
-    return msgspec.structs.replace(own, teacher=_without_teacher(teacher, config).weights)
+    teacher, _ = _find_shape_at(path, "algorithm.distillation.teacher")
+    check_trainable(teacher, config.learner)
+    return msgspec.structs.replace(own, teacher=_estimate_without_teacher(teacher, config).weights)
 
 
-def _without_teacher(shape: ModelShape, config: Config) -> RankMemory:
+def _estimate_without_teacher(shape: ModelShape, config: Config) -> RankMemory:
     learner = config.learner
-    p, width = learner.parallel, WIDTH[learner.dtype]
-    context = int(CONTEXT_BYTES) if shape.parameters > GPU_PARAMETERS else 0
+    p, width = learner.parallel, DTYPE_BYTES[learner.dtype]
+    context = int(CONTEXT_BYTES) if shape.num_parameters > GPU_PARAMETERS else 0
     if learner.backend == "torch" and p.dp > 1:
-        largest = max(map(shape.layer, range(shape.layers)))
-        held = -(-shape.parameters // p.dp)
-        whole = (2 * largest + shape.embedding * (1 if shape.tied else 2)) * width
+        largest = max(map(shape.layer_parameters, range(shape.num_layers)))
+        held = -(-shape.num_parameters // p.dp)
+        whole = (2 * largest + shape.embedding_parameters * (1 if shape.tied_embeddings else 2)) * width
         each = 4 if learner.offload_moments else 12  # a gradient, and moments
-        optimizer = _adapters(shape, learner, 0, 4) if learner.lora.rank else each * held
-        activations, logits = _activations(shape, config, 0), _logits(shape, config)
-        temporary = _temporary(learner, held)
+        optimizer = _estimate_adapters(shape, learner, 0, 4) if learner.lora.rank else each * held
+        activations, logits = _estimate_activations(shape, config, 0), _estimate_logits(shape, config)
+        temporary = _estimate_temporary(learner, held)
         return RankMemory(held, 4 * held + whole, optimizer + 4 * largest, activations, logits, temporary, context)
     by_stage = []
     for stage in range(p.pp):
-        held = shape.of_rank(learner, stage) if learner.backend == "megatron" else shape.parameters
-        logits = _logits(shape, config) if stage == p.pp - 1 else 0
-        activations = _activations(shape, config, stage)
+        held = shape.rank_parameters(learner, stage) if learner.backend == "megatron" else shape.num_parameters
+        logits = _estimate_logits(shape, config) if stage == p.pp - 1 else 0
+        activations = _estimate_activations(shape, config, stage)
         if learner.lora.rank:
-            made = adapted(shape, learner, stage)
-            optimizer = _adapters(shape, learner, stage, width)
-            temporary = max(_temporary(learner, made.parameters), 3 * width * made.gradient + 12 * made.largest)
+            made = count_adapters(shape, learner, stage)
+            optimizer = _estimate_adapters(shape, learner, stage, width)
+            temporary = max(
+                _estimate_temporary(learner, made.adapter_parameters),
+                3 * width * made.largest_gradient + 12 * made.largest_weight,
+            )
         else:
-            optimizer, temporary = _optimizer(shape, learner, stage, held), _temporary(learner, held)
+            optimizer, temporary = _estimate_optimizer(shape, learner, stage, held), _estimate_temporary(learner, held)
         by_stage.append(RankMemory(held, width * held, optimizer, activations, logits, temporary, context))
-    return max(by_stage, key=lambda m: m.total)
+    return max(by_stage, key=lambda m: m.total_bytes)
 
 
-def copies(learner: LearnerConfig) -> tuple[int, int]:
+def count_replicas(learner: LearnerConfig) -> tuple[int, int]:
     """How many Megatron ranks hold the same part of what is no expert, and of an expert, and would divide their updates."""
     p = learner.parallel
     return p.dp * p.cp, p.dp * p.cp * p.tp // p.ep
 
 
-def _optimizer(shape: ModelShape, learner: LearnerConfig, stage: int, held: int) -> int:
+def _estimate_optimizer(shape: ModelShape, learner: LearnerConfig, stage: int, held_parameters: int) -> int:
     """Gradients of all that the rank holds; masters and moments of that, or of its share."""
     p = learner.parallel
     state = (4 if learner.dtype != "float32" else 0) + (0 if learner.offload_moments else 8)
-    updated = held
+    updated = held_parameters
     if learner.shard_optimizer:
-        here = range(stage * shape.layers // p.pp, (stage + 1) * shape.layers // p.pp)
-        experts = sum(i in shape.moe_layers for i in here) * shape.experts_of_layer // p.ep
-        rest, of_experts = copies(learner)
-        updated = -(-(held - experts) // rest) + -(-experts // of_experts)
-    return 4 * held + state * updated
+        here = range(stage * shape.num_layers // p.pp, (stage + 1) * shape.num_layers // p.pp)
+        experts = sum(i in shape.moe_layers for i in here) * shape.expert_parameters // p.ep
+        rest, of_experts = count_replicas(learner)
+        updated = -(-(held_parameters - experts) // rest) + -(-experts // of_experts)
+    return 4 * held_parameters + state * updated
 
 
-def _temporary(learner: LearnerConfig, trained: int) -> int:
+def _estimate_temporary(learner: LearnerConfig, trained: int) -> int:
     bucket = min(BUCKET_ELEMENTS, trained)
-    summed = 4 * bucket * (1 + 1 / min(copies(learner))) if learner.parallel.world > 1 else 0
+    summed = 4 * bucket * (1 + 1 / min(count_replicas(learner))) if learner.parallel.world_size > 1 else 0
     return int(max(summed, 8 * bucket if learner.offload_moments else 0))
 
 
-def _adapters(shape: ModelShape, learner: LearnerConfig, stage: int, width: int) -> int:
+def _estimate_adapters(shape: ModelShape, learner: LearnerConfig, stage: int, width: int) -> int:
     """Values, gradients and moments of the adapters, and what it takes to make their gradients of one weight's."""
-    made = adapted(shape, learner, stage)
-    moments = 0 if learner.offload_moments else 8 // (min(copies(learner)) if learner.shard_optimizer else 1)
-    return (8 + moments) * made.parameters + width * made.gradient + 4 * made.largest
+    made = count_adapters(shape, learner, stage)
+    moments = 0 if learner.offload_moments else 8 // (min(count_replicas(learner)) if learner.shard_optimizer else 1)
+    return (8 + moments) * made.adapter_parameters + width * made.largest_gradient + 4 * made.largest_weight
 
 
-def layer_values(shape: ModelShape, index: int, *, stacked: bool = True) -> tuple[float, float]:
+def count_layer_activations(shape: ModelShape, index: int, *, own_kernels: bool = True) -> tuple[float, float]:
     """Values kept of one layer by token, in units of the compute dtype of bfloat16: of attention and the norms, and of what
-    `recompute = "selective"` makes again. `stacked`: experts are ours (`learner.experts`), not those of transformers."""
-    a, g, d, h = shape.heads, shape.kv_heads, shape.head_dim, shape.hidden
+    `recompute = "selective"` makes again. `own_kernels`: experts are ours (`learner.experts`), not those of transformers."""
+    a, g, d, h = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
     attention = 2 * h + (a + 2 * g) * d + 2 * (a + g) * d + a * d
     if shape.kv_rank:
         both = a * (2 * shape.qk_dim + shape.value_dim)
         attention = 2 * h + 2 * (shape.query_rank + shape.kv_rank) + 2 * both + a * shape.value_dim
     if index not in shape.moe_layers:
-        return attention + 2 * h + 5 * shape.width, 0.0
+        return attention + 2 * h + 5 * shape.mlp_width, 0.0
     mixture = (
-        shape.top_k * (h + (3 if stacked else 6) * shape.expert_width) + 4 * shape.experts + 5 * shape.shared_width
+        shape.top_k * (h + (3 if own_kernels else 6) * shape.expert_width)
+        + 4 * shape.num_experts
+        + 5 * shape.shared_width
     )
     return attention + 2 * h, mixture
 
 
-def _activations(shape: ModelShape, config: Config, stage: int) -> int:
+def _estimate_activations(shape: ModelShape, config: Config, stage: int) -> int:
     learner = config.learner
     p = learner.parallel
     kept, once, backward = 0.0, 0.0, 0.0
-    for index in range(stage * shape.layers // p.pp, (stage + 1) * shape.layers // p.pp):
-        base, mixture = layer_values(shape, index, stacked=learner.backend == "megatron")
+    for index in range(stage * shape.num_layers // p.pp, (stage + 1) * shape.num_layers // p.pp):
+        base, mixture = count_layer_activations(shape, index, own_kernels=learner.backend == "megatron")
         if index in shape.moe_layers:
-            backward = float(shape.top_k * (shape.hidden + 4 * shape.expert_width))
+            backward = float(shape.top_k * (shape.hidden_size + 4 * shape.expert_width))
         if learner.recompute == "full":
-            kept, once = kept + shape.hidden, max(once, base + mixture)
+            kept, once = kept + shape.hidden_size, max(once, base + mixture)
         elif learner.recompute == "selective":
             kept, once = kept + base, max(once, mixture)
         else:
             kept += base + mixture
     # Logits are there before: of the two, what a layer needs more.
-    per_value = WIDTH[learner.dtype] * learner.max_tokens_per_micro_batch / (p.tp * p.cp)
-    last = max(0.0, backward - _logits(shape, config) / per_value) if stage == p.pp - 1 else backward
+    per_value = DTYPE_BYTES[learner.dtype] * learner.max_tokens_per_micro_batch / (p.tp * p.cp)
+    last = max(0.0, backward - _estimate_logits(shape, config) / per_value) if stage == p.pp - 1 else backward
     return int((kept * (p.pp - stage) + once + last) * per_value)
 
 
-def _logits(shape: ModelShape, config: Config) -> int:
+def _estimate_logits(shape: ModelShape, config: Config) -> int:
     learner = config.learner
-    width, columns = WIDTH[learner.dtype], -(-shape.vocab // learner.parallel.tp)
+    width, columns = DTYPE_BYTES[learner.dtype], -(-shape.vocab_size // learner.parallel.tp)
     wanted = learner.max_tokens_per_micro_batch // learner.parallel.cp * columns
-    chunk, matrix = min(CHUNK_ELEMENTS, wanted), columns * shape.hidden
+    chunk, matrix = min(CHUNK_ELEMENTS, wanted), columns * shape.hidden_size
     # In float32 nothing is rounded into a copy.
     of_matrix = (width if wanted <= CHUNK_ELEMENTS else 4 + width) * matrix
     return max(9 * chunk, (4 if width == 4 else 6) * chunk + of_matrix)
 
 
-def engine_memory(shape: ModelShape, config: Config) -> EngineMemory:
+def estimate_engine_memory(shape: ModelShape, config: Config) -> EngineMemory:
     """Of one generator's engine."""
     args: dict[str, Any] = config.generator.engine_args
     tp = int(args.get("tensor_parallel_size", 1))
-    width = WIDTH[config.generator.dtype]
-    heads = max(1, shape.kv_heads // tp)  # fewer heads than ranks are held more than once
+    width = DTYPE_BYTES[config.generator.dtype]
+    heads = max(1, shape.num_kv_heads // tp)  # fewer heads than ranks are held more than once
     # Latent attention keeps what keys and values are made of, on every rank.
     values = shape.kv_rank + shape.rope_dim if shape.kv_rank else 2 * heads * shape.head_dim
-    per_token = shape.layers * values * width
+    per_token = shape.num_layers * values * width
     needed = per_token * config.generator.concurrency * config.episode.max_total_tokens
-    return EngineMemory(tp, shape.parameters * width // tp, per_token, needed)
+    return EngineMemory(tp, shape.num_parameters * width // tp, per_token, needed)

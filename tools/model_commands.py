@@ -8,11 +8,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from r3async.config import ConfigError, load_command
-from r3async.tools.runs import RUNS, NewRuns, Runs
-from r3async.tools.terminal import Terminal
+from r3async.config import ConfigError, load_command_config
+from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption
+from r3async.tools.terminal import SafeConsole
 
-_PACK = "A bundle for another machine (with --gpu)"
+_PACK_PANEL = "A bundle for another machine (with --gpu)"
 
 
 def export(
@@ -24,7 +24,7 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="only the adapters of a run with learner.lora, in PEFT's format")
     ] = False,
-    runs: Runs = RUNS,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Write a checkpoint's model as a Hugging Face directory: safetensors, configuration, tokenizer."""
     from r3async.checkpoint import CheckpointError
@@ -33,10 +33,10 @@ def export(
     named = runs / source
     path = Path(source) if Path(source).exists() or not named.exists() else named
     try:
-        write = exports.export_adapter if adapter else exports.export
+        write = exports.export_adapter if adapter else exports.export_model
         opened = write(path, directory, model=model)
     except CheckpointError as error:
-        _refuse(str(error))
+        _exit_with_error(str(error))
     typer.echo(
         f"{directory}: the {'adapters' if adapter else 'model'} after step {opened.state.steps}, from {opened.path}"
     )
@@ -50,19 +50,19 @@ def sft(
             help="key=value: data=FILE and model.path=DIRECTORY, sft.epochs=3, learner.lr=1e-5", show_default=False
         ),
     ] = None,
-    runs: NewRuns = RUNS,
+    runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Supervised training of the answers in your rows: messages, or prompts and answers. The model is in runs/NAME/model."""
-    config = load_command(preset, overrides or [], "sft")
+    config = load_command_config(preset, overrides or [], "sft")
     from r3async.learner import LearnerError
-    from r3async.tools.sft import sft as run
-    from r3async.world.processes import output_outlives_disk_and_terminal
+    from r3async.tools.sft import run_sft as run
+    from r3async.world.processes import ignore_command_output_errors
 
-    output_outlives_disk_and_terminal()
+    ignore_command_output_errors()
     try:
         run(config, preset, root=runs)
     except LearnerError as error:
-        _refuse(str(error))
+        _exit_with_error(str(error))
 
 
 def replay(
@@ -80,7 +80,7 @@ def replay(
     model: Annotated[Path | None, typer.Option(help="where the start model is now, if it was moved")] = None,
     out: Annotated[Path | None, typer.Option(help="directory for the replay's metrics and model")] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
-    runs: Runs = RUNS,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Make a recorded run's steps again, without engines, and name the first step and stage that differ. Exit 1 if one does."""
     import msgspec
@@ -91,26 +91,28 @@ def replay(
     from r3async.tools import replay as replays
     from r3async.tools.inspect.run import InspectError, find_run
 
-    screen = Terminal(stderr=True)
+    screen = SafeConsole(stderr=True)
 
     def progress(recorded: RecordedStep, metrics: Mapping[str, float | None]) -> None:
-        pairs = [(name, recorded.metrics.get(name), metrics.get(name)) for name in replays.SHOWN]
-        text = ", ".join(f"{n} {_number(theirs)}{f' -> {_number(ours)}' * bool(changed)}" for n, theirs, ours in pairs)
+        pairs = [(name, recorded.metrics.get(name), metrics.get(name)) for name in replays.SHOWN_METRICS]
+        text = ", ".join(
+            f"{n} {_format_value(theirs)}{f' -> {_format_value(ours)}' * bool(changed)}" for n, theirs, ours in pairs
+        )
         screen.print(f"step {recorded.step}: {text}", highlight=False, markup=False, soft_wrap=True)
 
     try:
-        done = replays.replay(
+        done = replays.replay_run(
             find_run(run, runs),
-            changed=changed or (),
-            start=start,
+            changed_settings=changed or (),
+            start_step=start,
             steps=steps,
             model=model,
             out=out,
             progress=progress,
         )
     except (InspectError, RecordingError, CheckpointError, LearnerError) as error:
-        _refuse(str(error))
-    typer.echo(msgspec.json.encode(done).decode() if json else replays.describe(done))
+        _exit_with_error(str(error))
+    typer.echo(msgspec.json.encode(done).decode() if json else replays.describe_replay(done))
     if done.difference is not None:
         raise typer.Exit(1)
 
@@ -126,7 +128,7 @@ def diagnose(
         str | None, typer.Option(help="whose settings to use", show_default="the run's own, or the defaults")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
-    runs: Runs = RUNS,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Where do engine and learner part? Every stage of both on the same tokens, with the likely cause. Exit 1 if one parts."""
     import tempfile
@@ -136,25 +138,25 @@ def diagnose(
     from r3async.checkpoint import CheckpointError
     from r3async.learner import LearnerError
     from r3async.rollout.engines import EngineError
-    from r3async.rollout.engines.stages import StageError
-    from r3async.tools.diagnose.command import diagnose as examine
-    from r3async.tools.diagnose.command import find_patient
-    from r3async.tools.diagnose.diagnosis import describe
+    from r3async.rollout.engines.stages import ActivationError
+    from r3async.tools.diagnose.command import find_diagnosis_target
+    from r3async.tools.diagnose.command import run_diagnosis as examine
+    from r3async.tools.diagnose.diagnosis import describe_diagnosis
     from r3async.weights.manifest import WeightError
 
-    screen = Terminal(stderr=True)
+    screen = SafeConsole(stderr=True)
 
     def say(line: str) -> None:
         screen.print(line, highlight=False, markup=False, soft_wrap=True)
 
     with tempfile.TemporaryDirectory(prefix="r3async-diagnose-") as scratch:
         try:
-            patient = find_patient(target, preset, overrides or [], Path(scratch), say, runs)
+            patient = find_diagnosis_target(target, preset, overrides or [], Path(scratch), say, runs)
             done = examine(patient, Path(scratch), say)
-        except (CheckpointError, LearnerError, EngineError, StageError, WeightError) as error:
-            _refuse(str(error))
-    typer.echo(msgspec.json.encode(done).decode() if json else describe(done))
-    if not done.sound:
+        except (CheckpointError, LearnerError, EngineError, ActivationError, WeightError) as error:
+            _exit_with_error(str(error))
+    typer.echo(msgspec.json.encode(done).decode() if json else describe_diagnosis(done))
+    if not done.is_consistent:
         raise typer.Exit(1)
 
 
@@ -169,30 +171,31 @@ def doctor(
         typer.Option(
             help="make this directory, to be copied to a machine without a package index: `python run.py` there does "
             "the rest. With --small it is for a machine without a GPU",
-            rich_help_panel=_PACK,
+            rich_help_panel=_PACK_PANEL,
         ),
     ] = None,
     python: Annotated[
-        str | None, typer.Option(help="the other machine's, as 3.12", show_default="this one's", rich_help_panel=_PACK)
+        str | None,
+        typer.Option(help="the other machine's, as 3.12", show_default="this one's", rich_help_panel=_PACK_PANEL),
     ] = None,
     platform: Annotated[
         str | None,
-        typer.Option(help="as manylinux_2_28_x86_64", show_default="this machine's", rich_help_panel=_PACK),
+        typer.Option(help="as manylinux_2_28_x86_64", show_default="this machine's", rich_help_panel=_PACK_PANEL),
     ] = None,
     has: Annotated[
         list[str] | None,
         typer.Option(
             help="NAME==VERSION that the other machine has, as torch==2.13.0, or a file of such lines (its pip freeze): left "
             "out, with all that only they need; may be repeated",
-            rich_help_panel=_PACK,
+            rich_help_panel=_PACK_PANEL,
         ),
     ] = None,
-    piece: Annotated[int, typer.Option(min=1, help="MiB of a file at most", rich_help_panel=_PACK)] = 1024,
+    piece: Annotated[int, typer.Option(min=1, help="MiB of a file at most", rich_help_panel=_PACK_PANEL)] = 1024,
 ) -> None:
     """Print versions, what works here, what does not, and the remedy; with --gpu, what a GPU does."""
     if pack is not None:
         if not gpu:
-            _refuse("`--pack` is a bundle of `doctor --gpu`: add --gpu")
+            _exit_with_error("`--pack` is a bundle of `doctor --gpu`: add --gpu")
         from r3async.tools.gpu_check.pack import PackError, Target
         from r3async.tools.gpu_check.pack import pack as write
 
@@ -201,7 +204,7 @@ def doctor(
             extra = "cpu" if small else "gpu"
             made = write(pack, target, extra=extra, has=has or [], piece=piece << 20, say=typer.echo)
         except PackError as error:
-            _refuse(str(error))
+            _exit_with_error(str(error))
         size = sum(size for _, size, _ in made["pieces"]) / 1e6
         typer.echo(f"{pack}: {len(made['wheels'])} wheels, {size:.0f} MB in {len(made['pieces'])} pieces")
         typer.echo(f"copy it there, then: python{target.python} {pack.name}/run.py{' --small' if small else ''}")
@@ -209,18 +212,18 @@ def doctor(
     if gpu:
         from r3async.tools.gpu_check.command import check_gpu
 
-        raise typer.Exit(check_gpu(out, small=small, only=only or [], minutes=minutes, console=Terminal()))
+        raise typer.Exit(check_gpu(out, small=small, only=only or [], minutes=minutes, console=SafeConsole()))
     from r3async.tools.doctor import run_doctor
 
     raise typer.Exit(run_doctor())
 
 
-def _number(value: float | None) -> str:
+def _format_value(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
-def _refuse(message: str) -> NoReturn:
-    Terminal(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
+def _exit_with_error(message: str) -> NoReturn:
+    SafeConsole(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(2)
 
 
@@ -228,13 +231,13 @@ def scale(
     run: Annotated[str, typer.Argument(help="the name or directory of a run whose command runs")],
     wanted: Annotated[list[str], typer.Argument(metavar="generators=N", help="how many it is to have")],
     wait: Annotated[float, typer.Option(help="seconds to wait until it has them; 0: do not wait")] = 900.0,
-    runs: Runs = RUNS,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Give a running run more generators, or fewer. Exit 1 if it refuses, 3 if it lacks them yet."""
     from r3async.tools.inspect.run import InspectError, find_run
-    from r3async.tools.scale import scale_run, wanted_generators
+    from r3async.tools.scale import parse_generators, scale_run
 
-    count = wanted_generators(wanted)
+    count = parse_generators(wanted)
     try:
         directory = find_run(run, runs)
     except InspectError as error:

@@ -13,35 +13,42 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from r3async.actors.layout import Demand, hosts_needed
-from r3async.config import Config, ConfigError, EnvConfig, bare_host, did_you_mean, environments
-from r3async.data.architectures import declared
-from r3async.data.model_shape import ModelShape, ShapeError, moe_geometry, read_shape
-from r3async.envs import Action, HasOracle, WrongEnvironment, checked_messages, checked_result, refuse_told_again
+from r3async.actors.layout import ResourceDemand, find_smallest_layout
+from r3async.config import Config, ConfigError, EnvConfig, did_you_mean, resolve_envs, strip_brackets
+from r3async.data.architectures import find_architecture
+from r3async.data.model_shape import ModelShape, ModelShapeError, parse_model_shape, read_moe_layers
+from r3async.envs import (
+    Action,
+    EnvironmentProtocolError,
+    HasOracle,
+    coerce_messages,
+    refuse_repeated_messages,
+    require_step_result,
+)
 from r3async.envs.dataset import is_dataset
-from r3async.envs.factory import environment_factory
-from r3async.envs.raised import describe_raised
+from r3async.envs.factory import build_environment_factory
+from r3async.envs.raised import summarize_error
 from r3async.rollout.agents.agents import is_agent
 from r3async.rollout.episode import close_environment
 from r3async.tools.memory import (
     GPU_PARAMETERS,
-    check_kind,
+    check_model_type,
     check_router_settings,
-    check_trained,
-    engine_memory,
-    rank_memory,
-    shape_of,
+    check_trainable,
+    estimate_engine_memory,
+    estimate_rank_memory,
+    find_model_shape,
 )
 from r3async.untrusted import decode_python_json
 from r3async.world.processes import run_on_shared_loop
 
-TRY_SECONDS = 10.0
+ENVIRONMENT_TRY_SECONDS = 10.0
 """So long an environment is tried. One that takes longer is not judged."""
 CONNECT_SECONDS = 10.0
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-WEIGHTS = ("*.safetensors", "*.bin")
-INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
+WEIGHT_INDEX_FILE = "model.safetensors.index.json"
 CPU_EXPERT_WIDTH = 32
 """vLLM pads experts to a multiple of it on CPU (0.30), and reloads unpadded ones only."""
 
@@ -51,17 +58,17 @@ def check_start(config: Config) -> None:
     if config.resume not in ("auto", "none") and not Path(config.resume).exists():
         raise ConfigError(f"`resume` = {config.resume!r}: there is no such checkpoint, and no run with checkpoints")
     if config.model.path:
-        check_model(config.model.path)
-        check_supported(config)
+        check_model_directory(config.model.path)
+        check_model_supported(config)
     check_teacher(config)
-    check_engine_names(config)
-    check_loss(config)
+    check_engine_arguments(config)
+    check_custom_loss(config)
     if address := config.cluster.address or os.environ.get("RAY_ADDRESS"):
-        check_cluster(address)
+        check_cluster_address(address)
     else:
         check_devices(config)
         check_addresses(config)
-    run_on_shared_loop(try_environment(config))
+    run_on_shared_loop(try_environments(config))
 
 
 # -- the model -----------------------------------------------------------------------------------------------------
@@ -71,29 +78,29 @@ def check_teacher(config: Config) -> None:
     """`algorithm.distillation.teacher`, if there is one, is a model that reads the same tokens."""
     if not (name := config.algorithm.distillation.teacher):
         return
-    check_files(name, "algorithm.distillation.teacher")
+    check_model_files(name, "algorithm.distillation.teacher")
     if Path(config.model.path or "-").is_dir():
         from r3async.learner import LearnerError
-        from r3async.learner.distillation import check_vocabularies
+        from r3async.learner.distillation import check_same_vocabulary
 
         try:
-            check_vocabularies(Path(config.model.path), Path(name))
+            check_same_vocabulary(Path(config.model.path), Path(name))
         except LearnerError as error:
             raise ConfigError(str(error)) from error
 
 
-def check_model(name: str) -> None:
+def check_model_directory(name: str) -> None:
     """`model.path` is a model with weights, a tokenizer and a chat template. Reads small files only."""
-    path, said = Path(name), check_files(name, "model.path")
-    settings = _json(path / "tokenizer_config.json", said) if (path / "tokenizer_config.json").is_file() else {}
-    if not settings.get("chat_template") and not any((path / file).exists() for file in TEMPLATES):
+    path, said = Path(name), check_model_files(name, "model.path")
+    settings = _read_json(path / "tokenizer_config.json", said) if (path / "tokenizer_config.json").is_file() else {}
+    if not settings.get("chat_template") and not any((path / file).exists() for file in CHAT_TEMPLATE_FILES):
         raise ConfigError(
             f"{said} has no chat template, so messages cannot be shown to it: add chat_template.jinja, or take the model's "
             "instruction-tuned version"
         )
 
 
-def check_files(name: str, setting: str) -> str:
+def check_model_files(name: str, setting: str) -> str:
     """`setting` is a model with weights and a tokenizer; what it is called in a message."""
     path, said = Path(name), f"`{setting}` = {name!r}"
     if not path.exists():
@@ -102,9 +109,9 @@ def check_files(name: str, setting: str) -> str:
         raise ConfigError(f"{said} is a file, not a model directory: name the directory with config.json in it")
     if not (path / "config.json").is_file():
         raise ConfigError(f"{said} is not a model directory (no config.json in it)")
-    if "model_type" not in _json(path / "config.json", said):
+    if "model_type" not in _read_json(path / "config.json", said):
         raise ConfigError(f"{said}: its config.json has no `model_type`, so it is no Hugging Face model")
-    if not any(file for pattern in WEIGHTS for file in path.glob(pattern)):
+    if not any(file for pattern in WEIGHT_PATTERNS for file in path.glob(pattern)):
         raise ConfigError(f"{said} has no weights: no *.safetensors in it")
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
@@ -112,67 +119,67 @@ def check_files(name: str, setting: str) -> str:
             ".save_pretrained(…)` writes them"
         )
     _check_shards(path, said)
-    if not any((path / file).exists() for file in TOKENIZERS):
+    if not any((path / file).exists() for file in TOKENIZER_FILES):
         raise ConfigError(
             f"{said} has no tokenizer: copy tokenizer.json and tokenizer_config.json of the model into it"
         )
     return said
 
 
-def _check_shards(path: Path, said: str) -> None:
+def _check_shards(path: Path, label: str) -> None:
     """All files of a model in several are there, with the index that says what is in which."""
-    index, shards = path / INDEX, sorted(file.name for file in path.glob("*-of-*.safetensors"))
+    index, shards = path / WEIGHT_INDEX_FILE, sorted(file.name for file in path.glob("*-of-*.safetensors"))
     if index.is_file():
-        named = _json(index, said).get("weight_map", {})
+        named = _read_json(index, label).get("weight_map", {})
         if lacking := sorted({str(name) for name in named.values() if not (path / str(name)).is_file()}):
             raise ConfigError(
-                f"{said} lacks {len(lacking)} of its files of weights, such as {lacking[0]}: copy them into it"
+                f"{label} lacks {len(lacking)} of its files of weights, such as {lacking[0]}: copy them into it"
             )
     elif shards and not (path / "model.safetensors").is_file():
         raise ConfigError(
-            f"{said} has its weights in {len(shards)} files ({shards[0]}, …) and no {INDEX}, which says what is in which: copy "
-            "it into the directory"
+            f"{label} has its weights in {len(shards)} files ({shards[0]}, …) and no {WEIGHT_INDEX_FILE}, which says what is "
+            "in which: copy it into the directory"
         )
 
 
-def _json(path: Path, said: str) -> dict[str, Any]:
+def _read_json(path: Path, label: str) -> dict[str, Any]:
     try:
         data = decode_python_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{said}: {path.name} cannot be read: {error}") from error
+        raise ConfigError(f"{label}: {path.name} cannot be read: {error}") from error
     return data if isinstance(data, dict) else {}
 
 
-def check_supported(config: Config) -> None:
+def check_model_supported(config: Config) -> None:
     """The backend trains models of that kind, on the ranks that there are. A dense model whose numbers are not known is not
     judged."""
-    name, described = Path(config.model.path).name, _json(Path(config.model.path) / "config.json", "`model.path`")
-    check_kind(described, name)
+    name, described = Path(config.model.path).name, _read_json(Path(config.model.path) / "config.json", "`model.path`")
+    check_model_type(described, name)
     try:
-        moe_geometry(described)
-    except ShapeError as error:
+        read_moe_layers(described)
+    except ModelShapeError as error:
         raise ConfigError(f"{name} cannot be trained: {error}") from error
-    with contextlib.suppress(ShapeError):
-        shape = read_shape(described, name)
-        check_trained(shape, config.learner)
+    with contextlib.suppress(ModelShapeError):
+        shape = parse_model_shape(described, name)
+        check_trainable(shape, config.learner)
         check_router_settings(shape, config)
-        if shape.parameters > GPU_PARAMETERS:
-            hosts_needed(Demand.of(config), config.cluster.gpus_per_node)
-        check_engine_keys(config)
+        if shape.num_parameters > GPU_PARAMETERS:
+            find_smallest_layout(ResourceDemand.from_config(config), config.cluster.gpus_per_node)
+        check_engine_config(config)
 
 
-def check_engine_keys(config: Config) -> None:
+def check_engine_config(config: Config) -> None:
     """What vLLM reads of `config.json`, and transformers does not, is there: without it vLLM computes another model."""
-    found = _json(Path(config.model.path) / "config.json", "`model.path`")
-    known = declared(found.get("model_type", ""))
+    found = _read_json(Path(config.model.path) / "config.json", "`model.path`")
+    known = find_architecture(found.get("model_type", ""))
     if known is None or config.generator.engine != "vllm":
         return
-    if known.engine_lacks:
+    if known.engine_unsupported_reason:
         raise ConfigError(
-            f"`model.path` = {config.model.path!r}: a run cannot update {known.title} in the engine: {known.engine_lacks}. "
-            "`r3async sft` trains it"
+            f"`model.path` = {config.model.path!r}: a run cannot update {known.title} in the engine: "
+            f"{known.engine_unsupported_reason}. `r3async sft` trains it"
         )
-    for key, needed in known.engine_keys.items():
+    for key, needed in known.engine_config.items():
         if found.get(key) != needed:
             raise ConfigError(
                 f"`model.path` = {config.model.path!r}: its config.json has `{key}` = {json.dumps(found.get(key))}, and vLLM "
@@ -180,20 +187,20 @@ def check_engine_keys(config: Config) -> None:
             )
 
 
-def check_loss(config: Config) -> None:
+def check_custom_loss(config: Config) -> None:
     """A policy loss of the user's own returns what a step takes."""
     if ":" not in config.algorithm.policy_loss:
         return
-    from r3async.learner.losses.policy_loss import check_own_loss
+    from r3async.learner.losses.policy_loss import check_custom_loss
 
-    check_own_loss(config.algorithm)
+    check_custom_loss(config.algorithm)
 
 
 # -- engines and devices -------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def engine_names() -> frozenset[str]:
+def list_engine_arguments() -> frozenset[str]:
     """What vLLM's AsyncEngineArgs has, read without importing it, which takes seconds. Empty where vLLM is not installed."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
@@ -206,13 +213,13 @@ def engine_names() -> frozenset[str]:
     return frozenset()
 
 
-def check_engine_names(config: Config) -> None:
+def check_engine_arguments(config: Config) -> None:
     """Every key of `generator.engine_args` is one of vLLM's."""
-    if config.generator.engine != "vllm" or not config.generator.engine_args or not engine_names():
+    if config.generator.engine != "vllm" or not config.generator.engine_args or not list_engine_arguments():
         return
     for name in config.generator.engine_args:
-        if name not in engine_names():
-            hint = did_you_mean(name, engine_names(), "see vLLM's engine arguments")
+        if name not in list_engine_arguments():
+            hint = did_you_mean(name, list_engine_arguments(), "see vLLM's engine arguments")
             raise ConfigError(f"`generator.engine_args.{name}`: vLLM has no such argument; {hint}")
 
 
@@ -221,13 +228,13 @@ def has_gpu() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def check_cluster(address: str) -> None:
+def check_cluster_address(address: str) -> None:
     """Somebody answers at HOST:PORT: Ray itself tries for minutes, and then ends this process. Other forms are Ray's to judge."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         return
     try:
-        socket.create_connection((bare_host(host), int(port)), timeout=CONNECT_SECONDS).close()
+        socket.create_connection((strip_brackets(host), int(port)), timeout=CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"`cluster.address` = {address!r} (or RAY_ADDRESS): nobody answers there ({error}). Is the cluster running "
@@ -246,11 +253,11 @@ def check_devices(config: Config) -> None:
         )
     import psutil
 
-    shape, _ = shape_of(config)
+    shape, _ = find_model_shape(config)
     check_cpu_engine(config, shape)
-    ranks, count = config.learner.parallel.world, config.generator.count
-    rank = rank_memory(shape, config)
-    needed = ranks * (rank.weights + rank.teacher) + count * engine_memory(shape, config).weights
+    ranks, count = config.learner.parallel.world_size, config.generator.count
+    rank = estimate_rank_memory(shape, config)
+    needed = ranks * (rank.weights + rank.teacher) + count * estimate_engine_memory(shape, config).weights
     here = psutil.virtual_memory().total
     if needed > here:
         gib = 2**30
@@ -290,21 +297,21 @@ def check_addresses(config: Config) -> None:
                 f"`serving.port` = {serving.port} fits one generator a host, and `generator.count` = "
                 f"{config.generator.count}: set serving.port=0, and each takes a free one"
             )
-        _check_bind("serving", serving.host, serving.port)
-    _check_bind("transport", config.transport.host, 0)
+        _check_bindable("serving", serving.host, serving.port)
+    _check_bindable("transport", config.transport.host, 0)
     if config.observe.prometheus_port is not None:
-        _check_bind("observe", config.observe.prometheus_host, 0, "prometheus_host")
+        _check_bindable("observe", config.observe.prometheus_host, 0, "prometheus_host")
 
 
-def _check_bind(section: str, host: str, port: int, key: str = "host") -> None:
-    bare = bare_host(host)
+def _check_bindable(section: str, host: str, port: int, key: str = "host") -> None:
+    bare = strip_brackets(host)
     try:
         found = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(found[0]) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(found[4])
     except OSError as error:
-        if port and not isinstance(error, socket.gaierror) and _is_here(bare):
+        if port and not isinstance(error, socket.gaierror) and _is_local_host(bare):
             raise ConfigError(
                 f"`{section}.port` = {port} on {host} cannot be used: {error.strerror}. Choose another, or 0 for a free one"
             ) from error
@@ -313,7 +320,7 @@ def _check_bind(section: str, host: str, port: int, key: str = "host") -> None:
         ) from error
 
 
-def _is_here(host: str) -> bool:
+def _is_local_host(host: str) -> bool:
     with contextlib.suppress(OSError), socket.socket(socket.getaddrinfo(host, 0)[0][0]) as probe:
         probe.bind((host, 0))
         return True
@@ -323,29 +330,29 @@ def _is_here(host: str) -> bool:
 # -- the environment -----------------------------------------------------------------------------------------------
 
 
-async def try_environment(config: Config) -> None:
+async def try_environments(config: Config) -> None:
     """Play one turn of each environment with the best answer it knows, which of a row is the row's own; an empty one if it knows
     none. Raises `ConfigError` where the environment breaks the protocol (a `step` that returns a tuple, a reward that is a text,
     None or not finite, `sys.exit`), and where it fails with its own best answer. Time-outs, connections, and what goes wrong with
     an empty answer are not judged: it may be no answer to it."""
-    for each in environments(config):
+    for each in resolve_envs(config):
         if not is_agent(each.env):
-            await _try_one(each.env)
+            await _try_environment(each.env)
 
 
-async def _try_one(env: EnvConfig) -> None:
-    environment = environment_factory(env)()
+async def _try_environment(env: EnvConfig) -> None:
+    environment = build_environment_factory(env)()
     answer, said = "", "`reward`" if is_dataset(env) else f"`env.name` = {env.name!r}"
     try:
-        async with asyncio.timeout(TRY_SECONDS):
-            told = checked_messages(await environment.reset(0))
+        async with asyncio.timeout(ENVIRONMENT_TRY_SECONDS):
+            told = coerce_messages(await environment.reset(0))
             answer = environment.oracle() if isinstance(environment, HasOracle) else ""
-            result = checked_result(await environment.step(Action(answer)))
+            result = require_step_result(await environment.step(Action(answer)))
             if not (result.done or result.rewrites):
-                refuse_told_again(told, checked_messages(result.messages))
+                refuse_repeated_messages(told, coerce_messages(result.messages))
     except (Exception, SystemExit) as error:
-        raised = describe_raised(error)
-        if isinstance(error, WrongEnvironment | SystemExit):
+        raised = summarize_error(error)
+        if isinstance(error, EnvironmentProtocolError | SystemExit):
             raise ConfigError(f"{said} cannot be played: {raised.line}") from error
         if answer and not raised.passing:
             whose = "the first row's own answer" if is_dataset(env) else "its own best answer"

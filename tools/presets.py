@@ -9,22 +9,22 @@ import msgspec
 
 from r3async.config import find_config, load_config, preset_directory
 from r3async.envs.dataset import is_dataset
-from r3async.tools.plan import describe, make_plan
+from r3async.tools.plan import describe_plan, make_run_plan
 
-FIRST = "quickstart"
-LABELS = ("When to choose it:", "Staleness bound:", "Tested on:")
+FIRST_PRESET = "quickstart"
+HEADER_LABELS = ("When to choose it:", "Staleness bound:", "Tested on:")
 
 
-class Header(msgspec.Struct, frozen=True):
+class PresetHeader(msgspec.Struct, frozen=True):
     """The comment at the head of a preset. Each part is one paragraph without a final newline."""
 
-    what: str
-    when: str
-    bound: str
-    tested: str
+    purpose: str
+    when_to_use: str
+    staleness_bound: str
+    tested_on: str
 
 
-def read_header(path: Path) -> Header:
+def read_preset_header(path: Path) -> PresetHeader:
     """Raises `ValueError` naming the part that is missing: every preset says all four."""
     lines = []
     for line in path.read_text().splitlines():
@@ -33,38 +33,39 @@ def read_header(path: Path) -> Header:
         lines.append(line.removeprefix("#").strip())
     text = " ".join(" ".join(lines).split())
     parts = []
-    for label in reversed(LABELS):
+    for label in reversed(HEADER_LABELS):
         text, found, part = text.rpartition(label)
         if not found:
             raise ValueError(f"{path.name}: its head does not say {label!r}")
         parts.append(part.strip())
-    return Header(text.strip(), *reversed(parts))
+    return PresetHeader(text.strip(), *reversed(parts))
 
 
-def preset_paths() -> list[Path]:
+def list_preset_paths() -> list[Path]:
     """All presets, the quickstart first."""
-    return sorted(preset_directory().glob("*.toml"), key=lambda p: (p.stem != FIRST, p.stem))
+    return sorted(preset_directory().glob("*.toml"), key=lambda p: (p.stem != FIRST_PRESET, p.stem))
 
 
-def list_presets() -> str:
+def describe_presets() -> str:
     """One paragraph each."""
     out = []
-    for path in preset_paths():
-        header = read_header(path)
-        body = f"{header.what}\nWhen: {header.when}\nStaleness bound: {header.bound} Tested on: {header.tested}"
-        out.append(f"{path.stem}\n{textwrap.indent(_wrapped(body), '    ')}")
+    for path in list_preset_paths():
+        header = read_preset_header(path)
+        body = f"{header.purpose}\nWhen: {header.when_to_use}\nStaleness bound: {header.staleness_bound} "
+        body += f"Tested on: {header.tested_on}"
+        out.append(f"{path.stem}\n{textwrap.indent(_wrap_lines(body), '    ')}")
     return "\n".join(out)
 
 
-def show_preset(name: str) -> str:
+def describe_preset(name: str) -> str:
     """The file, and its plan as comments: what is printed is a valid file."""
     config = load_config(name)
     if is_dataset(config.env) and not config.env.args.get("path"):
         plan = f"your rows decide: r3async train {name} --dry-run data=FILE"
     else:
-        plan = describe(make_plan(config, imports=False), config)
+        plan = describe_plan(make_run_plan(config, import_code=False), config)
     return f"{find_config(name).read_text()}\n# --- what it comes to\n{textwrap.indent(plan, '# ')}"
 
 
-def _wrapped(text: str) -> str:
+def _wrap_lines(text: str) -> str:
     return "\n".join(textwrap.fill(line, 112) for line in text.splitlines())

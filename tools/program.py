@@ -11,16 +11,16 @@ from typing import NoReturn
 from r3async.tools.cli import main
 
 
-def program() -> NoReturn:
+def run_program() -> NoReturn:
     """Run the command that `sys.argv` names, and end this process with its exit code."""
     try:
         main()
     except SystemExit as ended:
-        end(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
-    end(0)
+        end_process(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+    end_process(0)
 
 
-def end(code: int) -> NoReturn:
+def end_process(code: int) -> NoReturn:
     """End this process. The interpreter would take apart what torch and transformers made, object by object: a second of a dry
     run, for memory that the system takes back anyway. Where Ray or a thread that must end is in this process, it ends as usual.
     """

@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
-from r3async.tools.runs import RUNS, Runs
-from r3async.tools.terminal import Terminal
+from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, RunsOption
+from r3async.tools.terminal import SafeConsole
 
 
-class CannotServe(ValueError):
+class ServeError(ValueError):
     """The message says why."""
 
 
-def command(
+def report_command(
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="[RUNS]...", help="runs' names or directories", show_default="latest"),
@@ -30,7 +30,7 @@ def command(
     port: Annotated[
         int, typer.Option(help="with --serve: the port of loopback; 0: any free one", min=0, max=65535)
     ] = 0,
-    runs: Runs = RUNS,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Write a run's report.html, one file that needs no network. Several runs: a page that compares them."""
     from r3async.tools.inspect.run import InspectError
@@ -39,32 +39,32 @@ def command(
         if serve:
             serve_runs(names or ["latest"], output, port, runs)
         else:
-            typer.echo(report(names or ["latest"], output, runs))
-    except (InspectError, CannotServe, OSError) as error:
-        Terminal(stderr=True).print(str(error), style="bold red", highlight=False, markup=False, soft_wrap=True)
+            typer.echo(write_report_page(names or ["latest"], output, runs))
+    except (InspectError, ServeError, OSError) as error:
+        SafeConsole(stderr=True).print(str(error), style="bold red", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
 
-def report(names: Sequence[str], output: Path | None, root: Path) -> Path:
+def write_report_page(names: Sequence[str], output: Path | None, root: Path) -> Path:
     """The page's path: `output`, or `report.html` of the one run or sweep, or `compare.html` of the first of several. Raises
     `InspectError` for a run that is not there."""
     from r3async.tools.inspect.run import find_run
-    from r3async.tools.sweep.record import find_sweep, report_sweep
+    from r3async.tools.sweep.record import find_sweep, rewrite_sweep_report
     from r3async.views.report import write_report
 
     if len(names) == 1 and output is None and (sweep := find_sweep(names[0], root)) is not None:
-        return report_sweep(sweep)
+        return rewrite_sweep_report(sweep)
     first, *others = [find_run(name, root) for name in names]
     return write_report(first, *others, path=output or (first / "compare.html" if others else None))
 
 
 def serve_runs(names: Sequence[str], output: Path | None, port: int, root: Path) -> None:
-    """Serve until Ctrl-C; the address goes to stdout. Raises `InspectError` for a run that is not there, and `CannotServe`."""
+    """Serve until Ctrl-C; the address goes to stdout. Raises `InspectError` for a run that is not there, and `ServeError`."""
     from r3async.tools.inspect.run import find_run
-    from r3async.tools.live import serve
+    from r3async.tools.live import serve_live_pages
 
     if output is not None:
-        raise CannotServe("--serve writes no file: leave out --output")
+        raise ServeError("--serve writes no file: leave out --output")
     # A link like `latest` may point to another run later: the page stays with the one that it was asked for.
     directories = list(dict.fromkeys(find_run(name, root).resolve() for name in names))
-    serve(directories, port, typer.echo)
+    serve_live_pages(directories, port, typer.echo)

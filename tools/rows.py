@@ -8,21 +8,22 @@ from typing import Any
 
 import msgspec
 
-from r3async.config import Config, ConfigError, EnvConfig, Posed, environments
-from r3async.envs.dataset import DatasetFactory, held_out, is_dataset, settings_of, tasks_of
+from r3async.config import Config, ConfigError, EnvConfig, RunEnv, resolve_envs
+from r3async.envs.dataset import DatasetFactory, is_dataset, load_task_splits, resolve_data_config, select_held_out_rows
 from r3async.rollout.chat import ChatRenderer, TemplateError
 from r3async.rollout.evaluation import drop_long_prompts
 
 
-def note_rows(config: Config, say: Callable[[str], object]) -> Config:
-    """`config` with the digest of its rows, which a resumed run has to find again; as it is without rows. `say` gets the counts.
+def add_row_digests(config: Config, print_line: Callable[[str], object]) -> Config:
+    """`config` with the digest of its rows, which a resumed run has to find again; as it is without rows. `print_line` gets
+    the counts.
 
     Raises `ConfigError` for rows that cannot be read or do not fit, if all prompts are too long, and for a tokenizer that cannot
     be used.
     """
     for line in describe_rows(config):
-        say(line)
-    noted = {each.label: _noted(each.env) for each in environments(config) if is_dataset(each.env)}
+        print_line(line)
+    noted = {each.label: _add_digest(each.env) for each in resolve_envs(config) if is_dataset(each.env)}
     if not noted:
         return config
     config = msgspec.structs.replace(config)
@@ -34,39 +35,46 @@ def note_rows(config: Config, say: Callable[[str], object]) -> Config:
     return config
 
 
-def _noted(env: EnvConfig) -> dict[str, Any]:
-    return {**env.args, "digest": tasks_of(settings_of(env)).digest}
+def _add_digest(env: EnvConfig) -> dict[str, Any]:
+    return {**env.args, "digest": load_task_splits(resolve_data_config(env)).digest}
 
 
 def describe_rows(config: Config) -> list[str]:
-    """A line for each part of the rows of each environment; see `note_rows`. Prompts are measured where the model's tokenizer
-    is."""
-    return [line for each in environments(config) if is_dataset(each.env) for line in _described(config, each)]
+    """A line for each part of the rows of each environment; see `add_row_digests`. Prompts are measured where the model's
+    tokenizer is."""
+    return [
+        line
+        for each in resolve_envs(config)
+        if is_dataset(each.env)
+        for line in _describe_environment_rows(config, each)
+    ]
 
 
-def _described(config: Config, posed: Posed) -> list[str]:
-    data, what = settings_of(posed.env), posed.label or "data"
-    tasks, renderer = tasks_of(data), _renderer(config)
+def _describe_environment_rows(config: Config, env_entry: RunEnv) -> list[str]:
+    data, what = resolve_data_config(env_entry.env), env_entry.label or "data"
+    tasks, renderer = load_task_splits(data), _make_renderer(config)
     lines = []
-    for part, env in (("trained", posed.env), ("evaluated", held_out(posed.env))):
+    for part, env in (("trained", env_entry.env), ("evaluated", select_held_out_rows(env_entry.env))):
         if part == "evaluated" and not data.eval:
             continue
-        factory, most = DatasetFactory(env), posed.episode.max_prompt_tokens
-        dropped = drop_long_prompts(factory, renderer, posed.episode) if renderer else 0
+        factory, most = DatasetFactory(env), env_entry.episode.max_prompt_tokens
+        dropped = drop_long_prompts(factory, renderer, env_entry.episode) if renderer else 0
         longer = f" ({dropped} longer than episode.max_prompt_tokens = {most})" * bool(dropped)
         lines.append(f"{what}: {factory.size} rows are {part}, {dropped} dropped{longer}")
-    if tasks.repeated:
-        lines.append(f"{what}: {tasks.repeated} rows are left out of training, for evaluation poses the same prompts")
+    if tasks.dropped_overlap:
+        lines.append(
+            f"{what}: {tasks.dropped_overlap} rows are left out of training, for evaluation poses the same prompts"
+        )
     return lines
 
 
-def _renderer(config: Config) -> ChatRenderer | None:
+def _make_renderer(config: Config) -> ChatRenderer | None:
     """None if the model is not on this machine."""
     path = config.model.path
     if not path:
-        from r3async.tools.init_model import byte_tokenizer
+        from r3async.tools.init_model import build_byte_tokenizer
 
-        return ChatRenderer(byte_tokenizer(), template_args=config.episode.template_args)
+        return ChatRenderer(build_byte_tokenizer(), template_args=config.episode.template_args)
     if not (Path(path) / "config.json").is_file():
         return None
     try:

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-RUNS_ENV = "R3ASYNC_RUNS"
-RUNS = Path("runs")
+RUNS_VARIABLE = "R3ASYNC_RUNS"
+DEFAULT_RUNS_DIRECTORY = Path("runs")
 
-Runs = Annotated[Path, typer.Option("--runs", help="where run directories are", envvar=RUNS_ENV)]
+RunsOption = Annotated[Path, typer.Option("--runs", help="where run directories are", envvar=RUNS_VARIABLE)]
 """`--runs` of a command that takes a run's name."""
-NewRuns = Annotated[Path, typer.Option("--runs", help="where run directories are made", envvar=RUNS_ENV)]
+NewRunsOption = Annotated[Path, typer.Option("--runs", help="where run directories are made", envvar=RUNS_VARIABLE)]
 
 
-def runs_directory() -> Path:
+def get_runs_directory() -> Path:
     """Where a run is by its name, if nobody says otherwise: R3ASYNC_RUNS, or `runs` here."""
-    return Path(os.environ.get(RUNS_ENV) or RUNS)
+    return Path(os.environ.get(RUNS_VARIABLE) or DEFAULT_RUNS_DIRECTORY)

@@ -8,82 +8,86 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from r3async.actors.crew import Wish, write_wish
+from r3async.actors.crew import ScaleRequest, write_scale_request
 from r3async.config import ConfigError
 from r3async.views.follow import FollowedFile, FollowedRun
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 
-MOST = 4096
+MAX_GENERATORS = 4096
 """Generators of a run."""
-HEARD_SECONDS = 60.0
+ANSWER_TIMEOUT_SECONDS = 60.0
 """In which the command of a run answers, also while it starts Ray."""
 POLL_SECONDS = 0.2
-REFUSED, NOT_YET = 1, 3
+REFUSED_EXIT_CODE, PENDING_EXIT_CODE = 1, 3
 """Exit codes."""
-TOLD = ("scale_waits", "generator_joined", "generator_left", "generator_refused", "generator_lost")
+SHOWN_EVENTS = ("scale_waits", "generator_joined", "generator_left", "generator_refused", "generator_lost")
 """Events that are shown."""
 
 
-def wanted_generators(words: Sequence[str]) -> int:
+def parse_generators(arguments: Sequence[str]) -> int:
     """Of `generators=N`. Raises `ConfigError`."""
-    name, equals, number = words[0].partition("=") if len(words) == 1 else ("", "", "")
+    name, equals, number = arguments[0].partition("=") if len(arguments) == 1 else ("", "", "")
     if name != "generators" or not equals or not number.isascii() or not number.isdigit():
         raise ConfigError(
-            f"`{' '.join(words)}`: write generators=N, for example generators=4; nothing else can be scaled"
+            f"`{' '.join(arguments)}`: write generators=N, for example generators=4; nothing else can be scaled"
         )
-    if not 1 <= int(number) <= MOST:
-        raise ConfigError(f"`generators` = {number} must be 1 to {MOST:,}: a run without generators cannot train")
+    if not 1 <= int(number) <= MAX_GENERATORS:
+        raise ConfigError(
+            f"`generators` = {number} must be 1 to {MAX_GENERATORS:,}: a run without generators cannot train"
+        )
     return int(number)
 
 
-def scale_run(run_dir: Path, count: int, wait: float, say: Callable[[str], object]) -> int:
+def scale_run(run_dir: Path, count: int, wait: float, print_line: Callable[[str], object]) -> int:
     """Ask for `count` generators, and say what becomes of it for `wait` seconds. Returns the exit code. Raises `ConfigError` if
     nobody runs the run."""
-    if (run := _state(run_dir)).ended:
+    if (run := _read_run(run_dir)).has_ended:
         raise ConfigError(f"{run_dir} is not running ({run.status}): set `generator.count` where it is started again")
     events = FollowedFile(run_dir / "events.jsonl")
-    list(events.objects())  # what was before
-    wish = Wish(count, REAL.unique())
-    write_wish(run_dir, wish)
+    list(events.read_objects())  # what was before
+    wish = ScaleRequest(count, REAL_WORLD.unique_id())
+    write_scale_request(run_dir, wish)
     if not wait:
-        say(f"{run_dir.name}: {count} generators are asked for")
+        print_line(f"{run_dir.name}: {count} generators are asked for")
         return 0
     answers: list[str] = []
-    for event in _until(events, answers, wait):
+    for event in _iter_events(events, answers, wait):
         what = str(event.get("event"))
         answers += [what] if event.get("asked") == wish.asked else []
-        if what in TOLD:
-            say(_line(event))
+        if what in SHOWN_EVENTS:
+            print_line(_describe_event(event))
         if event.get("asked") == wish.asked and what in ("scaled", "scale_refused"):
             if what == "scale_refused":
-                say(f"{run_dir.name} has {event['generators']} generators: {event['reason']}")
-                return REFUSED
-            say(f"{run_dir.name} has {event['generators']} generators, and had {event['of']}")
+                print_line(f"{run_dir.name} has {event['generators']} generators: {event['reason']}")
+                return REFUSED_EXIT_CODE
+            print_line(f"{run_dir.name} has {event['generators']} generators, and had {event['of']}")
             return 0
         if what in ("run_finished", "run_failed"):
-            say(f"{run_dir.name} ended before it had {count} generators")
-            return REFUSED
+            print_line(f"{run_dir.name} ended before it had {count} generators")
+            return REFUSED_EXIT_CODE
     if not answers:
         raise ConfigError(f"nobody answers for {run_dir}: the command that trains it does not run (any more)")
-    say(f"{run_dir.name} lacks {count} generators after {wait:g} s, and continues to try (`r3async tail {run_dir}`)")
-    return NOT_YET
+    print_line(
+        f"{run_dir.name} lacks {count} generators after {wait:g} s, and continues to try (`r3async tail {run_dir}`)"
+    )
+    return PENDING_EXIT_CODE
 
 
-def _state(run_dir: Path) -> FollowedRun:
+def _read_run(run_dir: Path) -> FollowedRun:
     run = FollowedRun(run_dir)
-    run.poll()
+    run.read_new()
     return run
 
 
-def _until(events: FollowedFile, answers: Sequence[str], wait: float) -> Iterator[dict[str, Any]]:
-    """Events as they come, for `wait` seconds; for `HEARD_SECONDS`, if there are no `answers` by then."""
+def _iter_events(events: FollowedFile, answers: Sequence[str], wait: float) -> Iterator[dict[str, Any]]:
+    """Events as they come, for `wait` seconds; for `ANSWER_TIMEOUT_SECONDS`, if there are no `answers` by then."""
     began = time.monotonic()
-    while (passed := time.monotonic() - began) < wait and (answers or passed < HEARD_SECONDS):
-        yield from events.objects()
+    while (passed := time.monotonic() - began) < wait and (answers or passed < ANSWER_TIMEOUT_SECONDS):
+        yield from events.read_objects()
         time.sleep(POLL_SECONDS)
 
 
-def _line(event: dict[str, Any]) -> str:
+def _describe_event(event: dict[str, Any]) -> str:
     """In words."""
     who = event.get("generator", "")
     match event["event"]:

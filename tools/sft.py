@@ -16,154 +16,165 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from r3async.actors.process import StoppedBeforeStep
-from r3async.checkpoint import CheckpointError, CheckpointWriter, Due, Opened
-from r3async.checkpoint.resume import fingerprint_model, take_lineage
+from r3async.checkpoint import Checkpoint, CheckpointError, CheckpointSchedule, CheckpointWriter
+from r3async.checkpoint.resume import begin_lineage, fingerprint_model
 from r3async.checkpoint.state import TrainingState
 from r3async.config import Config, ConfigError
 from r3async.data.records import Sample
-from r3async.record.events import open_events
-from r3async.record.steps import MetricsWriter
-from r3async.tools.preflight import check_model
-from r3async.tools.run_dir import check_capacity, full_disk_is_named, open_run
+from r3async.record.events import open_event_log
+from r3async.record.steps import MetricsFile
+from r3async.tools.preflight import check_model_directory
+from r3async.tools.run_dir import check_disk_space, explain_full_disk, open_named_run
 from r3async.tools.sft_data import SupervisedRows
 from r3async.tools.tail.live import LiveView, describe_step
-from r3async.tools.terminal import Terminal
-from r3async.tools.train import Outlets, StoppedWhileLoading, StopRequest, report_run, reporter, stop_signals
-from r3async.world.real import REAL
+from r3async.tools.terminal import SafeConsole
+from r3async.tools.train import (
+    MetricsForwarder,
+    StoppedWhileLoading,
+    StopRequest,
+    handle_stop_signals,
+    make_reporter,
+    report_ended_run,
+)
+from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:
-    from r3async.actors.run_dir import RunDir
+    from r3async.actors.run_dir import RunDirectory
     from r3async.data.versions import Lineage
     from r3async.learner.batch.packing import MicroBatch
 
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 
-def sft(config: Config, preset: str, console: Console | None = None, root: Path = Path("runs")) -> Path:
+def run_sft(config: Config, preset: str, console: Console | None = None, root: Path = Path("runs")) -> Path:
     """Train to the end; returns the run directory. Raises `ConfigError`, `CheckpointError` or `LearnerError` with what to do."""
     request = StopRequest()
-    with stop_signals(request), LiveView(console or Terminal(file=sys.stderr), config.steps) as view:
+    with handle_stop_signals(request), LiveView(console or SafeConsole(file=sys.stderr), config.steps) as view:
         try:
-            return _sft(config, preset, view, root, request)
+            return _prepare_and_run(config, preset, view, root, request)
         except StoppedWhileLoading:
-            if not view.step:
+            if not view.shown_step:
                 raise StoppedBeforeStep("stopped while loading, before a step was made") from None
-            view.say(f"stopped while loading, after step {view.step}")
+            view.print_line(f"stopped while loading, after step {view.shown_step}")
             return root / config.name
 
 
-def _sft(config: Config, preset: str, view: LiveView, root: Path, request: StopRequest) -> Path:
+def _prepare_and_run(config: Config, preset: str, view: LiveView, root: Path, request: StopRequest) -> Path:
     if not config.model.path:
         raise ConfigError("`model.path` is empty: name the model that is to learn, a directory with config.json in it")
-    check_model(config.model.path)
+    check_model_directory(config.model.path)
     if config.learner.backend == "scripted":
         raise ConfigError('`learner.backend` = "scripted" has no model that could learn')
-    check_capacity(root)
-    view.phase("reading the rows")
-    rows = SupervisedRows.of(config, view.say)
-    config = rows.noted(config)
-    view.expect(config.steps)
-    with full_disk_is_named(root):
-        run = open_run(config, preset, view.say, root, reporter(view))
-    view.say(f"run directory: {run.path}")
+    check_disk_space(root)
+    view.show_phase("reading the rows")
+    rows = SupervisedRows.from_config(config, view.print_line)
+    config = rows.update_config(config)
+    view.set_total_steps(config.steps)
+    with explain_full_disk(root):
+        run = open_named_run(config, preset, view.print_line, root, make_reporter(view))
+    view.print_line(f"run directory: {run.path}")
     try:
-        model_path = run.model_path(config)
+        model_path = run.find_start_model(config)
         assert model_path is not None
-        with Outlets(config, run.path, view.say) as outlets:
-            asyncio.run(Supervised(config, run, model_path, rows, view, outlets, request).run())
+        with MetricsForwarder(config, run.path, view.print_line) as outlets:
+            asyncio.run(SupervisedRun(config, run, model_path, rows, view, outlets, request).run())
     finally:
-        REAL.actors.disconnect()
+        REAL_WORLD.actors.leave_cluster()
         run.lock.close()
-        report_run(run.path, view)
+        report_ended_run(run.path, view)
     return run.path
 
 
-class Supervised:
+class SupervisedRun:
     """One start of a supervised run. The event loop only waits for checkpoints; everything of torch is in its thread."""
 
     def __init__(
         self,
         config: Config,
-        run: RunDir,
+        run: RunDirectory,
         model_path: Path,
         rows: SupervisedRows,
         view: LiveView,
-        outlets: Outlets,
+        outlets: MetricsForwarder,
         request: StopRequest,
     ):
         self._config, self._run, self._model_path, self._data = config, run, model_path, rows
         self._view, self._outlets, self._request = view, outlets, request
-        self._step = run.resume.state.steps if run.resume else 0
-        self._elapsed = run.resume.state.elapsed if run.resume else 0.0
+        self._step = run.resume_from.state.steps if run.resume_from else 0
+        self._elapsed = run.resume_from.state.elapsed if run.resume_from else 0.0
         self._made = 0
         """Updates of this start."""
 
     async def run(self) -> None:
         """All steps, or those before a stop; then the model and a checkpoint."""
         config, directory = self._config, self._run.path
-        lineage = self._begin(self._run.resume)
-        self._view.rewind(self._step)
-        self._view.phase("loading the model")
-        from r3async.actors.loading import load_learner_alone
+        lineage = self._take_lineage(self._run.resume_from)
+        self._view.rewind_to_step(self._step)
+        self._view.show_phase("loading the model")
+        from r3async.actors.loading import load_standalone_learner
 
-        learner = load_learner_alone(config, self._model_path, directory.absolute(), REAL)
-        events = open_events(directory, "learner")
+        learner = load_standalone_learner(config, self._model_path, directory.absolute(), REAL_WORLD)
+        events = open_event_log(directory, "learner")
         events.info("learner_started", lineage=lineage.number, step=self._step)
         writer = CheckpointWriter(config, f"{directory.name}-sft", self._model_path, directory, events)
-        due, rows = Due(config.checkpoint), MetricsWriter(directory)
-        due.done(self._step)
+        due, rows = CheckpointSchedule(config.checkpoint), MetricsFile(directory)
+        due.mark_begun(self._step)
         try:
-            if self._run.resume:
-                learner.restore(self._run.resume.path)
-            self._started()
+            if self._run.resume_from:
+                learner.restore_checkpoint(self._run.resume_from.path)
+            self._confirm_started()
 
             async def save() -> None:
-                due.done(self._step)
-                state = await self._state(lineage).with_records(directory, [METRICS], keeper=REAL.keeper)
-                await writer.save(state, lambda: _now(learner.hold), learner.write_state)
+                due.mark_begun(self._step)
+                state = await self._make_state(lineage).with_record_positions(
+                    directory, [METRICS_FILE], keeper=REAL_WORLD.record_flusher
+                )
+                await writer.save_checkpoint(
+                    state, lambda: _call_now(learner.stage_checkpoint), learner.write_checkpoint
+                )
 
             while self._step < config.steps and not self._request.requested:
-                row = self._one(learner, lineage)
+                row = self._train_step(learner, lineage)
                 rows.write(row)
-                self._outlets.show({"rows": [row]})
+                self._outlets.show_status({"rows": [row]})
                 self._view.show_row(row, describe_step(row))
                 if due(self._step):
                     await save()
                 await asyncio.sleep(0)
-            if self._step > due.last:
+            if self._step > due.last_step:
                 await save()
-            await writer.finish()
-            self._end(learner)
+            await writer.wait_until_written()
+            self._save_model(learner)
             events.info("run_finished", steps=self._step, stopped=self._step < config.steps)
         finally:
             rows.close()
             learner.close()
 
-    def _begin(self, resume: Opened | None) -> Lineage:
+    def _take_lineage(self, resume: Checkpoint | None) -> Lineage:
         if resume is not None and resume.state.admission:
             raise CheckpointError(
                 f"{resume.path} is of `r3async train`, and has leases of episodes: to train its model, `r3async export` it and "
                 "set `model.path`"
             )
-        return take_lineage(self._run.path, resume, fingerprint_model(self._model_path))
+        return begin_lineage(self._run.path, resume, fingerprint_model(self._model_path))
 
-    def _started(self) -> None:
-        self._request.install()  # Ray installs its own handlers
-        self._request.loading = False
+    def _confirm_started(self) -> None:
+        self._request.install_handlers()  # Ray installs its own handlers
+        self._request.is_loading = False
         if self._request.requested:
             raise StoppedWhileLoading
 
-    def _one(self, learner: Any, lineage: Lineage) -> dict[str, Any]:
+    def _train_step(self, learner: Any, lineage: Lineage) -> dict[str, Any]:
         """One step, and its row."""
         began = time.monotonic()
-        metrics = learner.train_supervised(self._shares(self._data.of_step(self._step)))
+        metrics = learner.train_supervised(self._pack_for_ranks(self._data.select_step_samples(self._step)))
         seconds = time.monotonic() - began
         self._step += 1
         self._made += int(metrics["optimizer/updates"])
         self._elapsed += seconds
         every, last = self._config.evaluation.every, self._step == self._config.steps
         if self._data.held_out and (last or (every and self._step % every == 0)):
-            total, tokens = learner.supervised_loss_of(self._shares(self._data.held_out))
+            total, tokens = learner.compute_supervised_loss(self._pack_for_ranks(self._data.held_out))
             metrics["loss/answers_held_out"] = total / max(tokens, 1.0)
         return {
             "step": self._step,
@@ -176,7 +187,7 @@ class Supervised:
             "throughput/trained_tokens_per_second": metrics["batch/trained_tokens"] / max(seconds, 1e-9),
         }
 
-    def _shares(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
+    def _pack_for_ranks(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         from r3async.learner.batch.packing import pack_for_ranks
 
         learner = self._config.learner
@@ -188,22 +199,22 @@ class Supervised:
             share_prefixes=learner.share_prefixes,
         )
 
-    def _state(self, lineage: Lineage) -> TrainingState:
+    def _make_state(self, lineage: Lineage) -> TrainingState:
         return TrainingState(
             steps=self._step, version=self._step, lineage=lineage, consumed=self._step, elapsed=self._elapsed
         )
 
-    def _end(self, learner: Any) -> None:
+    def _save_model(self, learner: Any) -> None:
         name, done = self._run.path.name, self._step == self._config.steps
         if self._step:
-            self._view.phase("saving the model")
-            learner.save(self._run.path / "model")
-            self._view.say(f"trained model: {self._run.path / 'model'}")
+            self._view.show_phase("saving the model")
+            learner.save_model(self._run.path / "model")
+            self._view.print_line(f"trained model: {self._run.path / 'model'}")
         if not done:
-            self._view.say(
+            self._view.print_line(
                 f"stopped after {self._step} of {self._config.steps} steps; to resume: the same command with name={name}"
             )
 
 
-async def _now(call: Callable[[], object]) -> None:
+async def _call_now(call: Callable[[], object]) -> None:
     call()

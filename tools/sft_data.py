@@ -12,12 +12,12 @@ import msgspec
 
 from r3async.config import Config, ConfigError
 from r3async.data.records import Sample
-from r3async.envs.conversations import conversation_of
-from r3async.envs.dataset import Tasks, is_dataset, settings_of
-from r3async.envs.forms import Task, tools_of
-from r3async.learner.batch.planner import Cost, cost_model
+from r3async.envs.conversations import parse_conversation
+from r3async.envs.dataset import TaskSplits, is_dataset, resolve_data_config
+from r3async.envs.forms import DatasetTask, parse_tools
+from r3async.learner.batch.planner import CostModel, build_cost_model
 from r3async.rollout.chat import ChatRenderer, TemplateError
-from r3async.rollout.demonstrations import demonstrate
+from r3async.rollout.demonstrations import build_demonstration
 from r3async.untrusted import decode_python_json
 
 
@@ -29,19 +29,19 @@ class SupervisedRows:
     rows: list[list[Sample]]
     held_out: list[Sample]
     digest: str
-    cost: Cost
+    cost: CostModel
     seed: int
     rows_per_step: int
 
     @staticmethod
-    def of(config: Config, say: Callable[[str], object]) -> SupervisedRows:
+    def from_config(config: Config, print_line: Callable[[str], object]) -> SupervisedRows:
         """Rows that do not fit into `episode.max_total_tokens` are dropped, and counted. Raises `ConfigError`."""
         if not is_dataset(config.env):
             raise ConfigError(
                 "`data` names no rows to learn: set `data` = FILE, a directory, or the id of a dataset on the hub"
             )
-        data, path = settings_of(config.env), Path(config.model.path)
-        tasks = Tasks(data, form=conversation_of)
+        data, path = resolve_data_config(config.env), Path(config.model.path)
+        tasks = TaskSplits(data, parse_row=parse_conversation)
         if data.digest not in ("", tasks.digest):
             raise ConfigError(f"`data` = {data.path!r}: the rows are not those that the run began with: put them back")
         try:
@@ -50,14 +50,14 @@ class SupervisedRows:
             line = next(iter(str(error).splitlines()), type(error).__name__)
             raise ConfigError(f"`model.path` = {config.model.path!r}: its tokenizer cannot be used: {line}") from error
         longest = min(config.episode.max_total_tokens, config.learner.max_tokens_per_micro_batch)
-        rows = _samples(tasks.train, renderer, longest, "trained", say)
-        held_out = _samples(tasks.eval, renderer, longest, "held out", say) if tasks.eval else []
-        cost = cost_model(decode_python_json((path / "config.json").read_bytes()))
+        rows = _render_samples(tasks.train, renderer, longest, "trained", print_line)
+        held_out = _render_samples(tasks.eval, renderer, longest, "held out", print_line) if tasks.eval else []
+        cost = build_cost_model(decode_python_json((path / "config.json").read_bytes()))
         return SupervisedRows(
             rows, [s for row in held_out for s in row], tasks.digest, cost, config.seed, config.sft.rows_per_step
         )
 
-    def noted(self, config: Config) -> Config:
+    def update_config(self, config: Config) -> Config:
         """With the rows' digest, which a resumed run has to find again, and with the steps that `sft.epochs` means."""
         steps = config.steps
         if config.sft.epochs:
@@ -67,40 +67,40 @@ class SupervisedRows:
         config.schedule = msgspec.structs.replace(config.schedule, minibatches_per_step=1, epochs_per_step=1)
         return config
 
-    def of_step(self, step: int) -> list[Sample]:
+    def select_step_samples(self, step: int) -> list[Sample]:
         """Step `step`, from 0: the next rows, each epoch in an order of its own."""
         count, out = len(self.rows), []
         first, orders = step * self.rows_per_step, dict[int, Sequence[int]]()
         for at in range(first, first + self.rows_per_step):
             epoch, place = divmod(at, count)
             if epoch not in orders:
-                orders[epoch] = self._order(epoch)
-            out += [_renamed(s, f"{at}") for s in self.rows[orders[epoch][place]]]
+                orders[epoch] = self._shuffle_rows(epoch)
+            out += [_rename_sample(s, f"{at}") for s in self.rows[orders[epoch][place]]]
         return out
 
-    def _order(self, epoch: int) -> Sequence[int]:
+    def _shuffle_rows(self, epoch: int) -> Sequence[int]:
         order = list(range(len(self.rows)))
         random.Random(f"sft {self.seed} {epoch}").shuffle(order)
         return order
 
 
-def _renamed(sample: Sample, prefix: str) -> Sample:
+def _rename_sample(sample: Sample, prefix: str) -> Sample:
     """A row that a step has twice is two samples."""
     return Sample(f"{prefix}:{sample.sample_id}", sample.table, sample.temperature)
 
 
-def _samples(
-    tasks: Sequence[Task], renderer: ChatRenderer, longest: int, what: str, say: Callable[[str], object]
+def _render_samples(
+    tasks: Sequence[DatasetTask], renderer: ChatRenderer, longest: int, part: str, print_line: Callable[[str], object]
 ) -> list[list[Sample]]:
     out, shortest, unasked = [], 0, list[tuple[str, str]]()
     for number, task in enumerate(tasks):
         try:
-            demonstration = demonstrate(renderer, task.messages, tools_of(task))
+            demonstration = build_demonstration(renderer, task.messages, parse_tools(task))
         except (TemplateError, ValueError) as error:
-            raise ConfigError(f"{task.where}: {error}") from error
-        samples = demonstration.samples(str(number))
-        if demonstration.unasked:
-            unasked.append((task.where, demonstration.unasked))
+            raise ConfigError(f"{task.location}: {error}") from error
+        samples = demonstration.build_samples(str(number))
+        if demonstration.unwritten_prompt_end:
+            unasked.append((task.location, demonstration.unwritten_prompt_end))
         length = max(len(s.table) for s in samples)
         if length <= longest:
             out.append(samples)
@@ -112,10 +112,10 @@ def _samples(
     tokens = sum(int(s.table["loss_mask"].sum()) for row in out for s in row)
     dropped = len(tasks) - len(out)
     longer = f" ({dropped} longer than episode.max_total_tokens = {longest})" * bool(dropped)
-    say(f"data: {len(out)} rows are {what}, {dropped} dropped{longer}; {tokens} tokens of answers")
+    print_line(f"data: {len(out)} rows are {part}, {dropped} dropped{longer}; {tokens} tokens of answers")
     if unasked:
         where, text = unasked[0]
-        say(
+        print_line(
             f"data: the prompt of an episode ends with {text!r}, which the chat template does not write before the answers of "
             f"{len(unasked)} rows, such as {where}: they are learnt without it"
         )

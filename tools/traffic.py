@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from r3async.config import Config
 from r3async.data.model_shape import ModelShape
-from r3async.data.written import WIDTH
-from r3async.tools.adapted import adapted
-from r3async.tools.memory import copies
+from r3async.data.written import DTYPE_BYTES
+from r3async.tools.adapted import count_adapters
+from r3async.tools.memory import count_replicas
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes for a person."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= factor:
@@ -21,70 +21,74 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def host_memory(shape: ModelShape, config: Config) -> list[str]:
+def describe_host_memory(shape: ModelShape, config: Config) -> list[str]:
     """Lines: what is in the memory of the learner's hosts, all together, besides the processes themselves and /dev/shm."""
-    learner, version = config.learner, shape.parameters * WIDTH[config.generator.dtype]
-    ranks = learner.parallel.world
+    learner, version = config.learner, shape.num_parameters * DTYPE_BYTES[config.generator.dtype]
+    ranks = learner.parallel.world_size
     lines = [
-        f"{size(version)} of weights that are being published",
-        f"{size(config.transport.credit_bytes)} at most of trajectories that wait (transport.credit_bytes)",
+        f"{format_bytes(version)} of weights that are being published",
+        f"{format_bytes(config.transport.credit_bytes)} at most of trajectories that wait (transport.credit_bytes)",
     ]
     if learner.offload_moments:
-        lines.append(f"{size(8 * _updated(shape, config) * ranks)} of moments (learner.offload_moments)")
+        lines.append(f"{format_bytes(8 * _count_updated(shape, config) * ranks)} of moments (learner.offload_moments)")
     if config.algorithm.reference_kl.coef and not learner.lora.rank:
-        held = WIDTH[learner.dtype] * _held(shape, config) * ranks
-        lines.append(f"{size(held)} of the reference model (algorithm.reference_kl)")
+        held = DTYPE_BYTES[learner.dtype] * _count_rank_parameters(shape, config) * ranks
+        lines.append(f"{format_bytes(held)} of the reference model (algorithm.reference_kl)")
     return lines
 
 
-def step_traffic(shape: ModelShape, config: Config, tokens: int) -> list[str]:
+def describe_step_traffic(shape: ModelShape, config: Config, tokens: int) -> list[str]:
     """Lines: what ranks move among them in a step of `tokens`."""
     learner, p = config.learner, config.learner.parallel
-    width = WIDTH[learner.dtype]
+    width = DTYPE_BYTES[learner.dtype]
     lines = []
     updates = config.schedule.updates_per_step
-    many, of_experts = copies(learner)
+    many, of_experts = count_replicas(learner)
     if learner.backend == "megatron" and max(many, of_experts) > 1 and not learner.lora.rank:
-        rest, experts = _parts(shape, config)
+        rest, experts = _count_parameters(shape, config)
         shares = ((rest, many), (experts, of_experts))
         # Sums in float32, to each rank its share; then the sums to all, or the updated weights.
         each = sum(held * (4 + (width if learner.shard_optimizer else 4)) * (n - 1) / n for held, n in shares)
         lines.append(
-            f"{size(updates * each)} from each rank to those that hold copies: gradients, and what they become"
+            f"{format_bytes(updates * each)} from each rank to those that hold copies: gradients, and what they become"
         )
     if p.ep > 1 and shape.moe_layers:
         passes = 2 * (2 if learner.recompute == "none" else 3)  # there and back, forward, backward, and once again
-        sent = tokens / (p.dp * p.cp * p.tp) * len(shape.moe_layers) / p.pp * shape.top_k * shape.hidden * width
+        sent = tokens / (p.dp * p.cp * p.tp) * len(shape.moe_layers) / p.pp * shape.top_k * shape.hidden_size * width
         sent *= passes * (p.ep - 1) / p.ep * config.schedule.epochs_per_step
-        lines.append(f"{size(sent)} from each rank to those that have other experts, if all tokens are trained once")
+        lines.append(
+            f"{format_bytes(sent)} from each rank to those that have other experts, if all tokens are trained once"
+        )
     return lines
 
 
-def _parts(shape: ModelShape, config: Config) -> tuple[int, int]:
+def _count_parameters(shape: ModelShape, config: Config) -> tuple[int, int]:
     """Parameters of a rank: no experts, and experts, of the stage with most."""
     p = config.learner.parallel
     stages = [
-        (sum(i in shape.moe_layers for i in range(s * shape.layers // p.pp, (s + 1) * shape.layers // p.pp)), s)
+        (sum(i in shape.moe_layers for i in range(s * shape.num_layers // p.pp, (s + 1) * shape.num_layers // p.pp)), s)
         for s in range(p.pp)
     ]
-    experts = [(moe * shape.experts_of_layer // p.ep, shape.of_rank(config.learner, s)) for moe, s in stages]
+    experts = [(moe * shape.expert_parameters // p.ep, shape.rank_parameters(config.learner, s)) for moe, s in stages]
     of_experts, held = max(experts, key=lambda pair: pair[1])
     return held - of_experts, of_experts
 
 
-def _held(shape: ModelShape, config: Config) -> int:
+def _count_rank_parameters(shape: ModelShape, config: Config) -> int:
     if config.learner.backend == "megatron":
-        return sum(_parts(shape, config))
-    return -(-shape.parameters // config.learner.parallel.dp)
+        return sum(_count_parameters(shape, config))
+    return -(-shape.num_parameters // config.learner.parallel.dp)
 
 
-def _updated(shape: ModelShape, config: Config) -> int:
+def _count_updated(shape: ModelShape, config: Config) -> int:
     """Values of a rank that have moments."""
     learner = config.learner
-    many, of_experts = copies(learner)
+    many, of_experts = count_replicas(learner)
     if learner.lora.rank:
-        return adapted(shape, learner).parameters // (min(many, of_experts) if learner.shard_optimizer else 1)
+        return count_adapters(shape, learner).adapter_parameters // (
+            min(many, of_experts) if learner.shard_optimizer else 1
+        )
     if learner.backend != "megatron" or not learner.shard_optimizer:
-        return _held(shape, config)
-    rest, experts = _parts(shape, config)
+        return _count_rank_parameters(shape, config)
+    rest, experts = _count_parameters(shape, config)
     return rest // many + experts // of_experts

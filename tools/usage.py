@@ -8,20 +8,20 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from r3async.config import Config, flat, to_dict
-from r3async.config.others import ours
+from r3async.config import Config, config_to_dict, flatten_section
+from r3async.config.others import find_equivalent_setting
 
-HELP = ("-h", "--help")
+HELP_OPTIONS = ("-h", "--help")
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Of the click that typer uses, which is another package from one version of typer to the next."""
 
 
-class WithDefault(TyperGroup):
+class DefaultCommandGroup(TyperGroup):
     """Subcommands, of which the first is meant where none is named: `submit PRESET` beside `submit status JOB`. Its help is that
     of the first, and then of all."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in HELP:
+        if args and args[0] not in self.commands and args[0] not in HELP_OPTIONS:
             args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)
 
@@ -32,33 +32,35 @@ class WithDefault(TyperGroup):
         super().format_help(ctx, formatter)
 
 
-def explained(error: Any, words: Sequence[str]) -> str:
-    """One line about a `UsageError` of the command line `words`: what is wrong, and where the help is. "" where typer has
+def explain_usage_error(error: Any, arguments: Sequence[str]) -> str:
+    """One line about a `UsageError` of the command line `arguments`: what is wrong, and where the help is. "" where typer has
     printed the help itself."""
     if type(error).__name__ == "NoArgsIsHelpError":
         return ""
     option = getattr(error, "option_name", "")
-    hint = _as_setting(option, words) if option.startswith("--") else ""
+    hint = _suggest_setting(option, arguments) if option.startswith("--") else ""
     said = error.message if hint else error.format_message()
     message = " ".join(said.split()).rstrip(".")
     path = error.ctx.command_path if error.ctx is not None else "r3async"
     return f"{path.removesuffix(' run').removesuffix(' show')}: {message}{hint}; for help: {path} -h"
 
 
-def _as_setting(option: str, words: Sequence[str]) -> str:
+def _suggest_setting(option: str, arguments: Sequence[str]) -> str:
     """`--steps 10` is `steps=10` here. "" if no setting is like it."""
     name = option.lstrip("-").replace("-", "_")
-    keys = flat(to_dict(Config()))
+    keys = flatten_section(config_to_dict(Config()))
     if name in keys:
-        value = next((_value(words[i:]) for i, word in enumerate(words) if word.split("=")[0] == option), "…")
+        value = next(
+            (_find_option_value(arguments[i:]) for i, word in enumerate(arguments) if word.split("=")[0] == option), "…"
+        )
         return f". Settings have no dashes: {name}={value}"
-    instead = ours(name)
+    instead = find_equivalent_setting(name)
     if not instead and len(found := [key for key in keys if key.endswith(f".{name}")]) == 1:
         instead = f"it is `{found[0]}` here"
     return f". Settings have no dashes, and {instead}" if instead else ""
 
 
-def _value(words: Sequence[str]) -> str:
+def _find_option_value(arguments: Sequence[str]) -> str:
     """Of the option that the words begin with."""
-    _, equals, value = words[0].partition("=")
-    return value if equals else next(iter(words[1:]), "…")
+    _, equals, value = arguments[0].partition("=")
+    return value if equals else next(iter(arguments[1:]), "…")

@@ -14,56 +14,56 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import typer
 
-from r3async.config import DATASET, MIX, Config, EnvConfig, data_config, environments, rewards_of
-from r3async.envs.factory import BUILT_IN
-from r3async.envs.objects import is_object
-from r3async.rollout.agents.agents import FUNCTION, is_agent
+from r3async.config import DATASET_ENV, MIX_ENV, Config, EnvConfig, parse_data_config, parse_rewards, resolve_envs
+from r3async.envs.factory import BUILTIN_ENVIRONMENTS
+from r3async.envs.objects import is_object_name
+from r3async.rollout.agents.agents import FUNCTION_AGENT_PREFIX, is_agent
 
 
-def named_code(config: Config) -> dict[str, str]:
+def find_named_code(config: Config) -> dict[str, str]:
     """Every name by which a run with `config` would import somebody's code, with the setting that has it."""
     found: dict[str, str] = {}
-    for each in environments(config):
-        found |= _named_by_environment(each.env, f"env.args.{each.label}." if each.label else "env.")
-    for name, settings in config.evaluation.each().items():
-        if settings.env.name not in ("", MIX):
+    for each in resolve_envs(config):
+        found |= _find_environment_code(each.env, f"env.args.{each.label}." if each.label else "env.")
+    for name, settings in config.evaluation.resolve_sets().items():
+        if settings.env.name not in ("", MIX_ENV):
             prefix = "evaluation.env." if settings is config.evaluation else f"evaluation.sets.{name}.env."
-            found |= _named_by_environment(settings.env, prefix)
+            found |= _find_environment_code(settings.env, prefix)
     if ":" in config.algorithm.policy_loss:
         found["algorithm.policy_loss"] = config.algorithm.policy_loss
     return found
 
 
-def _named_by_environment(env: EnvConfig, prefix: str) -> dict[str, str]:
+def _find_environment_code(env: EnvConfig, prefix: str) -> dict[str, str]:
     kind, colon, target = env.name.partition(":")
-    if kind == DATASET:
+    if kind == DATASET_ENV:
         named = []
         with contextlib.suppress(ValueError):  # what cannot be read is refused where it is used
-            rewards = rewards_of(data_config(env.args).reward)
-            named = [each.fn for each in rewards if ":" in each.fn and not is_object(each.fn)]
+            rewards = parse_rewards(parse_data_config(env.args).reward)
+            named = [each.fn for each in rewards if ":" in each.fn and not is_object_name(each.fn)]
         return {"reward": ", ".join(named)} if named else {}
     if kind == "mcp":
         task = env.args.get("task")
         args = task if isinstance(task, dict) else {}
-        return _named_by_environment(msgspec.structs.replace(env, name=target, args=args), prefix)
+        return _find_environment_code(msgspec.structs.replace(env, name=target, args=args), prefix)
     if kind == "textarena":
         opponent = str(env.args.get("opponent", ""))
         return {f"{prefix}args.opponent": opponent} if ":" in opponent else {}
-    ours = env.name in BUILT_IN or is_object(env.name) or kind == "reasoning-gym"
-    if not colon or ours or (is_agent(env) and not env.name.startswith(FUNCTION)):
+    ours = env.name in BUILTIN_ENVIRONMENTS or is_object_name(env.name) or kind == "reasoning-gym"
+    if not colon or ours or (is_agent(env) and not env.name.startswith(FUNCTION_AGENT_PREFIX)):
         return {}
     if kind == "gymnasium" and ":" not in target:  # of the installed package
         return {}
     return {f"{prefix}name": env.name}
 
 
-def may_import(config: Config, overrides: Sequence[str]) -> bool:
+def may_import_code(config: Config, overrides: Sequence[str]) -> bool:
     """Whether the code that `config` names may be imported to check it: all of it was typed, in `overrides`, or the person at the
     terminal confirms."""
     files_name = {
         setting: names
-        for setting, names in named_code(config).items()
-        if not all(_was_typed(name, overrides) for name in names.split(", "))
+        for setting, names in find_named_code(config).items()
+        if not all(_is_typed(name, overrides) for name in names.split(", "))
     }
     if not files_name or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return not files_name
@@ -71,7 +71,7 @@ def may_import(config: Config, overrides: Sequence[str]) -> bool:
     return typer.confirm("Import it, to check that it can be played?", err=True)
 
 
-def _was_typed(name: str, overrides: Sequence[str]) -> bool:
+def _is_typed(name: str, overrides: Sequence[str]) -> bool:
     """Whether `name` stands in one of these by itself, and not as a part of another name."""
     return any(re.search(rf"(?<![\w./:-]){re.escape(name)}(?![\w.:-])", text) for text in overrides)
 

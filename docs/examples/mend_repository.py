@@ -14,8 +14,8 @@ import random
 import shlex
 
 from r3async import Action, Message, StepResult
-from r3async.envs.sandbox import RUN, CommandLimits, Sandbox
-from r3async.envs.tool_calls import tool_results
+from r3async.envs.sandbox import RUN_TOOL, CommandLimits, Sandbox
+from r3async.envs.tool_calls import run_tool_calls
 
 BUGS = {
     "total": ("return sum(prices)", "return sum(prices[1:])"),
@@ -73,7 +73,7 @@ PROMPT = "`python test_shop.py` fails in this directory. Mend shop.py, then say 
 class MendRepository:
     """One function of four is wrong. At most `commands` tool calls an episode, of `seconds` each."""
 
-    tools = (RUN,)
+    tools = (RUN_TOOL,)
 
     def __init__(self, commands: int = 8, seconds: float = 20.0, image: str = ""):
         self.limits, self.image, self.commands = CommandLimits(seconds=seconds), image, commands
@@ -91,12 +91,12 @@ class MendRepository:
     async def step(self, action: Action) -> StepResult:
         left = self.commands - self.used
         tools = self.tools if left > 0 else ()
-        results = await tool_results(
+        results = await run_tool_calls(
             action.text,
             tools,
             self._run,
             seconds=self.limits.seconds + 10,
-            at_once=left,
+            max_calls=left,
             thinking=action.thinking,
         )
         self.used += len(results)
@@ -107,11 +107,11 @@ class MendRepository:
     async def _run(self, name: str, arguments: dict) -> str:
         if name != "run" or not isinstance(arguments.get("command"), str):
             raise ValueError("the only tool is run, with a command")
-        return (await self.sandbox.run(arguments["command"])).told()
+        return (await self.sandbox.run(arguments["command"])).format_for_policy()
 
     async def _reward(self) -> float:
         await self.sandbox.write({"test_shop.py": TESTS})
-        return float((await self.sandbox.run("python test_shop.py")).code == 0)
+        return float((await self.sandbox.run("python test_shop.py")).exit_code == 0)
 
     def oracle(self) -> str:
         """Looks at the tests, mends the line, and says so."""

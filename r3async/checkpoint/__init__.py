@@ -1,22 +1,22 @@
 """Checkpoints: a run's weights, optimizer and state in one directory that is complete or not there."""
 
-from r3async.checkpoint.directory import Checkpoints, Opened, find_checkpoint, open_checkpoint
-from r3async.checkpoint.resume import check_model, check_settings, restore_admission, rewind
-from r3async.checkpoint.state import CheckpointError, FileRecord, RunState
-from r3async.checkpoint.writer import CheckpointWriter, Due
+from r3async.checkpoint.directory import Checkpoint, CheckpointDirectory, find_checkpoint, open_checkpoint
+from r3async.checkpoint.resume import check_resume_settings, check_start_model, restore_admission, rewind_records
+from r3async.checkpoint.state import CheckpointError, FileEntry, RunState
+from r3async.checkpoint.writer import CheckpointSchedule, CheckpointWriter
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointDirectory",
     "CheckpointError",
+    "CheckpointSchedule",
     "CheckpointWriter",
-    "Checkpoints",
-    "Due",
-    "FileRecord",
-    "Opened",
+    "FileEntry",
     "RunState",
-    "check_model",
-    "check_settings",
+    "check_resume_settings",
+    "check_start_model",
     "find_checkpoint",
     "open_checkpoint",
     "restore_admission",
-    "rewind",
+    "rewind_records",
 ]

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from r3async.untrusted import Malformed, decode_json
+from r3async.untrusted import MalformedError, decode_json
 from r3async.world import Files
 from r3async.world.files import make_directory, read_file, replace_file
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 
-_NAME = re.compile(r"evaluation-(\d{8,})\.json")
+_FILE_PATTERN = re.compile(r"evaluation-(\d{8,})\.json")
 
 
 class EvaluationFile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -30,7 +30,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, omit_defaults=True):
     result: dict[str, Any] = {}
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         return bool(self.figures)
 
 
@@ -39,7 +39,7 @@ def evaluation_path(directory: Path, step: int) -> Path:
     return directory / f"evaluation-{step:08d}.json"
 
 
-def write_evaluation(directory: Path, evaluation: EvaluationFile, *, files: Files = REAL.files) -> Path:
+def write_evaluation(directory: Path, evaluation: EvaluationFile, *, files: Files = REAL_WORLD.files) -> Path:
     """Raises `OSError`."""
     make_directory(directory, files=files)
     path = evaluation_path(directory, evaluation.step)
@@ -47,28 +47,30 @@ def write_evaluation(directory: Path, evaluation: EvaluationFile, *, files: File
     return path
 
 
-def read_evaluation_files(directory: Path, *, files: Files = REAL.files) -> dict[int, EvaluationFile]:
+def read_evaluations(directory: Path, *, files: Files = REAL_WORLD.files) -> dict[int, EvaluationFile]:
     """By step, oldest first. What cannot be read, or is none, is left out."""
     found = {}
-    for name in files.list(directory):
-        if not _NAME.fullmatch(name):
+    for name in files.list_names(directory):
+        if not _FILE_PATTERN.fullmatch(name):
             continue
         try:
             one = decode_json(read_file(directory / name, files=files), EvaluationFile)
-        except (OSError, Malformed):
+        except (OSError, MalformedError):
             continue
         found[one.step] = one
     return dict(sorted(found.items()))
 
 
-def remove_evaluations(directory: Path, *, after: int | None = None, files: Files = REAL.files) -> None:
+def remove_evaluations(directory: Path, *, after: int | None = None, files: Files = REAL_WORLD.files) -> None:
     """Those that were not finished; with `after` those of later steps, which a resume takes back."""
-    for step, one in read_evaluation_files(directory, files=files).items():
-        if step > after if after is not None else not one.finished:
+    for step, one in read_evaluations(directory, files=files).items():
+        if step > after if after is not None else not one.is_finished:
             files.remove(evaluation_path(directory, step))
 
 
-def best_of(evaluations: dict[int, EvaluationFile], metric: str, steps: list[int]) -> tuple[int, float] | None:
+def find_best_evaluation(
+    evaluations: dict[int, EvaluationFile], metric: str, steps: list[int]
+) -> tuple[int, float] | None:
     """Of the checkpoints of `steps`, the first whose evaluation has the largest `metric`, and that. None: none was evaluated."""
     values = {step: evaluations[step].figures.get(metric) for step in sorted(steps) if step in evaluations}
     known = {step: float(value) for step, value in values.items() if isinstance(value, int | float)}

@@ -16,17 +16,17 @@ from typing import Any, NotRequired, Self, TypedDict
 import msgspec
 
 from r3async.data.versions import Lineage
-from r3async.untrusted import Malformed, decode_json
+from r3async.untrusted import MalformedError, decode_json
 from r3async.world import Files
-from r3async.world.appending import Keeper
-from r3async.world.real import REAL
+from r3async.world.appending import RecordFlusher
+from r3async.world.real import REAL_WORLD
 
 STATE_SCHEMA = 2
 """Raised by whoever changes what a field means. New fields have defaults and need no new schema."""
 
-CONDUCTOR_RECORDS = ("metrics.jsonl", "episodes.jsonl", "evaluation.jsonl")
-LEARNER_RECORDS = ("routing.jsonl", "trained.jsonl")
-RECORDS = CONDUCTOR_RECORDS + LEARNER_RECORDS
+CONDUCTOR_RECORD_FILES = ("metrics.jsonl", "episodes.jsonl", "evaluation.jsonl")
+LEARNER_RECORD_FILES = ("routing.jsonl", "trained.jsonl")
+RECORD_FILES = CONDUCTOR_RECORD_FILES + LEARNER_RECORD_FILES
 """Files of a run with something for each step: a resume takes back what came after its checkpoint."""
 
 
@@ -34,9 +34,10 @@ class ConductorState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """What the conductor knows of a run between two steps."""
 
     admission: dict[str, Any] = {}
-    """`Admission.snapshot()`: slots and leases. Nobody who held a lease outlives the run; see `Admission.adopt`."""
+    """`AdmissionController.state_dict()`: slots and leases. Nobody who held a lease outlives the run; see
+    `AdmissionController.requeue_after_resume`."""
     tasks: dict[str, Any] = {}
-    """`TaskHistory.snapshot()`: what tasks scored, if that changes which are posed."""
+    """`TaskHistory.state_dict()`: what tasks scored, if that changes which are posed."""
     record_bytes: dict[str, int] = {}
     """By file name, for example `metrics.jsonl`: how long that record was. `rewind` cuts off what came later."""
     record_kept: dict[str, list[str]] = {}
@@ -47,14 +48,18 @@ class ConductorState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Seconds of running, over all processes that the run had so far."""
     generated_tokens: int = 0
 
-    async def with_records(self, run_dir: Path, names: Sequence[str], *, keeper: Keeper) -> Self:
+    async def with_record_positions(self, run_dir: Path, names: Sequence[str], *, keeper: RecordFlusher) -> Self:
         """And where these records of the run are now, to which this process alone appends; so far they are on the disk, too."""
-        positions = {name: keeper.position(run_dir / name) for name in names}
-        await keeper.sync(run_dir, names)
-        kept = {name: [line.decode(errors="replace") for line in at.kept] for name, at in positions.items() if at.kept}
+        positions = {name: keeper.file_position(run_dir / name) for name in names}
+        await keeper.fsync_files(run_dir, names)
+        kept = {
+            name: [line.decode(errors="replace") for line in at.waiting_records]
+            for name, at in positions.items()
+            if at.waiting_records
+        }
         return msgspec.structs.replace(
             self,
-            record_bytes=self.record_bytes | {name: at.nbytes for name, at in positions.items()},
+            record_bytes=self.record_bytes | {name: at.whole_bytes for name, at in positions.items()},
             record_kept=self.record_kept | kept,
         )
 
@@ -63,7 +68,7 @@ class TrainingState(ConductorState, frozen=True, forbid_unknown_fields=True, kw_
     """And what the learner adds.
 
     What its ranks hold (optimizer steps and with them the learning rate, the trust region's controller, random number
-    generators) is in their files, see `LearnerFacts`.
+    generators) is in their files, see `LearnerMetadata`.
     """
 
     steps: int
@@ -90,9 +95,9 @@ class TrainingState(ConductorState, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class TrustRegionState(TypedDict):
-    """`coef`: of the KL term. `error`: of the last step; None before the first. `gaps`: see `TrustRegion.estimate`; empty
-    before they are known. `variances`: of the last measurements, see `TrustRegion.learn`. `reach`: see there. All three are
-    missing where an older release wrote the state."""
+    """`coef`: of the KL term. `error`: of the last step; None before the first. `gaps`: see
+    `TrustRegion.extrapolate_served_drift`; empty before they are known. `variances`: of the last measurements, see
+    `TrustRegion.record_served_gaps`. `reach`: see there. All three are missing where an older release wrote the state."""
 
     coef: float
     error: float | None
@@ -114,7 +119,7 @@ class RunState(TrainingState, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Of that directory; see `fingerprint_model`."""
 
 
-class _Schema(msgspec.Struct):
+class _SchemaOnly(msgspec.Struct):
     schema: int
 
 
@@ -125,25 +130,25 @@ def encode_state(state: RunState) -> bytes:
 def decode_state(data: bytes) -> RunState:
     """Raises `CheckpointError` with what is wrong."""
     try:
-        schema = decode_json(data, _Schema).schema
+        schema = decode_json(data, _SchemaOnly).schema
         if schema != STATE_SCHEMA:
-            raise OtherVersion(
+            raise IncompatibleCheckpoint(
                 f"run.json: it is of schema {schema}, and this version of r3async reads {STATE_SCHEMA}: resume with the version "
                 "that wrote it, or `r3async export` its model there and start from that"
             )
         return decode_json(data, RunState)
-    except Malformed as error:
+    except MalformedError as error:
         raise CheckpointError(f"run.json: {error}") from error
 
 
-MANIFEST = "manifest.json"
-SCHEMA = 1
+MANIFEST_FILE = "manifest.json"
+MANIFEST_SCHEMA = 1
 """Of the directory. A later one is refused; whoever changes the layout raises it."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_BLOCK = 2**20
+_FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_READ_BLOCK_BYTES = 2**20
 
-MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+MISSING_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 """There is no such file, and there will be none however often it is asked for."""
 
 
@@ -151,21 +156,21 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, read or continued from; the message says which file, why, and what to do."""
 
 
-class Unreadable(CheckpointError):
+class CheckpointUnreadable(CheckpointError):
     """The disk did not give a file of it. Nothing is known against the checkpoint: it may be intact."""
 
 
-class OtherVersion(CheckpointError):
+class IncompatibleCheckpoint(CheckpointError):
     """Another version of r3async wrote it, and can read it: it is not damaged."""
 
 
-def not_read(name: str, error: OSError) -> CheckpointError:
-    """What reading the file `name` failed with: `Unreadable`, except for a file that is not there, which is damage."""
-    kind = CheckpointError if error.errno in MISSING else Unreadable
+def make_read_error(name: str, error: OSError) -> CheckpointError:
+    """What reading the file `name` failed with: `CheckpointUnreadable`, except for a file that is not there, which is damage."""
+    kind = CheckpointError if error.errno in MISSING_ERRNOS else CheckpointUnreadable
     return kind(f"{name}: {error.strerror or error}")
 
 
-class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One file: its name without any folder, its bytes, and their SHA-256 in hexadecimal."""
 
     name: str
@@ -173,12 +178,12 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the checkpoint made after `step` steps."""
 
     schema: int
     step: int
-    files: list[FileRecord]
+    files: list[FileEntry]
 
     def encode(self) -> bytes:
         """Two lines: JSON, and the SHA-256 of that line."""
@@ -186,31 +191,33 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
 
-def decode_manifest(data: bytes) -> Manifest:
-    """Raises `CheckpointError` unless every byte of `data` is as `Manifest.encode` wrote it."""
+def decode_manifest(data: bytes) -> CheckpointManifest:
+    """Raises `CheckpointError` unless every byte of `data` is as `CheckpointManifest.encode` wrote it."""
     line, _, rest = data.partition(b"\n")
     if rest != hashlib.sha256(line).hexdigest().encode() + b"\n":
         raise CheckpointError(
-            f"{MANIFEST}: its checksum does not fit what it says: cut off, or changed after it was written"
+            f"{MANIFEST_FILE}: its checksum does not fit what it says: cut off, or changed after it was written"
         )
     try:
-        manifest = decode_json(line, Manifest)
-    except Malformed as error:
-        raise CheckpointError(f"{MANIFEST}: {error}") from error
-    if manifest.schema != SCHEMA:
-        raise OtherVersion(
-            f"{MANIFEST}: layout {manifest.schema}, and this version of r3async reads layout {SCHEMA}: use the one that wrote it"
+        manifest = decode_json(line, CheckpointManifest)
+    except MalformedError as error:
+        raise CheckpointError(f"{MANIFEST_FILE}: {error}") from error
+    if manifest.schema != MANIFEST_SCHEMA:
+        raise IncompatibleCheckpoint(
+            f"{MANIFEST_FILE}: layout {manifest.schema}, and this version of r3async reads layout {MANIFEST_SCHEMA}: use the "
+            "one that wrote it"
         )
     for file in manifest.files:
-        if not _NAME.fullmatch(file.name):
-            raise CheckpointError(f"{MANIFEST}: {file.name!r} is not the name of a file of a checkpoint")
+        if not _FILE_NAME_PATTERN.fullmatch(file.name):
+            raise CheckpointError(f"{MANIFEST_FILE}: {file.name!r} is not the name of a file of a checkpoint")
     if len({f.name for f in manifest.files}) != len(manifest.files):
-        raise CheckpointError(f"{MANIFEST}: a file is listed twice")
+        raise CheckpointError(f"{MANIFEST_FILE}: a file is listed twice")
     return manifest
 
 
-def check_file(directory: Path, file: FileRecord, *, files: Files = REAL.files) -> None:
-    """Raises `CheckpointError` if the file is not there, or not as it was written, `Unreadable` if the disk does not give it."""
+def verify_checkpoint_file(directory: Path, file: FileEntry, *, files: Files = REAL_WORLD.files) -> None:
+    """Raises `CheckpointError` if the file is not there, or not as it was written, `CheckpointUnreadable` if the disk does
+    not give it."""
     path = directory / file.name
     try:
         with files.open(path) as stream:
@@ -220,17 +227,17 @@ def check_file(directory: Path, file: FileRecord, *, files: Files = REAL.files) 
                     f"{file.name}: {size} bytes, not {file.size}: cut off, or changed after it was written"
                 )
             digest = hashlib.sha256()
-            for at in range(0, size, _BLOCK):
-                digest.update(stream.read(at, _BLOCK))
+            for at in range(0, size, _READ_BLOCK_BYTES):
+                digest.update(stream.read(at, _READ_BLOCK_BYTES))
     except OSError as error:
-        raise not_read(file.name, error) from error
+        raise make_read_error(file.name, error) from error
     if digest.hexdigest() != file.sha256:
         raise CheckpointError(f"{file.name}: its checksum is wrong: changed after it was written")
 
 
-def write_file(path: Path, data: bytes, *, files: Files = REAL.files) -> FileRecord:
+def write_checkpoint_file(path: Path, data: bytes, *, files: Files = REAL_WORLD.files) -> FileEntry:
     """Write a new file, to the disk."""
-    with files.open(path, new=True) as stream:
+    with files.open(path, exclusive=True) as stream:
         stream.append([data])
-        stream.sync()
-    return FileRecord(path.name, len(data), hashlib.sha256(data).hexdigest())
+        stream.fsync()
+    return FileEntry(path.name, len(data), hashlib.sha256(data).hexdigest())

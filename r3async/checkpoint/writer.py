@@ -10,45 +10,45 @@ from typing import Any
 
 import msgspec
 
-from r3async.checkpoint.directory import Checkpoints
+from r3async.checkpoint.directory import CheckpointDirectory
 from r3async.checkpoint.resume import fingerprint_model
-from r3async.checkpoint.state import CheckpointError, FileRecord, RunState, TrainingState
-from r3async.config import CheckpointConfig, Config, to_dict
-from r3async.data.written import written_bytes
+from r3async.checkpoint.state import CheckpointError, FileEntry, RunState, TrainingState
+from r3async.config import CheckpointConfig, Config, config_to_dict
+from r3async.data.written import read_write_sizes
 from r3async.world import World
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 
-WriteParts = Callable[[Path], Sequence[FileRecord]]
+WriteRankFiles = Callable[[Path], Sequence[FileEntry]]
 """Writes what the learner's ranks copied into a directory, to the disk, and says what that was. It may raise."""
 
 
-class Due:
+class CheckpointSchedule:
     """Whether a step is followed by a checkpoint. Pure but for the clock (seconds, monotonic) that it is given."""
 
     def __init__(
         self,
         config: CheckpointConfig,
-        clock: Callable[[], float] = REAL.clock.monotonic,
+        clock: Callable[[], float] = REAL_WORLD.clock.monotonic,
         evaluated_every: int = 0,
-        last: int = 0,
+        last_step: int = 0,
     ):
         """`evaluated_every`: `evaluation.every`; with `checkpoint.keep_best` each evaluated step has one. `last`: the
         step that the run resumes from."""
         self._config, self._clock = config, clock
-        self._evaluated_every = evaluated_every if config.keep_best else 0
-        self.last, self._time = last, clock()
+        self._evaluation_interval = evaluated_every if config.keep_best else 0
+        self.last_step, self._last_time = last_step, clock()
         """Step of the last checkpoint that was begun."""
 
     def __call__(self, step: int) -> bool:
         """`step` was just made. `checkpoint.every_steps` counts from step 0, so that a resumed run keeps its rhythm."""
         every, minutes = self._config.every_steps, self._config.every_minutes
-        by_steps = bool(every) and step // every > self.last // every
-        evaluated = bool(self._evaluated_every) and step % self._evaluated_every == 0
-        return by_steps or evaluated or (bool(minutes) and self._clock() - self._time >= 60 * minutes)
+        by_steps = bool(every) and step // every > self.last_step // every
+        evaluated = bool(self._evaluation_interval) and step % self._evaluation_interval == 0
+        return by_steps or evaluated or (bool(minutes) and self._clock() - self._last_time >= 60 * minutes)
 
-    def done(self, step: int) -> None:
+    def mark_begun(self, step: int) -> None:
         """A checkpoint of `step` was begun."""
-        self.last, self._time = step, self._clock()
+        self.last_step, self._last_time = step, self._clock()
 
 
 class CheckpointWriter:
@@ -59,14 +59,16 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, config: Config, run_id: str, model_path: Path, run_dir: Path, events: Any, *, world: World = REAL
+        self, config: Config, run_id: str, model_path: Path, run_dir: Path, events: Any, *, world: World = REAL_WORLD
     ):
-        self._settings, self._config = config.checkpoint, to_dict(config)
-        written = written_bytes(config, model_path, files=world.files)
-        self._seconds = config.checkpoint.write_seconds(written.checkpoint)
+        self._settings, self._config = config.checkpoint, config_to_dict(config)
+        written = read_write_sizes(config, model_path, files=world.files)
+        self._write_timeout = config.checkpoint.resolve_write_timeout(written.checkpoint_bytes)
         self._run_id, self._model_path, self._events, self._world = run_id, model_path, events, world
-        self._checkpoints = Checkpoints.of(config, run_dir, report=self._report, files=world.files)
-        self._lane = world.threads.lane("checkpoint")
+        self._checkpoints = CheckpointDirectory.from_config(
+            config, run_dir, report=self._report_event, files=world.files
+        )
+        self._thread = world.threads.new_worker("checkpoint")
         self._fingerprint = ""
         """Of the start model, once it has been taken."""
         self._pending: tuple[int, asyncio.Task[None]] | None = None
@@ -74,24 +76,24 @@ class CheckpointWriter:
         self._failure: CheckpointError | None = None
         """Of the last one that has ended."""
 
-    def _report(self, event: str, /, **facts: object) -> None:
+    def _report_event(self, event: str, /, **facts: object) -> None:
         report = self._events.error if event.endswith(("_failed", "_bad")) else self._events.info
         report(event, **facts)
 
-    async def save(
+    async def save_checkpoint(
         self,
         state: TrainingState,
-        hold: Callable[[], Awaitable[object]],
-        write: WriteParts,
-        then: Callable[[], object] = lambda: None,
+        copy_state: Callable[[], Awaitable[object]],
+        write_files: WriteRankFiles,
+        on_committed: Callable[[], object] = lambda: None,
     ) -> None:
-        """Copy what the ranks have (`hold`), and begin to write it, as soon as the checkpoint before is written.
+        """Copy what the ranks have (`copy_state`), and begin to write it, as soon as the checkpoint before is written.
 
-        `write` is called once, in the writer's thread; what it writes must be a copy that later steps do not change. With
-        `checkpoint.asynchronous` off it has been written when this returns. `then` is called on the event loop, once the
+        `write_files` is called once, in the writer's thread; what it writes must be a copy that later steps do not change. With
+        `checkpoint.asynchronous` off it has been written when this returns. `on_committed` is called on the event loop, once the
         checkpoint is visible and on the disk. Raises `CheckpointError` if one takes longer than `checkpoint.write_timeout`.
         """
-        await self._wait()
+        await self._wait_for_pending()
         if not self._fingerprint:
             run, files = self._world.threads.run, self._world.files
             self._fingerprint = await run(fingerprint_model, self._model_path, files=files)
@@ -102,37 +104,39 @@ class CheckpointWriter:
             model_fingerprint=self._fingerprint,
             **msgspec.structs.asdict(state),
         )
-        await hold()
-        self._pending = state.steps, asyncio.create_task(self._write(whole, write, then))
+        await copy_state()
+        self._pending = state.steps, asyncio.create_task(self._write_checkpoint(whole, write_files, on_committed))
         if not self._settings.asynchronous:
-            await self._wait()
+            await self._wait_for_pending()
 
-    async def finish(self) -> None:
+    async def wait_until_written(self) -> None:
         """Wait for what is being written. Raises `CheckpointError` if the last one failed, or takes too long."""
-        await self._wait()
+        await self._wait_for_pending()
         if self._failure is not None:
             raise self._failure
 
-    async def _wait(self) -> None:
+    async def _wait_for_pending(self) -> None:
         if self._pending is None:
             return
         step, writing = self._pending
-        await asyncio.wait([writing], timeout=self._seconds)
+        await asyncio.wait([writing], timeout=self._write_timeout)
         if not writing.done():
             raise CheckpointError(
-                f"the checkpoint of step {step} was not written within {self._seconds:g} s (checkpoint.write_timeout)"
+                f"the checkpoint of step {step} was not written within {self._write_timeout:g} s (checkpoint.write_timeout)"
             )
         self._pending = None
         writing.result()
 
-    async def _write(self, state: RunState, write: WriteParts, then: Callable[[], object]) -> None:
+    async def _write_checkpoint(
+        self, state: RunState, write_files: WriteRankFiles, on_committed: Callable[[], object]
+    ) -> None:
         clock = self._world.clock.monotonic
         began = clock()
         try:
-            path, nbytes = await self._lane.run(self._commit, state, write)
+            path, nbytes = await self._thread.run(self._write_and_commit, state, write_files)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            self._report("checkpoint_failed", step=state.steps, error=reason)
+            self._report_event("checkpoint_failed", step=state.steps, error=reason)
             self._failure = CheckpointError(
                 f"the checkpoint of step {state.steps} could not be written: {reason}. Those before it are intact; mend the "
                 "cause (space, rights) and resume"
@@ -140,20 +144,20 @@ class CheckpointWriter:
             return
         self._failure = None
         seconds = clock() - began
-        then()
-        self._report("checkpoint_written", step=state.steps, path=str(path), bytes=nbytes, seconds=seconds)
+        on_committed()
+        self._report_event("checkpoint_written", step=state.steps, path=str(path), bytes=nbytes, seconds=seconds)
         try:
-            if removed := await self._lane.run(self._checkpoints.prune):
-                self._report("checkpoints_pruned", steps=removed)
+            if removed := await self._thread.run(self._checkpoints.prune_old):
+                self._report_event("checkpoints_pruned", steps=removed)
         except (OSError, CheckpointError) as error:  # what was written is there all the same; the next one prunes again
-            self._report("checkpoint_prune_failed", error=str(error))
+            self._report_event("checkpoint_prune_failed", error=str(error))
 
-    def _commit(self, state: RunState, write: WriteParts) -> tuple[Path, int]:
-        partial = self._checkpoints.begin(state.steps)
+    def _write_and_commit(self, state: RunState, write_files: WriteRankFiles) -> tuple[Path, int]:
+        partial = self._checkpoints.begin_checkpoint(state.steps)
         try:
-            records = write(partial)
-            return self._checkpoints.commit(state, records), sum(r.size for r in records)
+            records = write_files(partial)
+            return self._checkpoints.commit_checkpoint(state, records), sum(r.size for r in records)
         except BaseException:
             with contextlib.suppress(OSError):  # else at the next start
-                self._checkpoints.abandon(state.steps)
+                self._checkpoints.discard_partial(state.steps)
             raise

@@ -8,8 +8,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from r3async.config.places import resolve_name
-from r3async.config.section import ConfigError, Positive, PositiveInt, Section, Share, Signed, did_you_mean
+from r3async.config.places import import_object
+from r3async.config.section import (
+    ConfigError,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    SignedFloat,
+    UnitFraction,
+    did_you_mean,
+)
 
 
 class RolloutKLConfig(Section):
@@ -19,17 +27,17 @@ class RolloutKLConfig(Section):
     """Of the term in the loss. What is measured, for `target` and `max`, is always k3's mean over trained tokens."""
     coef: float = 0.01
     """Weight of the term; with `target`, where it starts, and the least that it is."""
-    target: Positive | None = None
+    target: PositiveFloat | None = None
     """Drift, in nats per token, above which the coefficient is raised after a step. Unset: the coefficient stays."""
-    limit: Positive | None = None
+    limit: PositiveFloat | None = None
     """The hard bound: a step is shortened, before it is published, if the next one would have more served drift, as probed
     episodes predict. Unset: the `target`, if there is one."""
-    max: Positive | None = None
+    max: PositiveFloat | None = None
     """A step whose measured drift is above this, or not finite, makes no optimizer update. Unset: none is refused."""
     measure: Literal["served", "replayed"] = "served"
     """Which drift `target` and `max` are about: `served_kl/k3`, with the routers' own choice, or `rollout_kl/k3`, with the routes
     of the rollout. `limit` is always about what is served."""
-    probe_share: Share = 0.04
+    probe_share: UnitFraction = 0.04
     """Share of a step's tokens on which served drift is measured, by a forward pass more. 0: it is not measured."""
     probe_tokens: int = 640
     """At least so many tokens of a step are probed, prompts included, but no more than a quarter of them: of fewer, a single one
@@ -37,33 +45,35 @@ class RolloutKLConfig(Section):
     probe_every: PositiveInt = 4
     """Steps from one such pass to the next. In between, `target` is held against the replayed drift and what the served one was
     above it in the last of them; with `max` and no `limit` there is one in every step. `limit` has its own after every step."""
-    token_limit: Positive = 100.0
+    token_limit: PositiveFloat = 100.0
     """The most that one token's k3 counts in what is measured; k3 as the `estimator` is a straight line from there."""
-    coef_max: Positive = 1.0
+    coef_max: PositiveFloat = 1.0
     """The most that the adapted coefficient is."""
-    gain: Positive = 0.2
+    gain: PositiveFloat = 0.2
     """Of the adaptation: e-folds by which the coefficient rises in a step when drift is twice its target."""
-    gain_down: Positive = 0.1
+    gain_down: PositiveFloat = 0.1
     """The same where it falls, back to `coef` at the least."""
 
     @property
-    def bound(self) -> float | None:
+    def update_limit(self) -> float | None:
         """Above which a step is shortened."""
         return self.limit if self.limit is not None or self.target is None else self.target
 
     @property
-    def measured_every(self) -> int:
+    def measurement_interval(self) -> int:
         """Steps from one measurement of served drift before the update to the next. With a `limit` it is always predicted, so a
         failure that routes alone show waits for none; with `max` alone every step is measured."""
-        return 1 if self.measure == "served" and self.max is not None and self.bound is None else self.probe_every
+        return (
+            1 if self.measure == "served" and self.max is not None and self.update_limit is None else self.probe_every
+        )
 
     @property
-    def bounds_served(self) -> bool:
+    def needs_served_drift(self) -> bool:
         """Whether a bound needs served drift: then there is always a probed episode."""
         soft = self.measure == "served" and (self.target is not None or self.max is not None)
-        return soft or self.bound is not None
+        return soft or self.update_limit is not None
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         if self.target is not None and not 0 < self.coef <= self.coef_max:
             raise ValueError("with `target`, `coef` must be more than 0, as it starts there, and at most `coef_max`")
         if self.target is not None and self.max is not None and self.max <= self.target:
@@ -80,7 +90,7 @@ class ReferenceKLConfig(Section):
     weighted: bool = True
     """Weigh each token's term by learner / rollout, with gradient: right for tokens that older weights sampled, in value and
     gradient (DeepSeek-V3.2). Off is GRPO's term, which takes them for the learner's own."""
-    weight_cap: Positive = 5.0
+    weight_cap: PositiveFloat = 5.0
     """Truncation of these weights."""
 
 
@@ -91,7 +101,7 @@ class DistillationConfig(Section):
     teacher: str = ""
     """Directory of a Hugging Face model with the same tokenizer, which each rank of the learner holds beside its own part of the
     model, frozen; empty: none."""
-    coef: Positive = 1.0
+    coef: PositiveFloat = 1.0
     """What that difference is multiplied by."""
     rewards: bool = True
     """Whether what follows from rewards is trained as well."""
@@ -100,13 +110,13 @@ class DistillationConfig(Section):
 class ClipConfig(Section):
     """Ratios are clipped to `1 - clip_low .. 1 + clip_high`."""
 
-    clip_low: Positive = 0.2
-    clip_high: Positive = 0.2
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.2
     """Of a token's ratio; DAPO (arXiv 2503.14476) takes 0.28."""
 
 
 class TruncatedPGConfig(Section):
-    cap: Positive = 2.0
+    cap: PositiveFloat = 2.0
     """Truncation of the importance weights."""
 
 
@@ -114,25 +124,25 @@ class PPOConfig(ClipConfig):
     dual_clip: float | None = None
     """If set, bounds the loss of tokens with negative advantage to this many times the advantage (3 in arXiv 1912.09729)."""
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError("`dual_clip` must be more than 1")
 
 
 class DecoupledPPOConfig(PPOConfig):
-    behaviour_cap: Positive = 5.0
+    behaviour_cap: PositiveFloat = 5.0
     """Truncation of the behaviour weights, recomputed / rollout."""
 
 
 class TISConfig(PPOConfig):
-    cap: Positive = 2.0
+    cap: PositiveFloat = 2.0
     """Truncation of the weights recomputed / rollout."""
 
 
 class GSPOConfig(ClipConfig):
-    clip_low: Positive = 3e-4
+    clip_low: PositiveFloat = 3e-4
     """Of the ratio of a whole episode, by token: 3e-4 and 4e-4 in arXiv 2507.18071."""
-    clip_high: Positive = 4e-4
+    clip_high: PositiveFloat = 4e-4
     """A token's range, such as 0.28, would clip nothing here."""
     noise: float = 0.0
     """Standard deviation of a token's log-ratio between equal weights, as the square root of twice `rollout_kl/k3_age_0` has it.
@@ -140,21 +150,21 @@ class GSPOConfig(ClipConfig):
 
 
 class CISPOConfig(ClipConfig):
-    clip_low: Positive = 1.0
+    clip_low: PositiveFloat = 1.0
     """1: no lower bound."""
-    clip_high: Positive = 4.0
+    clip_high: PositiveFloat = 4.0
     """The weight of a token is at most 1 more than this; its gradient stays (arXiv 2506.13585)."""
 
 
 class SAPOConfig(Section):
-    tau_positive: Positive = 1.0
-    tau_negative: Positive = 1.05
+    tau_positive: PositiveFloat = 1.0
+    tau_negative: PositiveFloat = 1.05
     """Temperatures of the gate, for tokens of positive and of negative advantage."""
 
 
 class DPPOConfig(Section):
-    threshold_low: Positive = 0.2
-    threshold_high: Positive = 0.2
+    threshold_low: PositiveFloat = 0.2
+    threshold_high: PositiveFloat = 0.2
     """|difference of probability| above which a token is pushed no further down, and no further up."""
 
 
@@ -181,14 +191,14 @@ class CorrectionConfig(Section):
     weight: Literal["none", "token", "sequence"] = "none"
     """Multiply the policy loss by importance weights recomputed / rollout, of each token or of its whole episode, truncated at
     `weight_cap` and without gradient. Needs both anchors to be `recomputed`: else the loss's own ratio has that factor."""
-    weight_cap: Positive = 2.0
+    weight_cap: PositiveFloat = 2.0
 
     @property
-    def looks_back(self) -> bool:
+    def needs_old_logprobs(self) -> bool:
         """Whether the learner's log-probs before the step are compared."""
         return self.anchor == "recomputed"
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         if self.weight != "none" and self.anchor != "recomputed":
             raise ValueError('`weight` needs `anchor` = "recomputed": its ratio is recomputed / rollout')
         for name in ("icepop", "geometric", "product"):
@@ -204,13 +214,13 @@ class OverlongPenaltyConfig(Section):
 
     buffer: int = 0
     """Tokens before `episode.max_new_tokens` over which the penalty grows from 0 to `factor`; 0: no penalty."""
-    factor: Positive = 1.0
+    factor: PositiveFloat = 1.0
 
 
-GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
+GROUP_RELATIVE_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
 """Values of `algorithm.advantage` that compare an episode with the others of its group, of which there have to be some."""
 
-POLICY_LOSSES = ("truncated_pg", "ppo", "tis", "gspo", "cispo", "sapo", "dppo", "decoupled_ppo")
+BUILTIN_POLICY_LOSSES = ("truncated_pg", "ppo", "tis", "gspo", "cispo", "sapo", "dppo", "decoupled_ppo")
 """The built-in values of `algorithm.policy_loss`."""
 
 
@@ -256,14 +266,14 @@ class AlgorithmConfig(Section):
     loss_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Passed to your own policy loss, as `inputs.config.loss_args`."""
     correction: CorrectionConfig = msgspec.field(default_factory=CorrectionConfig)
-    entropy_coef: Signed = 0.0
+    entropy_coef: SignedFloat = 0.0
     """Weight of the entropy bonus."""
     rollout_kl: RolloutKLConfig = msgspec.field(default_factory=RolloutKLConfig)
     reference_kl: ReferenceKLConfig = msgspec.field(default_factory=ReferenceKLConfig)
     distillation: DistillationConfig = msgspec.field(default_factory=DistillationConfig)
     router_aux: RouterAuxConfig = msgspec.field(default_factory=RouterAuxConfig)
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         if self.advantage == "maxrl" and self.overlong_penalty.buffer:
             raise ValueError("`overlong_penalty` makes rewards negative, and `advantage` = 'maxrl' is for rewards >= 0")
         if self.correction.weight != "none" and (
@@ -273,8 +283,10 @@ class AlgorithmConfig(Section):
                 '`correction.weight` counts recomputed / rollout twice: it needs `anchor` = "recomputed", and a `policy_loss` '
                 "other than 'tis' and 'decoupled_ppo', which have it"
             )
-        if self.policy_loss not in POLICY_LOSSES and ":" not in self.policy_loss:
-            hint = did_you_mean(self.policy_loss, POLICY_LOSSES, f"built in: {', '.join(POLICY_LOSSES)}.")
+        if self.policy_loss not in BUILTIN_POLICY_LOSSES and ":" not in self.policy_loss:
+            hint = did_you_mean(
+                self.policy_loss, BUILTIN_POLICY_LOSSES, f"built in: {', '.join(BUILTIN_POLICY_LOSSES)}."
+            )
             raise ValueError(
                 f"`policy_loss` = {self.policy_loss!r}: no such loss; {hint} Your own is `module:function`."
             )
@@ -282,14 +294,14 @@ class AlgorithmConfig(Section):
 
 def check_policy_loss(config: AlgorithmConfig) -> None:
     """Import a loss of the user's own. Raises `ConfigError`. To read a configuration does not: it may be a stranger's."""
-    if config.policy_loss not in POLICY_LOSSES:
+    if config.policy_loss not in BUILTIN_POLICY_LOSSES:
         import_policy_loss(config.policy_loss)
 
 
 def import_policy_loss(path: str) -> Callable[..., Any]:
     """The function at `module:function`. Raises `ConfigError` if there is none that takes one argument."""
     try:
-        function = resolve_name(path)
+        function = import_object(path)
     except (Exception, SystemExit) as error:  # importing somebody's module may raise anything
         raise ConfigError(f"[algorithm] `policy_loss` = {path!r} cannot be loaded: {error}") from error
     try:

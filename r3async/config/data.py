@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from r3async.config.section import Range, Section, Signed
+from r3async.config.section import NumberRange, Section, SignedFloat
 
-_WEIGHTS = Range(-(10**9), 10**9)
-Template = str | list[dict[str, str]]
+_WEIGHT_RANGE = NumberRange(-(10**9), 10**9)
+PromptTemplate = str | list[dict[str, str]]
 
 
 class RewardConfig(Section):
@@ -17,7 +17,7 @@ class RewardConfig(Section):
 
     fn: str
     """As `reward`."""
-    weight: Signed = 1.0
+    weight: SignedFloat = 1.0
     name: str = ""
     """In the metrics, as `reward/NAME_mean`. Empty: that of the function."""
 
@@ -34,7 +34,7 @@ class DataConfig(Section):
     split: str = "train"
     """Of a dataset on the hub, also in its notation `train[:100]`. Of a directory: the files whose names begin with it; for
     `train`, all if none does. A file has none."""
-    prompt: Template = "prompt"
+    prompt: PromptTemplate = "prompt"
     """A column with a text or with chat messages; or a template over columns, as `"{question}"`, whose dotted names look into
     nested ones; or messages of such: `[{ role = "user", content = "{question}" }]`."""
     answer: str = ""
@@ -42,7 +42,7 @@ class DataConfig(Section):
     `answer`, `solution` and `ground_truth` that a row has."""
     system: str = ""
     """A system message before every prompt."""
-    reward: Annotated[str | list[str | dict[str, Any]], _WEIGHTS] = "exact"
+    reward: Annotated[str | list[str | dict[str, Any]], _WEIGHT_RANGE] = "exact"
     """`exact`, `contains`, `number`, `math`, or a function of yours, `module:function` or `file.py:function`; or a list of these,
     or of tables `{ fn, weight, name }`, whose weighted sum is the reward."""
     eval: str | float = 0.0
@@ -55,12 +55,12 @@ class DataConfig(Section):
     digest: str = ""
     """Of the rows; noted when a run starts, and compared when it resumes and on every host."""
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         if isinstance(self.eval, float | int) and self.eval >= 1 and self.eval != int(self.eval):
             raise ValueError(f"`eval` = {self.eval}: a share below 1, or a whole number of rows")
 
 
-def rewards_of(reward: str | list[str | dict[str, Any]]) -> list[RewardConfig]:
+def parse_rewards(reward: str | list[str | dict[str, Any]]) -> list[RewardConfig]:
     """Each reward of the setting, with its weight. Raises `ValueError`."""
     listed = [reward] if isinstance(reward, str) else reward
     out: list[RewardConfig] = []

@@ -7,30 +7,30 @@ from typing import Annotated
 import msgspec
 
 from r3async.config.generation import EnvConfig
-from r3async.config.section import Positive, PositiveInt, Range, Section, Seed, Signed
+from r3async.config.section import NumberRange, PositiveFloat, PositiveInt, Section, Seed, SignedFloat
 
-Temperature = Annotated[float, Range(0, 10**9)]
+Temperature = Annotated[float, NumberRange(0, 10**9)]
 
 
-class EvaluatedEnv(EnvConfig):
+class EvaluationEnvConfig(EnvConfig):
     name: str = ""
     """As `env.name`. Empty: see `[evaluation]`."""
 
-    def check(self) -> None:
-        super().check()
+    def check_values(self) -> None:
+        super().check_values()
         if not self.name and self.args:
             raise ValueError("`args` without `name`: name the environment that they are for")
 
 
-class EvaluationSet(Section):
+class EvaluationSetConfig(Section):
     """One of `evaluation.sets`. What it leaves unset is as `[evaluation]` has it."""
 
-    env: EvaluatedEnv = msgspec.field(default_factory=lambda: EvaluatedEnv())
+    env: EvaluationEnvConfig = msgspec.field(default_factory=lambda: EvaluationEnvConfig())
     """Which environment. An empty name: that of `[evaluation]`."""
     episodes: PositiveInt | None = None
     samples: PositiveInt | None = None
     temperature: Temperature | None = None
-    pass_reward: Signed | None = None
+    pass_reward: SignedFloat | None = None
     seed: Seed | None = None
 
 
@@ -47,20 +47,20 @@ class EvaluationConfig(Section):
     """Episodes of each task. With n of them the mean reward is avg@n, and pass@k is reported for k = 1, 2, 4, … n."""
     temperature: Temperature | None = None
     """Of the answers. 0: greedy. Unset: `episode.temperature`."""
-    pass_reward: Signed = 1.0
+    pass_reward: SignedFloat = 1.0
     """An episode with this reward, or more, passes (pass@k)."""
-    env: EvaluatedEnv = msgspec.field(default_factory=lambda: EvaluatedEnv())
+    env: EvaluationEnvConfig = msgspec.field(default_factory=lambda: EvaluationEnvConfig())
     """Which environment. An empty name: the one that is trained, with its arguments."""
-    sets: dict[str, EvaluationSet] = msgspec.field(default_factory=dict)
+    sets: dict[str, EvaluationSetConfig] = msgspec.field(default_factory=dict)
     """Several sets of tasks, or of answers to the same tasks: `[evaluation.sets.greedy]` with `temperature = 0` beside
     `[evaluation.sets.sampled]` with `samples = 8`. A set says what differs from `[evaluation]` (`env`, `episodes`, `samples`,
     `temperature`, `pass_reward`, `seed`). They are played one after the other; the first is the one that views show first."""
     seed: Seed = 0
     """Of the tasks. Every evaluation poses the same ones, and training poses none of them."""
-    timeout: Positive = 1800.0
+    timeout: PositiveFloat = 1800.0
     """Seconds after which an evaluation times out."""
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         for name in self.sets:
             if not name or not all(c.isalnum() or c in "-_." for c in name):
                 raise ValueError(f"`sets`: {name!r} is no name: letters, digits, `-`, `_` and `.`")
@@ -70,15 +70,15 @@ class EvaluationConfig(Section):
             )
         for name in self.sets:
             try:
-                self.of_set(name)
+                self.resolve_set(name)
             except ValueError as error:
                 raise ValueError(f"`sets.{name}`: {error}") from error
 
-    def each(self) -> dict[str, EvaluationConfig]:
+    def resolve_sets(self) -> dict[str, EvaluationConfig]:
         """The sets, each as an evaluation of one set; the only one, where none is named, as ""."""
-        return {name: self.of_set(name) for name in self.sets} or {"": self}
+        return {name: self.resolve_set(name) for name in self.sets} or {"": self}
 
-    def of_set(self, name: str) -> EvaluationConfig:
+    def resolve_set(self, name: str) -> EvaluationConfig:
         """With all that the set leaves unset."""
         own = self.sets[name]
         given = {field: value for field in own.__struct_fields__ if (value := getattr(own, field)) is not None}
@@ -86,12 +86,12 @@ class EvaluationConfig(Section):
             del given["env"]
         return msgspec.structs.replace(self, sets={}, **given)
 
-    def check_best(self, wanted: str, steps_per_publication: int) -> None:
-        """Raise `ValueError` if no checkpoint can be the best by `wanted` (`checkpoint.keep_best`)."""
-        if not wanted:
+    def check_keep_best(self, metric: str, steps_per_publication: int) -> None:
+        """Raise `ValueError` if no checkpoint can be the best by `metric` (`checkpoint.keep_best`)."""
+        if not metric:
             return
         if not self.every:
-            raise ValueError(f"`checkpoint.keep_best` = {wanted!r} needs evaluations: set `evaluation.every`")
+            raise ValueError(f"`checkpoint.keep_best` = {metric!r} needs evaluations: set `evaluation.every`")
         if self.every % steps_per_publication:
             raise ValueError(
                 f"`checkpoint.keep_best` needs a checkpoint of each evaluated step, and only every {steps_per_publication} steps "
@@ -99,15 +99,15 @@ class EvaluationConfig(Section):
             )
         figures = [
             f"{name}/{figure}" if name else figure
-            for name, each in self.each().items()
-            for figure in ("reward_mean", *(f"pass@{k}" for k in ks_of(each.samples)))
+            for name, each in self.resolve_sets().items()
+            for figure in ("reward_mean", *(f"pass@{k}" for k in list_pass_ks(each.samples)))
         ]
-        if wanted not in figures:
+        if metric not in figures:
             raise ValueError(
-                f"`checkpoint.keep_best` = {wanted!r} is no figure of the evaluations: {', '.join(figures)}"
+                f"`checkpoint.keep_best` = {metric!r} is no figure of the evaluations: {', '.join(figures)}"
             )
 
 
-def ks_of(samples: int) -> list[int]:
+def list_pass_ks(samples: int) -> list[int]:
     """The k of pass@k that is reported of so many episodes of each task: powers of two, and their number."""
     return sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples})

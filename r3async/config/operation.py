@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from r3async.config.difficulty import DifficultyConfig
-from r3async.config.section import Bytes, Port, Positive, PositiveInt, Section, Share
+from r3async.config.section import ByteCount, Port, PositiveFloat, PositiveInt, Section, UnitFraction
 
 
 class ScheduleConfig(Section):
@@ -26,7 +26,7 @@ class ScheduleConfig(Section):
     """When the episodes of one group, which share a prompt, are played by several generators. `idle`: when fewer groups can be
     leased than generators have nothing to do, or when a group is larger than what a generator may play at once. `capacity`:
     also whenever a generator has capacity for a part of one."""
-    pace_seconds: Positive = 60.0
+    pace_seconds: PositiveFloat = 60.0
     """An event names the side to give more resources when the other one has waited for it for this long."""
     groups_per_step: PositiveInt = 16
     """Groups that a step trains; with `tokens_per_step`, at least."""
@@ -58,11 +58,11 @@ class ScheduleConfig(Section):
         return self.updates_per_step * self.steps_per_publication
 
     @property
-    def takes_more(self) -> bool:
+    def takes_extra_groups(self) -> bool:
         """Whether a step may take more than `groups_per_step`."""
         return bool(self.tokens_per_step or self.replaced_groups)
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         if self.replaced_groups and self.tokens_per_step:
             raise ValueError(
                 "`replaced_groups` and `tokens_per_step` both say how many more groups a step takes: set one"
@@ -78,22 +78,25 @@ class ScheduleConfig(Section):
             )
 
 
-INSTALL_SECONDS = 120.0
+BASE_INSTALL_SECONDS = 120.0
 """To install any version; beyond that it is a matter of its bytes."""
-WRITE_SECONDS = 600.0
+BASE_WRITE_SECONDS = 600.0
 """To write any version."""
-CHECKPOINT_SECONDS = 1800.0
+BASE_CHECKPOINT_SECONDS = 1800.0
 """To write any checkpoint."""
-WHOLE_BYTES_PER_SECOND = 2e8
+FULL_BYTES_PER_SECOND = 2e8
 """At least, where all of a file is written, or fetched and loaded by vLLM's own loader: the 61 GB of 30 B parameters take an
 engine 100 to 280 s."""
-CHANGED_BYTES_PER_SECOND = 5e8
+DELTA_BYTES_PER_SECOND = 5e8
 """At least, where what changed is fetched and the file is loaded by the plan."""
 
 
-def _seconds(chosen: float | None, least: float, nbytes: int, rate: float = WHOLE_BYTES_PER_SECOND) -> float:
-    """Return how long work on so many bytes may take: `chosen`, or by default `least` and a second for each `rate` bytes."""
-    return least + nbytes / rate if chosen is None else chosen
+def _resolve_timeout(
+    configured: float | None, base_seconds: float, nbytes: int, rate: float = FULL_BYTES_PER_SECOND
+) -> float:
+    """Return how long work on so many bytes may take: `configured`, or by default `base_seconds` and a second for each
+    `rate` bytes."""
+    return base_seconds + nbytes / rate if configured is None else configured
 
 
 class WeightsConfig(Section):
@@ -105,13 +108,13 @@ class WeightsConfig(Section):
     relay: bool = True
     """With `tcp`: hosts of generators pass weights on to others, so that the learner sends a version twice, however many hosts
     there are. They listen on a free port, with the run's keys. One that others cannot reach is left out after two attempts."""
-    bucket_bytes: Bytes = 64 * 2**20
+    bucket_bytes: ByteCount = 64 * 2**20
     """Weights are converted and sent in pieces of this size, so that no second copy of the model is held on the way."""
-    install_timeout: Positive | None = None
+    install_timeout: PositiveFloat | None = None
     """Seconds that an engine may take to get and install a version; with `generator.on_update = drain`, the wait included. Then
     it is restarted. Default: 120, and by the bytes of a version: 1 for each 200 MB at the first installation of an engine, which
     fetches and loads all of them, and 1 for each 500 MB at the others. `--dry-run` says how many that are."""
-    write_timeout: Positive | None = None
+    write_timeout: PositiveFloat | None = None
     """Seconds that writing one version may take. It is written beside the next step; the step after that waits for it. Default:
     600, and 1 for each 200 MB of a version. `--dry-run` says how many that are."""
     probe: bool = True
@@ -125,25 +128,25 @@ class WeightsConfig(Section):
     directory: str = ""
     """Where published weights live; default: shared memory (`/dev/shm`), or the temporary directory where there is none."""
 
-    def install_seconds(self, nbytes: int, first: bool) -> float:
+    def resolve_install_timeout(self, nbytes: int, first: bool) -> float:
         """What `install_timeout` says of a version of so many bytes. `first`: for an engine that has no weights yet."""
-        rate = WHOLE_BYTES_PER_SECOND if first else CHANGED_BYTES_PER_SECOND
-        return _seconds(self.install_timeout, INSTALL_SECONDS, nbytes, rate)
+        rate = FULL_BYTES_PER_SECOND if first else DELTA_BYTES_PER_SECOND
+        return _resolve_timeout(self.install_timeout, BASE_INSTALL_SECONDS, nbytes, rate)
 
-    def write_seconds(self, nbytes: int) -> float:
+    def resolve_write_timeout(self, nbytes: int) -> float:
         """Return what `write_timeout` allows for a version of so many bytes."""
-        return _seconds(self.write_timeout, WRITE_SECONDS, nbytes)
+        return _resolve_timeout(self.write_timeout, BASE_WRITE_SECONDS, nbytes)
 
 
 class TransportConfig(Section):
     host: str = "127.0.0.1"
     """Interface that the learner's socket binds to. Loopback unless named."""
-    credit_bytes: Bytes = 256 * 2**20
+    credit_bytes: ByteCount = 256 * 2**20
     """Bytes of trajectories that may wait at the learner, beyond those of the next step; what does not fit waits at its
     generator. As many as half of it may be in flight besides."""
-    ack_timeout: Positive = 5.0
+    ack_timeout: PositiveFloat = 5.0
     """Seconds without an acknowledgement after which a sender says HELLO again and resends."""
-    max_message_bytes: Bytes = 64 * 2**20
+    max_message_bytes: ByteCount = 64 * 2**20
     """Largest trajectory, in memory."""
     routes: Literal["plain", "bits", "dense"] = "bits"
     """How recorded routes travel and are kept. `plain`: one byte an expert, two beyond 256 experts. `bits`: as many bits as an id
@@ -160,10 +163,10 @@ class BufferConfig(Section):
     durability: Literal["memory", "disk"] = "memory"
     """`disk`: a trajectory is in the run's spool before it is acknowledged, and stays until a checkpoint that trained it
     is committed. It survives the loss of any process. `memory`: one that was not trained yet is lost with the learner."""
-    memory_bytes: Bytes = 128 * 2**20
+    memory_bytes: ByteCount = 128 * 2**20
     """With `disk`: trajectories beyond this many bytes are on disk only, and mapped back while they are trained. Has an
     effect below `transport.credit_bytes`, which bounds memory in any case."""
-    disk_bytes: Bytes = 8 * 2**30
+    disk_bytes: ByteCount = 8 * 2**30
     """With `disk`: when the spool holds this much, generators wait. The groups that the next step needs still pass."""
     fsync: bool = False
     """With `disk`: also survive power loss. Each acknowledgement then waits for the device."""
@@ -173,23 +176,23 @@ class BufferConfig(Section):
 
 
 class SuperviseConfig(Section):
-    stall_seconds: Positive = 600.0
+    stall_seconds: PositiveFloat = 600.0
     """Seconds for which a stage may have work and do nothing (no token, no trajectory, no acknowledgement) before it counts as
     stalled; then `on_stall`. More than the longest call of an environment or tool. What has a limit of its own is given that,
     and a little more: an optimizer step (`step_seconds`), writing weights (`weights.write_timeout`), installing them
     (`weights.install_timeout`)."""
-    step_seconds: Positive = 3600.0
+    step_seconds: PositiveFloat = 3600.0
     """Seconds that one step of the learner may take before training counts as stalled."""
     on_stall: Literal["warn", "restart", "abort"] = "restart"
     """What a stall leads to, after the event `stalled` and the stacks in `runs/NAME/stacks`. `warn`: nothing else. `restart`: a
     generator that stalled is restarted, which counts for `generator.max_restarts`; a learner or a conductor that does not
     answer is lost (`max_run_restarts`); a full disk is waited for; any other stage ends the run. `abort`: the run ends, and
     says which stage it was."""
-    silence_seconds: Positive = 60.0
+    silence_seconds: PositiveFloat = 60.0
     """A generator that did not report for so long is suspect: it is leased no new episodes and nobody waits for it, until it
     reports again; after twice as long its groups are leased again. They report many times a second, but an engine on CPU may
     keep one busy for a while."""
-    restart_backoff: Positive = 1.0
+    restart_backoff: PositiveFloat = 1.0
     """Seconds before a lost generator is loaded again; doubled for every further loss, up to a minute, until it was healthy
     for ten minutes."""
     max_run_restarts: int = 3
@@ -203,11 +206,11 @@ class SuperviseConfig(Section):
     with which its ranks start again if one is lost. Steps since the last copy are made again. A copy is 12 bytes a parameter over
     all ranks (with LoRA, of the adapters). There are two, and a third one beside them while a copy is made. 0: none; the run then
     restarts from its newest checkpoint."""
-    stop_grace_seconds: Positive = 30.0
-    leave_seconds: Positive = 120.0
+    stop_grace_seconds: PositiveFloat = 30.0
+    leave_seconds: PositiveFloat = 120.0
     """Seconds that a generator which leaves the run (`r3async scale`) may take to finish the episodes that it plays. Those that
     it has not finished then are played by others."""
-    max_failed_fraction: Share = 0.1
+    max_failed_fraction: UnitFraction = 0.1
     """Share of the run's last 100 tasks (or of as many as can be in flight) that may fail for good (after `episode.retries`)
     before it stops with what the last one failed with; a task of which some episodes fail counts for their share. Failures of
     environments, of the engine and refusals of the learner are counted apart. A failed episode is not trained, and is
@@ -235,15 +238,15 @@ class CheckpointConfig(Section):
     asynchronous: bool = True
     """Write beside the steps that follow, from a copy in host memory: 12 bytes a parameter, over all ranks. One copy waits at
     most."""
-    write_timeout: Positive | None = None
+    write_timeout: PositiveFloat | None = None
     """Seconds that writing one may take; the next one waits for it. Default: 1800, and 1 for each 200 MB of it (12 bytes a
     parameter). `--dry-run` says how many that are."""
     directory: str = ""
     """Where they are; default: `checkpoints` in the run's directory."""
 
-    def write_seconds(self, nbytes: int) -> float:
+    def resolve_write_timeout(self, nbytes: int) -> float:
         """Return what `write_timeout` allows for a checkpoint of so many bytes."""
-        return _seconds(self.write_timeout, CHECKPOINT_SECONDS, nbytes)
+        return _resolve_timeout(self.write_timeout, BASE_CHECKPOINT_SECONDS, nbytes)
 
 
 SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -272,7 +275,7 @@ class ObserveConfig(Section):
     prometheus_host: str = "127.0.0.1"
     """Interface that it binds to. Loopback unless named."""
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         if urlsplit(self.mlflow_uri).password is not None:
             raise ValueError(
                 "`mlflow_uri` has a password, and it is written to `config.toml`: leave it out, and set "
@@ -285,11 +288,11 @@ class ObserveConfig(Section):
 class ClusterConfig(Section):
     address: str = ""
     """Address of a Ray cluster. Empty: the one in RAY_ADDRESS, else a local one is started."""
-    gpu_gib: Positive = 80.0
+    gpu_gib: PositiveFloat = 80.0
     """Memory of one GPU, which `--dry-run` and `r3async cluster` reckon with."""
     gpus_per_node: PositiveInt = 8
     """GPUs of one host, which `--dry-run` reckons with. Tensor-parallel ranks are on one host, and so is each engine."""
-    wait_seconds: Positive = 10.0
+    wait_seconds: PositiveFloat = 10.0
     """Seconds that a run waits for hosts, GPUs and CPUs that others use, before it ends with what is free where."""
     interface: str = ""
     """Network interface of the learner's ranks (`eth0`): over it they meet, and NCCL and gloo move tensors between hosts

@@ -7,16 +7,16 @@ after a dash, why there is none.
 
 from __future__ import annotations
 
-_EFFECTIVE = "groups of a step, each of `schedule.samples_per_group` episodes; micro-batches follow from tokens"
-_TOKENS = "a budget in tokens, by which samples are packed"
-_ACCUMULATED = "the step's groups are accumulated by themselves, in micro-batches of so many tokens"
-_FOLLOWS = "- it follows from the packed tokens: see `learner.max_tokens_per_micro_batch`"
-_NO_CRITIC = "- there is no critic: advantages compare the episodes of a group (`algorithm.advantage`)"
-_PARTS = "how many parts of a step are trained one after the other, not their size"
-_OF_ENGINES = "of an engine; the learner's is `learner.parallel.tp`"
-_ENGINES = "engines, each in a process of its own"
+_BATCH_SIZE_NOTE = "groups of a step, each of `schedule.samples_per_group` episodes; micro-batches follow from tokens"
+_TOKEN_BUDGET_NOTE = "a budget in tokens, by which samples are packed"
+_ACCUMULATION_NOTE = "the step's groups are accumulated by themselves, in micro-batches of so many tokens"
+_PACKING_NOTE = "- it follows from the packed tokens: see `learner.max_tokens_per_micro_batch`"
+_NO_CRITIC_NOTE = "- there is no critic: advantages compare the episodes of a group (`algorithm.advantage`)"
+_MINIBATCH_NOTE = "how many parts of a step are trained one after the other, not their size"
+_ENGINE_TP_NOTE = "of an engine; the learner's is `learner.parallel.tp`"
+_ENGINE_COUNT_NOTE = "engines, each in a process of its own"
 
-OTHERS = {
+EQUIVALENT_SETTINGS = {
     # the optimizer
     "lr": "learner.lr",
     "learning_rate": "learner.lr",
@@ -50,30 +50,30 @@ OTHERS = {
     "gradient_checkpointing": 'learner.recompute: "none", "selective" or "full"',
     "enable_gradient_checkpointing": 'learner.recompute: "none", "selective" or "full"',
     # how much a step trains
-    "batch_size": f"schedule.groups_per_step: {_EFFECTIVE}",
-    "train_batch_size": f"schedule.groups_per_step: {_EFFECTIVE}",
-    "rollout_batch_size": f"schedule.groups_per_step: {_EFFECTIVE}",
-    "generation_batch_size": f"schedule.groups_per_step: {_EFFECTIVE}",
-    "per_device_train_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKENS}",
-    "micro_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKENS}",
-    "ppo_micro_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKENS}",
-    "ppo_micro_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKENS}",
-    "micro_train_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKENS}",
-    "micro_forward_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKENS}",
-    "log_prob_micro_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKENS}",
+    "batch_size": f"schedule.groups_per_step: {_BATCH_SIZE_NOTE}",
+    "train_batch_size": f"schedule.groups_per_step: {_BATCH_SIZE_NOTE}",
+    "rollout_batch_size": f"schedule.groups_per_step: {_BATCH_SIZE_NOTE}",
+    "generation_batch_size": f"schedule.groups_per_step: {_BATCH_SIZE_NOTE}",
+    "per_device_train_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
+    "micro_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
+    "ppo_micro_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
+    "ppo_micro_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
+    "micro_train_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
+    "micro_forward_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
+    "log_prob_micro_batch_size_per_gpu": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
     "ppo_max_token_len_per_gpu": "learner.max_tokens_per_micro_batch",
     "max_tokens_per_gpu": "learner.max_tokens_per_micro_batch",
     "max_tokens_per_microbatch": "learner.max_tokens_per_micro_batch",
     "token_budget": "learner.max_tokens_per_micro_batch",
-    "use_dynamic_bsz": _FOLLOWS,
-    "use_sample_packing": _FOLLOWS,
-    "packing": _FOLLOWS,
-    "gradient_accumulation_steps": f"learner.max_tokens_per_micro_batch: {_ACCUMULATED}",
-    "grad_accum_steps": f"learner.max_tokens_per_micro_batch: {_ACCUMULATED}",
-    "accumulate_grad_batches": f"learner.max_tokens_per_micro_batch: {_ACCUMULATED}",
-    "ppo_mini_batch_size": f"schedule.minibatches_per_step: {_PARTS}",
-    "policy_mini_batch_size": f"schedule.minibatches_per_step: {_PARTS}",
-    "steps_per_generation": f"schedule.minibatches_per_step: {_PARTS}",
+    "use_dynamic_bsz": _PACKING_NOTE,
+    "use_sample_packing": _PACKING_NOTE,
+    "packing": _PACKING_NOTE,
+    "gradient_accumulation_steps": f"learner.max_tokens_per_micro_batch: {_ACCUMULATION_NOTE}",
+    "grad_accum_steps": f"learner.max_tokens_per_micro_batch: {_ACCUMULATION_NOTE}",
+    "accumulate_grad_batches": f"learner.max_tokens_per_micro_batch: {_ACCUMULATION_NOTE}",
+    "ppo_mini_batch_size": f"schedule.minibatches_per_step: {_MINIBATCH_NOTE}",
+    "policy_mini_batch_size": f"schedule.minibatches_per_step: {_MINIBATCH_NOTE}",
+    "steps_per_generation": f"schedule.minibatches_per_step: {_MINIBATCH_NOTE}",
     "num_minibatches": "schedule.minibatches_per_step",
     "max_steps": "steps",
     "num_train_steps": "steps",
@@ -164,10 +164,10 @@ OTHERS = {
     "enable_rollout_routing_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
     "use_rollout_routing_replay": 'routing.replay: "rollout" (R3), "learner" (R2) or "off"',
     "gamma": "- rewards are not discounted: how they are credited is `algorithm.credit`",
-    "lam": _NO_CRITIC,
-    "gae_lambda": _NO_CRITIC,
-    "vf_coef": _NO_CRITIC,
-    "critic": _NO_CRITIC,
+    "lam": _NO_CRITIC_NOTE,
+    "gae_lambda": _NO_CRITIC_NOTE,
+    "vf_coef": _NO_CRITIC_NOTE,
+    "critic": _NO_CRITIC_NOTE,
     "reward_model": "- an environment rewards answers, with whatever it calls: `env.name` = module:Class",
     # sampling
     "temperature": "episode.temperature",
@@ -199,8 +199,8 @@ OTHERS = {
     # engines
     "gpu_memory_utilization": "generator.engine_args.gpu_memory_utilization",
     "vllm_gpu_memory_utilization": "generator.engine_args.gpu_memory_utilization",
-    "tensor_parallel_size": f"generator.engine_args.tensor_parallel_size: {_OF_ENGINES}",
-    "tensor_model_parallel_size": f"generator.engine_args.tensor_parallel_size: {_OF_ENGINES}",
+    "tensor_parallel_size": f"generator.engine_args.tensor_parallel_size: {_ENGINE_TP_NOTE}",
+    "tensor_model_parallel_size": f"generator.engine_args.tensor_parallel_size: {_ENGINE_TP_NOTE}",
     "vllm_tensor_parallel_size": "generator.engine_args.tensor_parallel_size",
     "inference_engine_tensor_parallel_size": "generator.engine_args.tensor_parallel_size",
     "megatron.tensor_model_parallel_size": "learner.parallel.tp",
@@ -208,10 +208,10 @@ OTHERS = {
     "expert_model_parallel_size": "learner.parallel.ep",
     "context_parallel_size": "learner.parallel.cp",
     "fsdp_size": 'learner.parallel.dp: with `learner.backend="torch"`',
-    "num_inference_engines": f"generator.count: {_ENGINES}",
-    "num_engines": f"generator.count: {_ENGINES}",
-    "rollout_num_engines": f"generator.count: {_ENGINES}",
-    "num_generators": f"generator.count: {_ENGINES}",
+    "num_inference_engines": f"generator.count: {_ENGINE_COUNT_NOTE}",
+    "num_engines": f"generator.count: {_ENGINE_COUNT_NOTE}",
+    "rollout_num_engines": f"generator.count: {_ENGINE_COUNT_NOTE}",
+    "num_generators": f"generator.count: {_ENGINE_COUNT_NOTE}",
     "max_num_seqs": "generator.concurrency",
     "max_concurrent": "generator.concurrency",
     "max_concurrent_rollouts": "generator.concurrency",
@@ -271,26 +271,26 @@ OTHERS = {
 }
 """Of TRL (`GRPOConfig`, `AsyncGRPOConfig`), verl, SkyRL, prime-rl, AReaL, slime, miles, NeMo RL, ART and ROLL."""
 
-SETTINGS = frozenset(
+TARGET_SETTINGS = frozenset(
     setting
-    for words in OTHERS.values()
+    for words in EQUIVALENT_SETTINGS.values()
     if not words.startswith("- ")
     for setting in words.partition(":")[0].split(" + ")
 )
 """Those of ours that the table names."""
 
 
-def ours(name: str) -> str:
+def find_equivalent_setting(name: str) -> str:
     """What to set instead of another trainer's `name`, dotted; "" if nobody's is known."""
     parts = name.split(".")
     for start in range(len(parts)):
-        words = OTHERS.get(".".join(parts[start:]))
+        words = EQUIVALENT_SETTINGS.get(".".join(parts[start:]))
         if words is not None:
-            return _said(words)
+            return _format_equivalent(words)
     return ""
 
 
-def _said(words: str) -> str:
+def _format_equivalent(words: str) -> str:
     if words.startswith("- "):
         return f"there is none here; {words[2:]}"
     settings, colon, more = words.partition(":")

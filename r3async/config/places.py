@@ -12,29 +12,29 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from r3async.config.generation import MIX
+from r3async.config.generation import MIX_ENV
 from r3async.config.section import did_you_mean
-from r3async.config.short import DATASET
+from r3async.config.short import DATASET_ENV
 
-USER_PATH = "R3ASYNC_USER_PATH"
+USER_PATH_VARIABLE = "R3ASYNC_USER_PATH"
 """Environment variable of every process of a run: where it was started, and so where the user's own modules and files are."""
 
 
-def find_file(path: str) -> Path:
+def resolve_user_path(path: str) -> Path:
     """A relative path is one from where the run was started."""
-    return Path(os.environ.get(USER_PATH, os.getcwd())) / Path(path).expanduser()
+    return Path(os.environ.get(USER_PATH_VARIABLE, os.getcwd())) / Path(path).expanduser()
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
 
 
-def resolve_name(path: str) -> Any:
+def import_object(path: str) -> Any:
     """What `module:name`, or `file.py:name`, stands for. Raises `ImportError`, `AttributeError` or `ValueError` if there is no
     such thing, and what the module raises."""
     place, _, name = path.rpartition(":")
     if not place.endswith(".py"):
         return pkgutil.resolve_name(path)
-    module = _load_module(place)
+    module = _import_user_module(place)
     if not hasattr(module, name):
         own = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
         hint = did_you_mean(name, own, f"it has {', '.join(own) or 'none'}")
@@ -43,9 +43,9 @@ def resolve_name(path: str) -> Any:
 
 
 @functools.cache
-def _load_module(place: str) -> ModuleType:
+def _import_user_module(place: str) -> ModuleType:
     """That of a file, which may import what lies beside it."""
-    file = find_file(place)
+    file = resolve_user_path(place)
     if not file.is_file():
         raise ImportError(f"there is no file {file}")
     spec = importlib.util.spec_from_file_location(f"user_{file.stem}", file)
@@ -67,18 +67,18 @@ def _load_module(place: str) -> ModuleType:
 # -- paths in a TOML file ----------------------------------------------------------------------------------------------
 
 
-def beside(layer: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+def resolve_relative_paths(layer: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """What a TOML file in `directory` says, with the files that lie beside it by their paths from here. What does not lie there
     is looked for where the command is typed, and so is left as it is."""
 
-    def path(value: Any) -> Any:
+    def resolve_existing(value: Any) -> Any:
         return str(directory / value) if isinstance(value, str) and value and (directory / value).exists() else value
 
-    def file(value: Any) -> Any:
+    def resolve_file(value: Any) -> Any:
         """What may be a name of something else as well: a preset, a split."""
-        return path(value) if isinstance(value, str) and (directory / value).is_file() else value
+        return resolve_existing(value) if isinstance(value, str) and (directory / value).is_file() else value
 
-    def name(value: Any) -> Any:
+    def resolve_code_path(value: Any) -> Any:
         """`module:name` or `file.py:name`, with what may stand before it (`agent:`)."""
         if not isinstance(value, str) or ":" not in value:
             return value
@@ -88,47 +88,58 @@ def beside(layer: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         # What stands before a game's id is imported by gymnasium, which takes a module and no file.
         return f"{kind}{colon}{source}:{last}" if source.is_file() and kind != "gymnasium" else value
 
-    def reward(value: Any) -> Any:
+    def resolve_reward(value: Any) -> Any:
         if isinstance(value, list):
-            return [{**each, "fn": name(each.get("fn"))} if isinstance(each, Mapping) else name(each) for each in value]
-        return name(value)
+            return [
+                {**each, "fn": resolve_code_path(each.get("fn"))}
+                if isinstance(each, Mapping)
+                else resolve_code_path(each)
+                for each in value
+            ]
+        return resolve_code_path(value)
 
-    def environment(value: Any) -> Any:
+    def resolve_environment(value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
         called, args = value.get("name"), value.get("args")
         out = dict(value)
-        if called == MIX and isinstance(args, Mapping):
-            return {**out, "args": {label: environment(each) for label, each in args.items()}}
+        if called == MIX_ENV and isinstance(args, Mapping):
+            return {**out, "args": {label: resolve_environment(each) for label, each in args.items()}}
         if isinstance(called, str):
             kind, colon, rows = called.partition(":")
-            out["name"] = f"{kind}{colon}{path(rows)}" if kind == DATASET else name(called)
-            if kind == DATASET and isinstance(args, Mapping):
-                out["args"] = _changed(args, {"path": path, "eval": file, "reward": reward})
+            out["name"] = f"{kind}{colon}{resolve_existing(rows)}" if kind == DATASET_ENV else resolve_code_path(called)
+            if kind == DATASET_ENV and isinstance(args, Mapping):
+                out["args"] = _map_keys(
+                    args, {"path": resolve_existing, "eval": resolve_file, "reward": resolve_reward}
+                )
         return out
 
-    def sets(value: Any) -> Any:
+    def resolve_sets(value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        return {label: _changed(each, {"env": environment}) for label, each in value.items()}
+        return {label: _map_keys(each, {"env": resolve_environment}) for label, each in value.items()}
 
-    return _changed(
+    return _map_keys(
         layer,
         {
-            "extends": file,
-            "env": environment,
-            "model": lambda section: _changed(section, {"path": path}),
-            "transport": lambda section: _changed(section, {"keys": path}),
-            "evaluation": lambda section: _changed(section, {"env": environment, "sets": sets}),
-            "algorithm": lambda section: _changed(
-                section, {"policy_loss": name, "distillation": lambda inner: _changed(inner, {"teacher": path})}
+            "extends": resolve_file,
+            "env": resolve_environment,
+            "model": lambda section: _map_keys(section, {"path": resolve_existing}),
+            "transport": lambda section: _map_keys(section, {"keys": resolve_existing}),
+            "evaluation": lambda section: _map_keys(section, {"env": resolve_environment, "sets": resolve_sets}),
+            "algorithm": lambda section: _map_keys(
+                section,
+                {
+                    "policy_loss": resolve_code_path,
+                    "distillation": lambda inner: _map_keys(inner, {"teacher": resolve_existing}),
+                },
             ),
         },
     )
 
 
-def _changed(section: Any, how: Mapping[str, Callable[[Any], Any]]) -> Any:
+def _map_keys(section: Any, functions: Mapping[str, Callable[[Any], Any]]) -> Any:
     """With what each of these makes of its key, as far as the section has it."""
     if not isinstance(section, Mapping):
         return section
-    return {key: how[key](value) if key in how else value for key, value in section.items()}
+    return {key: functions[key](value) if key in functions else value for key, value in section.items()}

@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from r3async.config.algorithm import GROUP_RELATIVE, AlgorithmConfig
+from r3async.config.algorithm import GROUP_RELATIVE_ADVANTAGES, AlgorithmConfig
 from r3async.config.data import DataConfig
 from r3async.config.evaluation import EvaluationConfig
 from r3async.config.generation import (
-    MIX,
+    MIX_ENV,
     EnvConfig,
     EpisodeConfig,
     GeneratorConfig,
@@ -22,7 +22,7 @@ from r3async.config.generation import (
     ServingConfig,
     check_engine_args,
 )
-from r3async.config.mix import EntryConfig, Posed, posed
+from r3async.config.mix import EnvEntryConfig, RunEnv, resolve_env
 from r3async.config.operation import (
     BufferConfig,
     CheckpointConfig,
@@ -33,27 +33,27 @@ from r3async.config.operation import (
     TransportConfig,
     WeightsConfig,
 )
-from r3async.config.others import ours
-from r3async.config.places import beside
+from r3async.config.others import find_equivalent_setting
+from r3async.config.places import resolve_relative_paths
 from r3async.config.section import (
     ConfigError,
     PositiveInt,
     Secret,
     Section,
     Seed,
+    collect_secrets,
     did_you_mean,
-    flat,
-    plain_type,
-    secret_settings,
+    flatten_section,
+    strip_range,
 )
-from r3async.config.short import DATASET, SHORT, merge, spelled_out
+from r3async.config.short import DATASET_ENV, SHORTHAND_KEYS, expand_shorthand, merge_tables
 from r3async.config.supervised import SftConfig
 from r3async.config.training import LearnerConfig, RoutingConfig
-from r3async.config.unread import Command, reader_elsewhere, why_unread
-from r3async.untrusted import Malformed, decode_toml, shown_value
+from r3async.config.unread import CommandName, explain_unread, find_other_reader
+from r3async.untrusted import MalformedError, decode_toml, format_value
 
 
-def name_problem(name: str) -> str:
+def explain_bad_name(name: str) -> str:
     """Why no run can have that name; "" for a good one, and for none, which means preset and time."""
     if name == "latest":
         return "is the link to the newest run"
@@ -93,12 +93,12 @@ class Config(Section):
     evaluation: EvaluationConfig = msgspec.field(default_factory=EvaluationConfig)
     sft: SftConfig = msgspec.field(default_factory=SftConfig)
 
-    def check(self) -> None:
-        if problem := name_problem(self.name):
+    def check_values(self) -> None:
+        if problem := explain_bad_name(self.name):
             raise ValueError(f"`name` = {self.name!r} {problem}. Choose a plain name, such as name=first-try")
         if not self.resume:
             raise ValueError('`resume` must be "auto", "none", or the path of a checkpoint or run')
-        if self.schedule.samples_per_group < 2 and self.algorithm.advantage in GROUP_RELATIVE:
+        if self.schedule.samples_per_group < 2 and self.algorithm.advantage in GROUP_RELATIVE_ADVANTAGES:
             raise ValueError(
                 f"`schedule.samples_per_group` = {self.schedule.samples_per_group} leaves `algorithm.advantage` = "
                 f"{self.algorithm.advantage!r} nothing to compare an episode with, so every advantage would be 0: set "
@@ -128,7 +128,7 @@ class Config(Section):
             )
         if self.generator.engine == "scripted" and self.weights.probe and self.learner.backend != "scripted":
             raise ValueError('`generator.engine = "scripted"` has no weights to compare: set `weights.probe` = false')
-        self.evaluation.check_best(self.checkpoint.keep_best, self.schedule.steps_per_publication)
+        self.evaluation.check_keep_best(self.checkpoint.keep_best, self.schedule.steps_per_publication)
         if self.episode.max_total_tokens > self.learner.max_tokens_per_micro_batch:
             raise ValueError(
                 f"`episode.max_total_tokens` = {self.episode.max_total_tokens} is more than "
@@ -137,10 +137,10 @@ class Config(Section):
             )
 
 
-UNSET = "null"
+UNSET_WORD = "null"
 """What unsets a setting that a file below has set: TOML has no word for it."""
 
-FORMER = {
+REMOVED_KEYS = {
     "algorithm.correction.max_token_age": "it is `schedule.max_token_age` now",
     "model.init.warm_batch": "the supervised start always takes 64 samples a step",
     "model.init.warm_lr": "the supervised start always has a learning rate of 0.001",
@@ -151,52 +151,54 @@ FORMER = {
 
 
 @functools.cache
-def _fields(kind: type) -> dict[str, Any]:
-    return {f.encode_name: plain_type(f.type) for f in msgspec.structs.fields(kind)}
+def _field_types(section_type: type) -> dict[str, Any]:
+    return {f.encode_name: strip_range(f.type) for f in msgspec.structs.fields(section_type)}
 
 
-def _unknown_key(path: str, key: str, inner: Any, names: Sequence[str]) -> ConfigError:
+def _make_unknown_key_error(path: str, key: str, inner: Any, names: Sequence[str]) -> ConfigError:
     prefix = f"{path}." if path else ""
-    if (now := FORMER.get(f"{prefix}{key}")) is not None:
+    if (now := REMOVED_KEYS.get(f"{prefix}{key}")) is not None:
         return ConfigError(f"unknown key `{prefix}{key}`: {now}")
     whole = f"{prefix}{key}"
     while isinstance(inner, Mapping) and len(inner) == 1:  # as much of the name as it has alone
         ((more, inner),) = inner.items()
         whole = f"{whole}.{more}"
-    if instead := ours(whole):
+    if instead := find_equivalent_setting(whole):
         return ConfigError(f"unknown key `{whole}`: {instead}")
-    names = names if path else [*names, *SHORT]
-    hint = did_you_mean(key, names, f"valid here: {', '.join(names)}", lambda near: f"`{prefix}{near}`", near=0.5)
+    names = names if path else [*names, *SHORTHAND_KEYS]
+    hint = did_you_mean(key, names, f"valid here: {', '.join(names)}", lambda near: f"`{prefix}{near}`", cutoff=0.5)
     return ConfigError(f"unknown key `{prefix}{key}`: {hint}")
 
 
-def _convert(kind: Any, value: Any, path: str) -> Any:
-    """Build section `kind` from plain data, with dotted paths in every error."""
-    if typing.get_origin(kind) is dict and _is_section(inner := typing.get_args(kind)[1]):
+def _convert_value(target_type: Any, value: Any, path: str) -> Any:
+    """Build section `target_type` from plain data, with dotted paths in every error."""
+    if typing.get_origin(target_type) is dict and _is_section(inner := typing.get_args(target_type)[1]):
         if not isinstance(value, Mapping):
             raise ConfigError(f"`{path}` holds sections by name, not the value {value!r}")
-        return {name: _convert(inner, each, f"{path}.{name}") for name, each in value.items()}
-    if not _is_section(kind):
-        if value == UNSET and type(None) in (members := typing.get_args(kind)) and str not in members:
+        return {name: _convert_value(inner, each, f"{path}.{name}") for name, each in value.items()}
+    if not _is_section(target_type):
+        if value == UNSET_WORD and type(None) in (members := typing.get_args(target_type)) and str not in members:
             return None  # what TOML has no word for, over a value below
         try:
-            return msgspec.convert(value, kind, dec_hook=_secret)
+            return msgspec.convert(value, target_type, dec_hook=_decode_secret)
         except msgspec.ValidationError as error:
-            if kind is Secret:  # without the value
+            if target_type is Secret:  # without the value
                 raise ConfigError(f"`{path}` must be a text") from None
-            raise ConfigError(f"`{path}` = {shown_value(value)}: {_problem(kind, str(error))}") from error
+            raise ConfigError(
+                f"`{path}` = {format_value(value)}: {_explain_type_error(target_type, str(error))}"
+            ) from error
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"`{path}` is a section, not the value {value!r}; set one of its keys: {', '.join(_fields(kind))}"
+            f"`{path}` is a section, not the value {value!r}; set one of its keys: {', '.join(_field_types(target_type))}"
         )
-    fields = _fields(kind)
+    fields = _field_types(target_type)
     built = {}
     for key, inner in value.items():
         if key not in fields:
-            raise _unknown_key(path, key, inner, list(fields))
-        built[key] = _convert(fields[key], inner, f"{path}.{key}" if path else key)
+            raise _make_unknown_key_error(path, key, inner, list(fields))
+        built[key] = _convert_value(fields[key], inner, f"{path}.{key}" if path else key)
     try:
-        return kind(**built)
+        return target_type(**built)
     except ValueError as error:
         raise ConfigError(f"[{path}] {error}" if path else str(error)) from error
 
@@ -205,32 +207,32 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
-def _secret(kind: type, value: Any) -> Any:
+def _decode_secret(kind: type, value: Any) -> Any:
     if kind is Secret and isinstance(value, str | Secret):
         return value if isinstance(value, Secret) else Secret(value)
     raise msgspec.ValidationError(f"expected {kind.__name__}")
 
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def _problem(kind: Any, said: str) -> str:
-    """Why a value is not of that type. `said`: what msgspec says of it."""
-    if typing.get_origin(kind) is Literal:
-        return f"it must be one of {', '.join(map(repr, typing.get_args(kind)))}"
-    if kind in _KINDS:
-        return f"it must be {_KINDS[kind]}"
-    if typing.get_origin(kind) is list:
-        inner = typing.get_args(kind)[0]
+def _explain_type_error(target_type: Any, message: str) -> str:
+    """Why a value is not of that type. `message`: what msgspec says of it."""
+    if typing.get_origin(target_type) is Literal:
+        return f"it must be one of {', '.join(map(repr, typing.get_args(target_type)))}"
+    if target_type in _TYPE_NAMES:
+        return f"it must be {_TYPE_NAMES[target_type]}"
+    if typing.get_origin(target_type) is list:
+        inner = typing.get_args(target_type)[0]
         members = (
             f"of {', '.join(map(repr, typing.get_args(inner)))}" if typing.get_origin(inner) is Literal else "of texts"
         )
         return f'it must be a list {members}, in quotes from the shell: \'KEY=["a", "b"]\''
-    if typing.get_origin(kind) is tuple:
-        return f"it must be a list of {len(typing.get_args(kind))}, such as [0.9, 0.95]"
-    if typing.get_origin(kind) is dict:
+    if typing.get_origin(target_type) is tuple:
+        return f"it must be a list of {len(typing.get_args(target_type))}, such as [0.9, 0.95]"
+    if typing.get_origin(target_type) is dict:
         return "it is a table: set KEY.NAME=value, or { NAME = value } in TOML"
-    return said.split(" - at")[0]
+    return message.split(" - at")[0]
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
@@ -242,14 +244,14 @@ def parse_override(text: str) -> tuple[list[str], Any]:
         raise ConfigError(f"override {text!r} is not of the form key=value, for example learner.lr=1e-4{dashes}")
     try:
         return keys, decode_toml(f"value = {raw}")["value"]
-    except Malformed:
+    except MalformedError:
         return keys, raw
 
 
-def _over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` merged over `base`. `env.args` belong to the environment that they were given with: another one has its own."""
-    env, other = base.get("env"), over.get("env")
-    if isinstance(env, Mapping) and isinstance(other, Mapping) and other.get("name") == MIX:
+def _merge_layer(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    """`overlay` merged over `base`. `env.args` belong to the environment that they were given with: another one has its own."""
+    env, other = base.get("env"), overlay.get("env")
+    if isinstance(env, Mapping) and isinstance(other, Mapping) and other.get("name") == MIX_ENV:
         env = {**env, "name": ""}  # what [[env]] names replaces what there was
     if (
         isinstance(env, Mapping)
@@ -257,29 +259,31 @@ def _over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         and other.get("name", env.get("name")) != env.get("name")
     ):
         base = {**base, "env": {key: value for key, value in env.items() if key != "args"}}
-    return merge(base, over)
+    return merge_tables(base, overlay)
 
 
-def parts_of(env: EnvConfig) -> dict[str, EntryConfig]:
+def parse_mix_entries(env: EnvConfig) -> dict[str, EnvEntryConfig]:
     """The environments of a mix, in the order of their labels; none of any other. Raises `ConfigError` that names the entry."""
-    if env.name != MIX:
+    if env.name != MIX_ENV:
         return {}
     if not env.args:
         raise ConfigError("`env.name` = 'mix' without environments: set [[env]], once for each")
-    return {label: _convert(EntryConfig, entry, f"env.args.{label}") for label, entry in sorted(env.args.items())}
+    return {
+        label: _convert_value(EnvEntryConfig, entry, f"env.args.{label}") for label, entry in sorted(env.args.items())
+    }
 
 
-def environments(config: Config) -> list[Posed]:
-    """What the run trains: one environment, or those of a mix. Raises as `parts_of`."""
-    parts = parts_of(config.env)
+def resolve_envs(config: Config) -> list[RunEnv]:
+    """What the run trains: one environment, or those of a mix. Raises as `parse_mix_entries`."""
+    parts = parse_mix_entries(config.env)
     if not parts:
-        return [Posed("", config.env, 1.0, config.episode)]
-    return [posed(label, entry, config.episode) for label, entry in parts.items()]
+        return [RunEnv("", config.env, 1.0, config.episode)]
+    return [resolve_env(label, entry, config.episode) for label, entry in parts.items()]
 
 
-def data_config(args: Mapping[str, Any]) -> DataConfig:
+def parse_data_config(args: Mapping[str, Any]) -> DataConfig:
     """`env.args` of a dataset. Raises `ConfigError` that names `data.KEY`."""
-    return _convert(DataConfig, args, "data")
+    return _convert_value(DataConfig, args, "data")
 
 
 def preset_directory() -> Path:
@@ -307,62 +311,62 @@ def find_config(name_or_path: str) -> Path:
     return preset
 
 
-class _Layer(NamedTuple):
-    """What a file, or the overrides, say. `given`: a person set each of it."""
+class _ConfigLayer(NamedTuple):
+    """What a file, or the overrides, say. `is_explicit`: a person set each of it."""
 
     data: dict[str, Any]
-    given: bool
+    is_explicit: bool
 
 
-def _read(path: Path, seen: tuple[Path, ...] = ()) -> list[_Layer]:
+def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[_ConfigLayer]:
     """A file and those that it extends, the last of them first. A preset has values for other ways to run, and a run's own
     `config.toml` says all that there is, so nobody set them one by one."""
     if path in seen:
         raise ConfigError(f"`extends` goes in a circle: {' -> '.join(str(p) for p in (*seen, path))}")
     try:
         data = decode_toml(path.read_bytes())
-    except Malformed as error:
+    except MalformedError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    data = spelled_out(data)
+    data = expand_shorthand(data)
     preset = path.parent.resolve() == preset_directory().resolve()
     if not preset and path.parent.resolve() != Path.cwd():
-        data = beside(data, path.parent)
+        data = resolve_relative_paths(data, path.parent)
     base = data.pop("extends", None)
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{path}: `extends` = {base!r} must be a preset's name, or a TOML file")
-    own = _Layer(data, not preset and not set(Config.__struct_fields__) <= data.keys())
-    return [*_read(find_config(base), (*seen, path)), own] if base is not None else [own]
+    own = _ConfigLayer(data, not preset and not set(Config.__struct_fields__) <= data.keys())
+    return [*_read_layers(find_config(base), (*seen, path)), own] if base is not None else [own]
 
 
-def _config_of(layers: Sequence[_Layer]) -> Config:
-    return _convert(Config, functools.reduce(_over, (layer.data for layer in layers)), "")
+def _build_config(layers: Sequence[_ConfigLayer]) -> Config:
+    return _convert_value(Config, functools.reduce(_merge_layer, (layer.data for layer in layers)), "")
 
 
-def _refuse_unread(config: Config, layers: Sequence[_Layer], command: Command | None) -> None:
+def _refuse_unread_settings(config: Config, layers: Sequence[_ConfigLayer], command: CommandName | None) -> None:
     """Raise `ConfigError` for what a person set in vain. What a file sets may be turned off by what is over it: it has to have
     been read there, or to be read now."""
     if command is None:
         return
     *files, overrides = layers
-    for setting, value in flat(overrides.data).items():
-        if value is not None and (elsewhere := reader_elsewhere(setting, command)):
+    for setting, value in flatten_section(overrides.data).items():
+        if value is not None and (elsewhere := find_other_reader(setting, command)):
             raise ConfigError(f"`{setting}` has no effect here: {elsewhere} reads it. Leave it out")
     if command in ("eval", "init-model"):
         return
     for count, layer in enumerate(layers, start=1):
-        for setting, value in flat(layer.data).items() if layer.given else ():
+        for setting, value in flatten_section(layer.data).items() if layer.is_explicit else ():
             in_file = layer is not overrides
-            if value in (None, UNSET) or not (needs := why_unread(setting, config, in_file=in_file)):
+            if value in (None, UNSET_WORD) or not (needs := explain_unread(setting, config, in_file=in_file)):
                 continue
-            if not in_file or _in_vain(setting, files[:count]):
+            if not in_file or _is_unread_in_files(setting, files[:count]):
                 raise ConfigError(f"`{setting}` has no effect: it needs {needs}. Set that, or leave this out")
 
 
-def _in_vain(setting: str, files: Sequence[_Layer]) -> bool:
+def _is_unread_in_files(setting: str, files: Sequence[_ConfigLayer]) -> bool:
     try:
-        return bool(why_unread(setting, _config_of(files), in_file=True))
+        return bool(explain_unread(setting, _build_config(files), in_file=True))
     except ConfigError:  # what it lacks is set over it
         return False
 
@@ -372,7 +376,7 @@ Overrides = Sequence[str] | Mapping[str, Any]
 `{"learner.lr": 1e-4}` and `{"learner": {"lr": 1e-4}}` are the same."""
 
 
-def nested(overrides: Overrides) -> dict[str, Any]:
+def nest_overrides(overrides: Overrides) -> dict[str, Any]:
     """As they stand in a TOML file. Raises `ConfigError` for a text that is not `key=value`, and for a key within a value."""
     if isinstance(overrides, Mapping):
         given = [(key.split("."), value) for key, value in overrides.items()]
@@ -382,60 +386,60 @@ def nested(overrides: Overrides) -> dict[str, Any]:
     for keys, value in given:
         for key in reversed(keys):
             value = {key: value}
-        over = merge(over, spelled_out(value))
+        over = merge_tables(over, expand_shorthand(value))
     return over
 
 
-def load_config(name_or_path: str, overrides: Overrides = (), command: Command | None = "train") -> Config:
+def load_config(name_or_path: str, overrides: Overrides = (), command: CommandName | None = "train") -> Config:
     """The configuration of a preset or TOML file (which may `extends` another), with `overrides` over it, for a command; None
     trains nothing, and reads what it needs.
 
     Raises `ConfigError` that names the setting and the fix, also for a setting that this command does not read beside the
     others, if a person set it."""
-    config, layers = _loaded(name_or_path, overrides)
-    _refuse_unread(config, layers, command)
+    config, layers = _load_layers(name_or_path, overrides)
+    _refuse_unread_settings(config, layers, command)
     return config
 
 
-def _loaded(name_or_path: str, overrides: Overrides) -> tuple[Config, list[_Layer]]:
-    layers = [*_read(find_config(name_or_path)), _Layer(nested(overrides), True)]
-    return checked(_config_of(layers)), layers
+def _load_layers(name_or_path: str, overrides: Overrides) -> tuple[Config, list[_ConfigLayer]]:
+    layers = [*_read_layers(find_config(name_or_path)), _ConfigLayer(nest_overrides(overrides), True)]
+    return validate_config(_build_config(layers)), layers
 
 
-def with_overrides(config: Config, overrides: Overrides, command: Command | None = None) -> Config:
+def apply_overrides(config: Config, overrides: Overrides, command: CommandName | None = None) -> Config:
     """`config` with `overrides` over it. Raises `ConfigError` as `load_config` does."""
-    layers = [_Layer(to_dict(config, reveal=True), False), _Layer(nested(overrides), True)]
-    config = checked(_config_of(layers))
-    _refuse_unread(config, layers, command)
+    layers = [_ConfigLayer(config_to_dict(config, reveal=True), False), _ConfigLayer(nest_overrides(overrides), True)]
+    config = validate_config(_build_config(layers))
+    _refuse_unread_settings(config, layers, command)
     return config
 
 
-def checked(config: Config) -> Config:
+def validate_config(config: Config) -> Config:
     """`config`, as it was read from what a person wrote. Raises `ConfigError` for what the engine has to decide itself."""
     if config.generator.engine == "vllm":
         check_engine_args(config.generator.engine_args)
-    for each in environments(config):
-        if each.env.name.partition(":")[0] == DATASET:
-            data_config(each.env.args)
+    for each in resolve_envs(config):
+        if each.env.name.partition(":")[0] == DATASET_ENV:
+            parse_data_config(each.env.args)
     return config
 
 
-def load_command(name_or_path: str, overrides: Sequence[str] = (), command: Command = "train") -> Config:
+def load_command_config(name_or_path: str, overrides: Sequence[str] = (), command: CommandName = "train") -> Config:
     """`load_config` of what a command line says. Raises `ConfigError` also for a secret in it, which other users of the machine,
     and all who see a job of the cluster, could read there."""
-    config, layers = _loaded(name_or_path, overrides)
-    refuse_spoken(config, overrides)
-    _refuse_unread(config, layers, command)
+    config, layers = _load_layers(name_or_path, overrides)
+    refuse_literal_secrets(config, overrides)
+    _refuse_unread_settings(config, layers, command)
     return config
 
 
-def refuse_spoken(config: Config, overrides: Sequence[str]) -> None:
+def refuse_literal_secrets(config: Config, overrides: Sequence[str]) -> None:
     """Raise `ConfigError` for a secret of `config` that one of `overrides` gives literally."""
     keys = [text.partition("=")[0].strip() for text in overrides]
-    for setting, secret in secret_settings(config).items():
+    for setting, secret in collect_secrets(config).items():
         given = any(setting == key or setting.startswith(f"{key}.") for key in keys)
         # Words of a command can be read in the command line of the program that it starts, wherever they were given.
-        if given and secret and not secret.reference and ".command[" not in setting:
+        if given and secret and not secret.variable_name and ".command[" not in setting:
             raise ConfigError(
                 f"`{setting}` is a secret, and command lines can be read by others: put it into an environment variable and "
                 f"set '{setting}=$NAME' (in quotes), or into a TOML file that only you can read"
@@ -443,27 +447,27 @@ def refuse_spoken(config: Config, overrides: Sequence[str]) -> None:
 
 
 def config_from_dict(data: Mapping[str, Any]) -> Config:
-    return _convert(Config, data, "")
+    return _convert_value(Config, data, "")
 
 
-def to_dict(config: Section, *, reveal: bool = False) -> dict[str, Any]:
+def config_to_dict(config: Section, *, reveal: bool = False) -> dict[str, Any]:
     """Plain data, every key resolved. Secrets are `***`, so that it may be written anywhere; with `reveal` they are as they
     were given, for the process that needs them."""
 
-    def write_secret(value: Any) -> str:
+    def encode_secret(value: Any) -> str:
         if not isinstance(value, Secret):
             raise TypeError(f"a {type(value).__name__} is no setting")
-        return value.as_given if reveal else value.shown
+        return value.raw_text if reveal else value.redacted
 
-    return msgspec.to_builtins(config, enc_hook=write_secret)
+    return msgspec.to_builtins(config, enc_hook=encode_secret)
 
 
-def to_toml(config: Config) -> str:
+def config_to_toml(config: Config) -> str:
     """The resolved configuration as TOML. Unset (None) values are left out: TOML has no null."""
 
-    def without_none(value: Any) -> Any:
+    def drop_none(value: Any) -> Any:
         if isinstance(value, dict):
-            return {k: without_none(v) for k, v in value.items() if v is not None}
+            return {k: drop_none(v) for k, v in value.items() if v is not None}
         return value
 
-    return msgspec.toml.encode(without_none(to_dict(config))).decode()
+    return msgspec.toml.encode(drop_none(config_to_dict(config))).decode()

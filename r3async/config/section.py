@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from r3async.untrusted import shown_value
+from r3async.untrusted import format_value
 
 
 class ConfigError(ValueError):
@@ -22,47 +22,48 @@ class ConfigError(ValueError):
 
 
 def did_you_mean(
-    name: str, names: Iterable[str], otherwise: str = "", shown: Callable[[str], str] = repr, near: float = 0.4
+    name: str, names: Iterable[str], otherwise: str = "", format_name: Callable[[str], str] = repr, cutoff: float = 0.4
 ) -> str:
-    """`did you mean 'x'?` of the nearest of `names`, or `otherwise` if none is as `near` (0..1)."""
-    found = difflib.get_close_matches(name, list(names), n=1, cutoff=near)
-    return f"did you mean {shown(found[0])}?" if found else otherwise
+    """`did you mean 'x'?` of the nearest of `names`, or `otherwise` if none is as `cutoff` (0..1)."""
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
+    return f"did you mean {format_name(found[0])}?" if found else otherwise
 
 
 @dataclass(frozen=True)
-class Range:
-    """What a number of a section may be: `field: Annotated[float, Range(-1, 1)]`. Both ends are included; with `above` the lower
-    one is not."""
+class NumberRange:
+    """What a number of a section may be: `field: Annotated[float, Range(-1, 1)]`. Both ends are included; with `excludes_low`
+    the lower one is not."""
 
     low: float
     high: float
-    above: bool = False
+    excludes_low: bool = False
 
-    def problem(self, number: float) -> str:
+    def explain_violation(self, number: float) -> str:
         """Why `number` may not be, after its name; "" if it may."""
-        if self.above and number <= self.low:
-            return f"must be greater than {self.low:,}, got {shown_value(number)}"
+        if self.excludes_low and number <= self.low:
+            return f"must be greater than {self.low:,}, got {format_value(number)}"
         if number < self.low:
-            return f"must be {self.low:,} or more, got {shown_value(number)}"
-        return f"must be at most {self.high:,}, got {shown_value(number)}" if number > self.high else ""
+            return f"must be {self.low:,} or more, got {format_value(number)}"
+        return f"must be at most {self.high:,}, got {format_value(number)}" if number > self.high else ""
 
 
-NUMBER = Range(0, 10**9)
+DEFAULT_RANGE = NumberRange(0, 10**9)
 """Of every number whose field says nothing else. As seconds it is 31 years, and clocks of all libraries can wait for it."""
 
-Positive = Annotated[float, Range(0, 10**9, above=True)]
-PositiveInt = Annotated[int, Range(0, 10**9, above=True)]
-Share = Annotated[float, Range(0, 1)]
-Port = Annotated[int, Range(0, 65535)]
+PositiveFloat = Annotated[float, NumberRange(0, 10**9, excludes_low=True)]
+PositiveInt = Annotated[int, NumberRange(0, 10**9, excludes_low=True)]
+UnitFraction = Annotated[float, NumberRange(0, 1)]
+Port = Annotated[int, NumberRange(0, 65535)]
 """0: a free one."""
-Bytes = Annotated[int, Range(0, 2**50, above=True)]
-Seed = Annotated[int, Range(0, 2**63 - 1)]
-Signed = Annotated[float, Range(-(10**9), 10**9)]
+ByteCount = Annotated[int, NumberRange(0, 2**50, excludes_low=True)]
+Seed = Annotated[int, NumberRange(0, 2**63 - 1)]
+SignedFloat = Annotated[float, NumberRange(-(10**9), 10**9)]
 """A number that may be negative: a reward, or the weight of a term that may be a penalty."""
 
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Base of all sections: every number of every field is finite and in the field's `Range`, whatever a section checks itself.
+    """Base of all sections: every number of every field is finite and in the field's `NumberRange`, whatever a section checks
+    itself.
 
     Numbers in tables (`env.args`) are finite; what they may be is not known here. No value in a table is None: `config.toml` has
     no word for it, so a run that resumed would have another value there than it began with.
@@ -71,85 +72,85 @@ class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_numbers(self)
         _check_tables(self)
-        self.check()
+        self.check_values()
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         """What a section requires of its values beyond their ranges, and makes of them. Raises `ValueError`."""
 
 
-def flat(section: Any, prefix: str = "") -> dict[str, Any]:
+def flatten_section(section: Any, prefix: str = "") -> dict[str, Any]:
     """Nested sections as one, by dotted names."""
     found: dict[str, Any] = {}
     for key, value in section.items() if isinstance(section, dict) else ():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= flatten_section(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
 
-def plain_type(kind: Any) -> Any:
-    """A field's type without its `Range`."""
-    return typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
+def strip_range(annotation: Any) -> Any:
+    """A field's type without its `NumberRange`."""
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
 
 
 def _check_numbers(section: Section) -> None:
-    for field, bounds in _ranges(type(section)).items():
+    for field, bounds in _field_ranges(type(section)).items():
         value = getattr(section, field)
-        for name, number in _numbers(field, value):
+        for name, number in _iter_numbers(field, value):
             if isinstance(number, float) and not math.isfinite(number):
                 raise ValueError(f"`{name}` must be a finite number, got {number}")
-            if not isinstance(value, Mapping) and (problem := bounds.problem(number)):
+            if not isinstance(value, Mapping) and (problem := bounds.explain_violation(number)):
                 raise ValueError(f"`{name}` {problem}")
 
 
 def _check_tables(section: Section) -> None:
     for field in type(section).__struct_fields__:
         value = getattr(section, field)
-        if isinstance(value, Mapping) and (name := next(_unset(field, value), "")):
+        if isinstance(value, Mapping) and (name := next(_find_unset(field, value), "")):
             raise ValueError(
                 f"`{name}` is None, which the run's `config.toml` has no word for: leave it out, or give another value"
             )
 
 
-def _unset(name: str, value: Any) -> Iterator[str]:
+def _find_unset(name: str, value: Any) -> Iterator[str]:
     """Where in a table something is None."""
     if value is None:
         yield name
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _unset(f"{name}.{key}", inner)
+            yield from _find_unset(f"{name}.{key}", inner)
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
-            yield from _unset(f"{name}[{index}]", inner)
+            yield from _find_unset(f"{name}[{index}]", inner)
 
 
 @functools.cache
-def _ranges(kind: type[Section]) -> dict[str, Range]:
+def _field_ranges(kind: type[Section]) -> dict[str, NumberRange]:
     """Of each field. msgspec evaluates the annotations of all fields whenever it is asked for them."""
-    return {field.name: range_of(field.type) for field in msgspec.structs.fields(kind)}
+    return {field.name: find_range(field.type) for field in msgspec.structs.fields(kind)}
 
 
-def range_of(kind: Any) -> Range:
+def find_range(annotation: Any) -> NumberRange:
     """Of the type of a field, or of a member of its union."""
-    for part in (kind, *typing.get_args(kind)):
+    for part in (annotation, *typing.get_args(annotation)):
         if typing.get_origin(part) is Annotated:
-            return next((note for note in part.__metadata__ if isinstance(note, Range)), NUMBER)
-    return NUMBER
+            return next((note for note in part.__metadata__ if isinstance(note, NumberRange)), DEFAULT_RANGE)
+    return DEFAULT_RANGE
 
 
-def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+def _iter_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """Every number in a field's value, with where it is."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield name, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _numbers(f"{name}.{key}", inner)
+            yield from _iter_numbers(f"{name}.{key}", inner)
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
-            yield from _numbers(f"{name}[{index}]", inner)
+            yield from _iter_numbers(f"{name}[{index}]", inner)
 
 
 # -- secrets ---------------------------------------------------------------------------------------------------------
 
-HIDDEN = "***"
+REDACTED = "***"
 _REFERENCE = re.compile(r"\$[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -166,10 +167,10 @@ class Secret:
         self._text = text
 
     def __repr__(self) -> str:
-        return repr(self.shown)
+        return repr(self.redacted)
 
     def __str__(self) -> str:
-        return self.shown
+        return self.redacted
 
     def __bool__(self) -> bool:
         return bool(self._text)
@@ -181,67 +182,67 @@ class Secret:
         return hash(self._text)
 
     @property
-    def reference(self) -> str:
+    def variable_name(self) -> str:
         """The name of the environment variable that it is in; empty if it is given literally."""
         return self._text[1:] if _REFERENCE.fullmatch(self._text) else ""
 
     @property
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """It was read from a file that it had not been written to."""
-        return self._text == HIDDEN
+        return self._text == REDACTED
 
     @property
-    def shown(self) -> str:
+    def redacted(self) -> str:
         """What may be written and printed."""
-        return self._text if self.reference or not self._text else HIDDEN
+        return self._text if self.variable_name or not self._text else REDACTED
 
     @property
-    def as_given(self) -> str:
+    def raw_text(self) -> str:
         """The text, or the reference to it, for a process that will reveal it."""
         return self._text
 
     def reveal(self, setting: str) -> str:
         """The text. Raises `ConfigError` that names `setting` if the variable is not set, or the text was not kept."""
-        check_kept(self, setting)
-        if not self.reference:
+        refuse_lost_secret(self, setting)
+        if not self.variable_name:
             return self._text
         try:
-            return os.environ[self.reference]
+            return os.environ[self.variable_name]
         except KeyError:
             raise ConfigError(f"`{setting}` = {self._text!r}: there is no such environment variable") from None
 
 
-def check_kept(secret: Secret, setting: str) -> None:
+def refuse_lost_secret(secret: Secret, setting: str) -> None:
     """Raise `ConfigError` for a secret that was left out of the file which this configuration comes from."""
-    if secret.lost:
+    if secret.is_lost:
         raise ConfigError(
-            f"`{setting}` is {HIDDEN!r}: secrets are not written to files. Set it again, best as `{setting}=$NAME`, which "
+            f"`{setting}` is {REDACTED!r}: secrets are not written to files. Set it again, best as `{setting}=$NAME`, which "
             "names an environment variable"
         )
 
 
-def revealed(value: Any, setting: str) -> Any:
+def reveal_secrets(value: Any, setting: str) -> Any:
     """Plain data with the secrets in it revealed; see `Secret.reveal`."""
     if isinstance(value, Secret):
         return value.reveal(setting)
     if isinstance(value, Mapping):
-        return {key: revealed(inner, f"{setting}.{key}") for key, inner in value.items()}
+        return {key: reveal_secrets(inner, f"{setting}.{key}") for key, inner in value.items()}
     if isinstance(value, list):
-        return [revealed(inner, f"{setting}[{at}]") for at, inner in enumerate(value)]
+        return [reveal_secrets(inner, f"{setting}[{at}]") for at, inner in enumerate(value)]
     return value
 
 
-def secret_settings(data: Any, path: str = "") -> dict[str, Secret]:
+def collect_secrets(data: Any, path: str = "") -> dict[str, Secret]:
     """Every secret of a section, or of plain data, by its dotted key."""
     if isinstance(data, Secret):
         return {path: data}
     if isinstance(data, list):
         return {
-            at: secret for n, inner in enumerate(data) for at, secret in secret_settings(inner, f"{path}[{n}]").items()
+            at: secret for n, inner in enumerate(data) for at, secret in collect_secrets(inner, f"{path}[{n}]").items()
         }
     fields = data if isinstance(data, Mapping) else getattr(data, "__struct_fields__", ())
     found: dict[str, Secret] = {}
     for name in fields:
         inner = data[name] if isinstance(data, Mapping) else getattr(data, name)
-        found |= secret_settings(inner, f"{path}.{name}" if path else str(name))
+        found |= collect_secrets(inner, f"{path}.{name}" if path else str(name))
     return found

@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from r3async.config.section import Positive, PositiveInt, Range, Section, Share
+from r3async.config.section import NumberRange, PositiveFloat, PositiveInt, Section, UnitFraction
 
 
 class RoutingConfig(Section):
     replay: Literal["rollout", "learner", "off"] = "rollout"
     """`rollout`: the learner uses the experts that the engine chose (R3). `learner`: those that it chose itself in a pass
     before the step (R2). `off`: every pass routes by itself."""
-    min_recorded_fraction: Share = 0.9
+    min_recorded_fraction: UnitFraction = 0.9
     """With replay, a step whose recorded share of trained tokens' inputs is below this stops the run."""
     trace: Literal["off", "sample", "all"] = "sample"
     """Whose routes are kept in `runs/NAME/routes`, as the engine returned them and as the learner used them. `sample`: the
@@ -41,10 +41,10 @@ class ParallelConfig(Section):
     """Virtual pipeline stages: not supported."""
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         return self.dp * self.cp * self.tp * self.pp
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         stage = self.dp * self.cp * self.tp
         if stage % self.ep:
             raise ValueError(f"`ep` = {self.ep} must divide dp * cp * tp = {stage}: experts are divided among these")
@@ -55,10 +55,10 @@ class ParallelConfig(Section):
             )
 
 
-Beta = Annotated[float, Range(0, 0.999999999)]
+AdamBeta = Annotated[float, NumberRange(0, 0.999999999)]
 
 
-ALL_MATRICES = "all-linear"
+ALL_LINEAR = "all-linear"
 
 
 class LoraConfig(Section):
@@ -67,21 +67,21 @@ class LoraConfig(Section):
 
     rank: int = 0
     """Columns of `B` and rows of `A`; 0: no adapters, all weights are trained."""
-    alpha: Positive = 32.0
+    alpha: PositiveFloat = 32.0
     """What the adapters add is multiplied by `alpha / rank`."""
-    targets: list[str] = msgspec.field(default_factory=lambda: [ALL_MATRICES])
+    targets: list[str] = msgspec.field(default_factory=lambda: [ALL_LINEAR])
     """Matrices that get adapters, by a part of their names in the checkpoint, between dots: `q_proj`, `self_attn`, `experts`,
     `layers.3.mlp`. `all-linear`: all but routers, embeddings and the output layer. A router (`mlp.gate`) is targeted by name
     only; embeddings and the output layer cannot be."""
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         if not self.targets or not all(target.strip(".") for target in self.targets):
-            raise ValueError(f'`targets` must name matrices, such as ["{ALL_MATRICES}"] or ["q_proj", "experts"]')
+            raise ValueError(f'`targets` must name matrices, such as ["{ALL_LINEAR}"] or ["q_proj", "experts"]')
 
 
-def names_matrix(target: str, name: str, *, router: bool) -> bool:
+def matches_target(target: str, name: str, *, router: bool) -> bool:
     """Whether one of `LoraConfig.targets` names a matrix, by its name in the checkpoint without `.weight`."""
-    return not router if target == ALL_MATRICES else f".{target.strip('.')}." in f".{name}."
+    return not router if target == ALL_LINEAR else f".{target.strip('.')}." in f".{name}."
 
 
 class LearnerConfig(Section):
@@ -93,7 +93,7 @@ class LearnerConfig(Section):
     """Activations made again in the backward pass: `selective` those of MoE layers, `full` those of whole layers."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype; the optimizer keeps fp32 master weights."""
-    lr: Positive = 1e-6
+    lr: PositiveFloat = 1e-6
     """The highest learning rate: of every step with `lr_schedule = "constant"` and no warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after the warm-up: not at all, or in a line or half a cosine down to `min_lr_ratio * lr` at the
@@ -101,12 +101,12 @@ class LearnerConfig(Section):
     skipped ones delay it."""
     warmup_steps: int = 0
     """Updates in which it rises in a line, the last of them with `lr` itself."""
-    min_lr_ratio: Share = 0.0
+    min_lr_ratio: UnitFraction = 0.0
     """Where `linear` and `cosine` end, as a share of `lr`."""
     weight_decay: float = 0.0
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: Positive = 1e-8
-    max_grad_norm: Positive = 1.0
+    betas: tuple[AdamBeta, AdamBeta] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    max_grad_norm: PositiveFloat = 1.0
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Tokens that are fed forward at once; those of a shared prefix count once."""
     share_prefixes: bool = True
@@ -115,7 +115,7 @@ class LearnerConfig(Section):
     lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
     freeze_router: bool = False
     """Leave the routers' weights as they are in the start model."""
-    expert_bias_rate: Share = 0.0
+    expert_bias_rate: UnitFraction = 0.0
     """Of models in which a bias of each expert decides who is chosen (DeepSeek-V3, GLM-4.5): after each update the bias of an
     expert that got fewer tokens than the mean of its layer rises by this, and that of the others falls (arXiv 2408.15664). 0:
     they stay as they are."""
@@ -131,11 +131,11 @@ class LearnerConfig(Section):
     one that was lost. Slower. docs/scaling.md says where it ends; on CPU bits are the same without it."""
     threads: PositiveInt = 1
     """Torch threads of the learner on CPU."""
-    start_timeout: Positive = 600.0
-    collective_timeout: Positive = 600.0
+    start_timeout: PositiveFloat = 600.0
+    collective_timeout: PositiveFloat = 600.0
     """Seconds that one rank waits for the others before it times out."""
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         p = self.parallel
         if self.backend == "torch" and max(p.tp, p.cp, p.pp, p.ep) > 1:
             raise ValueError(
@@ -145,7 +145,7 @@ class LearnerConfig(Section):
             raise ValueError(
                 '`shard_optimizer` is for backend = "megatron": "torch" always does that (FSDP2); set it to false'
             )
-        if self.backend == "scripted" and p.world > 1:
+        if self.backend == "scripted" and p.world_size > 1:
             raise ValueError('`backend` = "scripted" is one process: it needs `parallel` of one rank')
         if self.backend == "scripted" and self.lora.rank:
             raise ValueError('`backend` = "scripted" has no matrices: `lora.rank` needs another backend')

@@ -23,27 +23,27 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from r3async.untrusted import Malformed, decode_json
+from r3async.untrusted import MalformedError, decode_json
 from r3async.world import Buffer, Files
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:
     import torch
 
 
-HEAD = struct.Struct("<8sII")
-ALIGN = 8
-MAX_FRAMES = 2**20
+RECORD_HEAD = struct.Struct("<8sII")
+RECORD_ALIGNMENT = 8
+MAX_RECORD_FRAMES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class FramedRecord:
     offset: int
     frames: list[memoryview]
 
 
 @dataclass(frozen=True, slots=True)
-class Torn:
+class TornRecord:
     """From `offset` on, the file holds no record."""
 
     offset: int
@@ -51,85 +51,94 @@ class Torn:
 
 
 @dataclass(frozen=True)
-class Container:
+class RecordFormat:
     """A kind of file. `magic`: 8 bytes, with which its records begin."""
 
     magic: bytes
 
-    def pieces(self, frames: Sequence[Buffer]) -> list[bytes | memoryview]:
+    def encode_record(self, frames: Sequence[Buffer]) -> list[bytes | memoryview]:
         """A record, as buffers to write one after the other. No frame is copied."""
         views = [memoryview(frame) for frame in frames]
         lengths = np.array([view.nbytes for view in views], "<u8").tobytes()
-        pieces: list[bytes | memoryview] = [HEAD.pack(self.magic, len(views), zlib.crc32(lengths)) + lengths]
+        pieces: list[bytes | memoryview] = [RECORD_HEAD.pack(self.magic, len(views), zlib.crc32(lengths)) + lengths]
         for view in views:
             pieces.append(view)
-            if padding := -view.nbytes % ALIGN:
+            if padding := -view.nbytes % RECORD_ALIGNMENT:
                 pieces.append(bytes(padding))
         return pieces
 
-    def append(
-        self, path: Path, frames: Sequence[Buffer], *, fsync: bool, at: int | None = None, files: Files = REAL.files
+    def append_record(
+        self,
+        path: Path,
+        frames: Sequence[Buffer],
+        *,
+        fsync: bool,
+        valid_bytes: int | None = None,
+        files: Files = REAL_WORLD.files,
     ) -> tuple[int, int]:
         """Write one record at the end of a file, which is made if it is not there. Returns the record's offset and length.
 
-        `at`: the length of the file's whole records, if known; what an earlier error left behind them is cut off first. Raises
-        `OSError`, and then the file is as long as before, if the disk allows it.
+        `valid_bytes`: the length of the file's whole records, if known; what an earlier error left behind them is cut off
+        first. Raises `OSError`, and then the file is as long as before, if the disk allows it.
         """
         with files.open(path, create=True) as file:
-            offset = file.size() if at is None else at
+            offset = file.size() if valid_bytes is None else valid_bytes
             if file.size() > offset:
                 file.truncate(offset)
             try:
-                length = file.append(self.pieces(frames))
+                length = file.append(self.encode_record(frames))
                 if fsync:
-                    file.sync()
+                    file.fsync()
             except OSError:
                 with contextlib.suppress(OSError):
                     file.truncate(offset)
                 raise
         return offset, length
 
-    def records(self, view: memoryview, at: int = 0) -> Iterator[Record | Torn]:
-        """All records of a file, from byte `at` on; at the first place where there is none, `Torn`, and that is the end.
+    def iter_records(self, view: memoryview, offset: int = 0) -> Iterator[FramedRecord | TornRecord]:
+        """All records of a file, from byte `offset` on; at the first place where there is none, `TornRecord`, and that is the
+        end.
 
         A record's frames are within the file; whether they are what they should be is for their reader to say.
         """
-        while at < len(view):
-            problem, lengths, end = "", np.zeros(0, np.uint64), at
-            if len(view) - at < HEAD.size:
-                problem = f"{len(view) - at} bytes, less than the head of a record"
+        while offset < len(view):
+            problem, lengths, end = "", np.zeros(0, np.uint64), offset
+            if len(view) - offset < RECORD_HEAD.size:
+                problem = f"{len(view) - offset} bytes, less than the head of a record"
             else:
-                magic, count, checksum = HEAD.unpack_from(view, at)
-                first = at + HEAD.size + 8 * count
+                magic, count, checksum = RECORD_HEAD.unpack_from(view, offset)
+                first = offset + RECORD_HEAD.size + 8 * count
                 if magic != self.magic:
                     problem = f"{bytes(magic)!r} is not the beginning of a record, which is {self.magic!r}"
-                elif count > MAX_FRAMES or first > len(view):
+                elif count > MAX_RECORD_FRAMES or first > len(view):
                     problem = f"the record ends before the lengths of its {count} frames"
                 else:
-                    table = view[at + HEAD.size : first]
+                    table = view[offset + RECORD_HEAD.size : first]
                     lengths = np.frombuffer(table, "<u8")
                     if zlib.crc32(table) != checksum:
                         problem = "the lengths of the record's frames do not match their checksum"
-                    elif (end := first + sum(-(-int(n) // ALIGN) * ALIGN for n in lengths)) > len(view):
-                        problem = f"the record takes {end - at} bytes, the file has {len(view) - at} of them"
+                    elif (end := first + sum(-(-int(n) // RECORD_ALIGNMENT) * RECORD_ALIGNMENT for n in lengths)) > len(
+                        view
+                    ):
+                        problem = f"the record takes {end - offset} bytes, the file has {len(view) - offset} of them"
             if problem:
-                yield Torn(at, problem)
+                yield TornRecord(offset, problem)
                 return
-            frames, start = [], at + HEAD.size + 8 * len(lengths)
+            frames, start = [], offset + RECORD_HEAD.size + 8 * len(lengths)
             for n in map(int, lengths):
                 frames.append(view[start : start + n])
-                start += -(-n // ALIGN) * ALIGN
-            yield Record(at, frames)
-            at = end
+                start += -(-n // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+            yield FramedRecord(offset, frames)
+            offset = end
 
 
-def map_file(path: Path, offset: int = 0, length: int | None = None, *, files: Files = REAL.files) -> memoryview:
+def map_file(path: Path, offset: int = 0, length: int | None = None, *, files: Files = REAL_WORLD.files) -> memoryview:
     """`length` bytes of a file from `offset` on, read-only. They stay readable when the file is deleted."""
     with files.open(path) as file:
-        return file.map(offset, length)
+        return file.map_bytes(offset, length)
 
 
-CODES = {
+SAFETENSORS_DTYPES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -146,12 +155,12 @@ CODES = {
 """What safetensors calls a dtype, by its name in torch."""
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """As in `CODES`."""
+def torch_dtype_name(dtype: torch.dtype) -> str:
+    """As in `SAFETENSORS_DTYPES`."""
     return str(dtype).removeprefix("torch.")
 
 
-def encode_header(
+def encode_safetensors_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
     """The length of the header as a little-endian u64, then JSON, padded to 8 bytes.
@@ -162,25 +171,30 @@ def encode_header(
     table: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
     for name, dtype, shape in tensors:
-        if dtype_name(dtype) not in CODES:
+        if torch_dtype_name(dtype) not in SAFETENSORS_DTYPES:
             raise ValueError(f"tensor {name!r} has dtype {dtype}, which safetensors cannot hold")
         end = at + math.prod(shape) * dtype.itemsize
-        table[name] = {"dtype": CODES[dtype_name(dtype)], "shape": list(shape), "data_offsets": [at, end]}
+        table[name] = {
+            "dtype": SAFETENSORS_DTYPES[torch_dtype_name(dtype)],
+            "shape": list(shape),
+            "data_offsets": [at, end],
+        }
         at = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-class Described(msgspec.Struct, forbid_unknown_fields=True):
-    """A tensor, in the header of a safetensors file. `dtype`: a value of `CODES`. `data_offsets` count from the header's end."""
+class SafetensorsEntry(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor, in the header of a safetensors file. `dtype`: a value of `SAFETENSORS_DTYPES`. `data_offsets` count from
+    the header's end."""
 
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
 
-def decode_header(data: Buffer) -> tuple[dict[str, Described], int]:
+def decode_safetensors_header(data: Buffer) -> tuple[dict[str, SafetensorsEntry], int]:
     """The tensors of a safetensors file, in the order of its header, and where their bytes begin. Raises `ValueError`."""
     view = memoryview(data)
     end = 8 + int.from_bytes(view[:8], "little")
@@ -189,8 +203,8 @@ def decode_header(data: Buffer) -> tuple[dict[str, Described], int]:
     try:
         table = decode_json(view[8:end], dict[str, msgspec.Raw])
         table.pop("__metadata__", None)
-        return {name: decode_json(text, Described) for name, text in table.items()}, end
-    except Malformed as error:
+        return {name: decode_json(text, SafetensorsEntry) for name, text in table.items()}, end
+    except MalformedError as error:
         raise ValueError(f"its header: {error}") from error
 
 

@@ -22,19 +22,19 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from r3async.data.routes import CHUNK, sorted_columns
+from r3async.data.routes import CHUNK_ROWS, iter_sorted_columns
 
-Form = Literal["plain", "bits", "dense"]
+RouteForm = Literal["plain", "bits", "dense"]
 
-WORD = 8
+WORD_BYTES = 8
 """Bytes that are worked on at a time, and to which each part is padded."""
-WORDS = 2**13
+CHUNK_WORDS = 2**13
 """Of each block, at a time: all blocks then stay in a core's cache."""
-MIN_BYTES = 2**14
+MIN_PACKED_BYTES = 2**14
 """Fewer bytes of ids than this stay as they are: packing has costs that do not depend on how many there are."""
-MAX_NUMBERS = 2**20
+MAX_NUMBERED_SEQUENCES = 2**20
 """Sequences of high parts that are numbered: an entry of a table each."""
-MAX_TOP_K = 64
+MAX_DENSE_TOP_K = 64
 
 
 class PackedRoutes:
@@ -46,7 +46,7 @@ class PackedRoutes:
 
     __slots__ = ("bits", "data", "dtype", "form", "shape")
 
-    def __init__(self, form: Form, bits: int, shape: tuple[int, ...], dtype: np.dtype, data: np.ndarray):
+    def __init__(self, form: RouteForm, bits: int, shape: tuple[int, ...], dtype: np.dtype, data: np.ndarray):
         if (size := packed_size(form, bits, shape)) != data.nbytes:
             raise ValueError(
                 f"{form} routes of shape {list(shape)} in {bits} bits take {size} bytes, not {data.nbytes}"
@@ -67,78 +67,80 @@ class PackedRoutes:
     def __getitem__(self, rows: slice) -> np.ndarray:
         """`[n, layers, top_k]`; all of them are unpacked for it, unless it is none."""
         if len(range(*rows.indices(len(self)))):
-            return self.unpack()[rows]
+            return self.unpack_routes()[rows]
         return np.empty((0, *self.shape[1:]), self.dtype)
 
-    def unpack(self) -> np.ndarray:
+    def unpack_routes(self) -> np.ndarray:
         """A new array."""
         if self.form == "bits":
-            return _get(self.data, self.bits, math.prod(self.shape), self.dtype).reshape(self.shape)
+            return _read_bits(self.data, self.bits, math.prod(self.shape), self.dtype).reshape(self.shape)
         return _unpack_dense(self.data, self.bits, self.shape, self.dtype)
 
 
-def pack_routes(rows: np.ndarray, form: Form) -> PackedRoutes | np.ndarray:
+def pack_routes(rows: np.ndarray, form: RouteForm) -> PackedRoutes | np.ndarray:
     """`rows` `[T, layers, top_k]` (unsigned) in this form, or in a plainer one where it has nothing to gain."""
-    if form == "plain" or rows.nbytes < MIN_BYTES:
+    if form == "plain" or rows.nbytes < MIN_PACKED_BYTES:
         return rows
     rows = np.ascontiguousarray(rows, rows.dtype.newbyteorder("="))
     bits, top_k = max(1, int(rows.max()).bit_length()), rows.shape[-1]
-    if form == "dense" and top_k <= MAX_TOP_K and (code := _code(bits, top_k)) is not None:
+    if form == "dense" and top_k <= MAX_DENSE_TOP_K and (code := _choose_set_code(bits, top_k)) is not None:
         return PackedRoutes("dense", bits, rows.shape, rows.dtype, _pack_dense(rows.reshape(-1, top_k), code))
     if bits == 8 * rows.dtype.itemsize:
         return rows
     data = np.empty(packed_size("bits", bits, rows.shape), np.uint8)
-    _put(rows.reshape(-1), bits, data)
+    _write_bits(rows.reshape(-1), bits, data)
     return PackedRoutes("bits", bits, rows.shape, rows.dtype, data)
 
 
-def packed_size(form: Form, bits: int, shape: tuple[int, ...]) -> int:
+def packed_size(form: RouteForm, bits: int, shape: tuple[int, ...]) -> int:
     """Bytes. Raises `ValueError` for a form that does not have such routes."""
     count, top_k = math.prod(shape), shape[-1]
     if form == "bits" and 1 <= bits <= 16:
-        return _size(count, bits)
-    code = _code(bits, top_k) if form == "dense" and 1 <= bits <= 16 and 1 <= top_k <= MAX_TOP_K else None
+        return _bit_array_bytes(count, bits)
+    code = (
+        _choose_set_code(bits, top_k) if form == "dense" and 1 <= bits <= 16 and 1 <= top_k <= MAX_DENSE_TOP_K else None
+    )
     if code is None:
         raise ValueError(f"there are no {form} routes of {bits} bits and {top_k} experts a token")
-    return _size(count, code.low) + _size(count // top_k, code.number_bits)
+    return _bit_array_bytes(count, code.low_bits) + _bit_array_bytes(count // top_k, code.number_bits)
 
 
 # -- numbers of few bits ------------------------------------------------------------------------------------------------
 
 
-class _Split(NamedTuple):
-    """How `bits` < 8 of each byte are kept: of every `blocks` blocks `kept` stay, and what the others hold goes into the bits
-    that these leave free, `unit` bits at a time."""
+class _BitSplit(NamedTuple):
+    """How `bits` < 8 of each byte are kept: of every `blocks` blocks `kept_blocks` stay, and what the others hold goes into
+    the bits that these leave free, `unit_bits` bits at a time."""
 
     blocks: int
-    kept: int
-    unit: int
+    kept_blocks: int
+    unit_bits: int
 
 
-def _split(bits: int) -> _Split:
+def _split_bits(bits: int) -> _BitSplit:
     unit = math.gcd(bits, 8)
-    return _Split(8 // unit, bits // unit, unit)
+    return _BitSplit(8 // unit, bits // unit, unit)
 
 
-def _words(count: int, blocks: int) -> int:
+def _words_per_block(count: int, blocks: int) -> int:
     """Of a block."""
-    return -(-count // (blocks * WORD))
+    return -(-count // (blocks * WORD_BYTES))
 
 
-def _size(count: int, bits: int) -> int:
+def _bit_array_bytes(count: int, bits: int) -> int:
     """Bytes of `count` numbers of `bits` bits each."""
-    size = bits // 8 * WORD * _words(count, 1)
+    size = bits // 8 * WORD_BYTES * _words_per_block(count, 1)
     if rest := bits % 8:
-        split = _split(rest)
-        size += split.kept * WORD * _words(count, split.blocks)
+        split = _split_bits(rest)
+        size += split.kept_blocks * WORD_BYTES * _words_per_block(count, split.blocks)
     return size
 
 
 @functools.cache
-def _moves(bits: int) -> list[tuple[int, int, int, int]]:
+def _block_moves(bits: int) -> list[tuple[int, int, int, int]]:
     """For each unit of a block that is not kept: which block, into which one it goes, how far it is shifted up to its place
     there (down, if negative), and which bits of that place's bytes it is. Blocks in order, and the units of each."""
-    blocks, kept, unit = _split(bits)
+    blocks, kept, unit = _split_bits(bits)
     moves = []
     for source, target in itertools.product(range(blocks - kept), range(kept)):
         place = bits + source * unit
@@ -146,55 +148,55 @@ def _moves(bits: int) -> list[tuple[int, int, int, int]]:
     return moves
 
 
-def _put(values: np.ndarray, bits: int, out: np.ndarray) -> None:
+def _write_bits(values: np.ndarray, bits: int, out: np.ndarray) -> None:
     """Unsigned `values` `[n]`, all below 2^bits, into `out`, uint8 `[_size]`."""
     plane = values.view(np.uint8).reshape(-1, values.itemsize).T
-    padded = WORD * _words(len(values), 1)
+    padded = WORD_BYTES * _words_per_block(len(values), 1)
     for which in range(bits // 8):
         out[which * padded : which * padded + len(values)] = plane[which]
         out[which * padded + len(values) : (which + 1) * padded] = 0
     if not (rest := bits % 8):
         return
-    blocks, kept, _ = _split(rest)
-    words = _words(len(values), blocks)
+    blocks, kept, _ = _split_bits(rest)
+    words = _words_per_block(len(values), blocks)
     top = plane[bits // 8]
-    if top.size != blocks * words * WORD or not top.flags.c_contiguous:
-        top = np.zeros(blocks * words * WORD, np.uint8)
+    if top.size != blocks * words * WORD_BYTES or not top.flags.c_contiguous:
+        top = np.zeros(blocks * words * WORD_BYTES, np.uint8)
         top[: len(values)] = plane[bits // 8]
     source = top.view(np.uint64).reshape(blocks, words)
     target = out[bits // 8 * padded :].view(np.uint64).reshape(kept, words)
-    spare = np.empty(min(words, WORDS), np.uint64)
-    for at in range(0, words, WORDS):
-        part = slice(at, min(at + WORDS, words))
+    spare = np.empty(min(words, CHUNK_WORDS), np.uint64)
+    for at in range(0, words, CHUNK_WORDS):
+        part = slice(at, min(at + CHUNK_WORDS, words))
         moved = spare[: part.stop - at]
-        for block, into, shift, mask in _moves(rest):
-            _shift(source[block, part], shift, moved)
-            np.bitwise_and(moved, _everywhere(mask), out=moved)
+        for block, into, shift, mask in _block_moves(rest):
+            _shift_words(source[block, part], shift, moved)
+            np.bitwise_and(moved, _repeat_byte_mask(mask), out=moved)
             before = source if block == kept else target
             np.bitwise_or(before[into, part], moved, out=target[into, part])
 
 
-def _get(data: np.ndarray, bits: int, count: int, dtype: np.dtype) -> np.ndarray:
-    """`[count]` of an unsigned `dtype`: what `_put` was given."""
-    padded = WORD * _words(count, 1)
+def _read_bits(data: np.ndarray, bits: int, count: int, dtype: np.dtype) -> np.ndarray:
+    """`[count]` of an unsigned `dtype`: what `_write_bits` was given."""
+    padded = WORD_BYTES * _words_per_block(count, 1)
     rest = bits % 8
     top = np.zeros(0, np.uint8)
     if rest:
-        blocks, kept, _ = _split(rest)
-        words = _words(count, blocks)
+        blocks, kept, _ = _split_bits(rest)
+        words = _words_per_block(count, blocks)
         source = data[bits // 8 * padded :].view(np.uint64).reshape(kept, words)
         target = np.empty((blocks, words), np.uint64)
-        spare = np.empty(min(words, WORDS), np.uint64)
-        for at in range(0, words, WORDS):
-            part = slice(at, min(at + WORDS, words))
+        spare = np.empty(min(words, CHUNK_WORDS), np.uint64)
+        for at in range(0, words, CHUNK_WORDS):
+            part = slice(at, min(at + CHUNK_WORDS, words))
             moved = spare[: part.stop - at]
-            np.bitwise_and(source[:, part], _everywhere((1 << rest) - 1), out=target[:kept, part])
-            for block, into, shift, mask in _moves(rest):
-                np.bitwise_and(source[into, part], _everywhere(mask), out=moved)
+            np.bitwise_and(source[:, part], _repeat_byte_mask((1 << rest) - 1), out=target[:kept, part])
+            for block, into, shift, mask in _block_moves(rest):
+                np.bitwise_and(source[into, part], _repeat_byte_mask(mask), out=moved)
                 if not into:
-                    _shift(moved, -shift, target[block, part])
+                    _shift_words(moved, -shift, target[block, part])
                     continue
-                _shift(moved, -shift, moved)
+                _shift_words(moved, -shift, moved)
                 np.bitwise_or(target[block, part], moved, out=target[block, part])
         top = target.view(np.uint8).reshape(-1)[:count]
         if dtype.itemsize == 1:
@@ -208,14 +210,14 @@ def _get(data: np.ndarray, bits: int, count: int, dtype: np.dtype) -> np.ndarray
     return values
 
 
-def _shift(words: np.ndarray, up: int, out: np.ndarray) -> None:
+def _shift_words(words: np.ndarray, up: int, out: np.ndarray) -> None:
     if up >= 0:
         np.left_shift(words, np.uint64(up), out=out)
     else:
         np.right_shift(words, np.uint64(-up), out=out)
 
 
-def _everywhere(mask: int) -> np.uint64:
+def _repeat_byte_mask(mask: int) -> np.uint64:
     """A mask of a byte, for all eight."""
     return np.uint64(mask * 0x0101_0101_0101_0101)
 
@@ -223,84 +225,85 @@ def _everywhere(mask: int) -> np.uint64:
 # -- rows as sets -------------------------------------------------------------------------------------------------------
 
 
-class _Code(NamedTuple):
-    """Rows of `top_k` ids: `low` bits of each are kept as they are, the rest, below `values`, is numbered in `number_bits`."""
+class _SetCode(NamedTuple):
+    """Rows of `top_k` ids: `low_bits` bits of each are kept as they are, the rest, below `high_values`, is numbered in
+    `number_bits`."""
 
     top_k: int
-    low: int
-    values: int
+    low_bits: int
+    high_values: int
     number_bits: int
 
     @property
-    def high(self) -> int:
+    def high_bits(self) -> int:
         """Bits of what is numbered."""
-        return (self.values - 1).bit_length()
+        return (self.high_values - 1).bit_length()
 
 
 @functools.cache
-def _code(bits: int, top_k: int) -> _Code | None:
+def _choose_set_code(bits: int, top_k: int) -> _SetCode | None:
     """The shortest for ids below 2^bits with tables of a bearable size; None if no set is shorter than its ids."""
     codes = []
     for low in range(bits):
         values = 1 << (bits - low)
-        if bits - low <= 8 and (count := math.comb(values + top_k - 1, top_k)) <= MAX_NUMBERS:
-            codes.append(_Code(top_k, low, values, (count - 1).bit_length()))
-    best = min(codes, key=lambda code: top_k * code.low + code.number_bits, default=None)
-    return best if best and top_k * best.low + best.number_bits < top_k * bits else None
+        if bits - low <= 8 and (count := math.comb(values + top_k - 1, top_k)) <= MAX_NUMBERED_SEQUENCES:
+            codes.append(_SetCode(top_k, low, values, (count - 1).bit_length()))
+    best = min(codes, key=lambda code: top_k * code.low_bits + code.number_bits, default=None)
+    return best if best and top_k * best.low_bits + best.number_bits < top_k * bits else None
 
 
 @functools.cache
-def _numbering(code: _Code) -> list[np.ndarray]:
+def _number_tables(code: _SetCode) -> list[np.ndarray]:
     """For some positions each, uint32 by their values (the first one's lowest): their part of a row's number.
 
     The number of values v_0 <= v_1 <= ... is the sum of C(v_i + i, i + 1).
     """
-    together = max(1, 16 // code.high)
+    together = max(1, 16 // code.high_bits)
     tables = []
     for first in range(0, code.top_k, together):
         some = range(first, min(first + together, code.top_k))
-        index = np.arange(1 << (code.high * len(some)))
+        index = np.arange(1 << (code.high_bits * len(some)))
         total = np.zeros(len(index), np.uint32)
         for place, i in enumerate(some):
-            steps = np.array([math.comb(value + i, i + 1) % 2**32 for value in range(code.values)], np.uint32)
-            total += steps[(index >> (code.high * place)) % code.values]
+            steps = np.array([math.comb(value + i, i + 1) % 2**32 for value in range(code.high_values)], np.uint32)
+            total += steps[(index >> (code.high_bits * place)) % code.high_values]
         tables.append(total)
     return tables
 
 
 @functools.cache
-def _sequences(code: _Code, dtype: np.dtype) -> np.ndarray:
+def _sequence_table(code: _SetCode, dtype: np.dtype) -> np.ndarray:
     """`[numbers, top_k]`: the values of each number, where they belong in an id."""
-    rest = np.arange(math.comb(code.values + code.top_k - 1, code.top_k))
+    rest = np.arange(math.comb(code.high_values + code.top_k - 1, code.top_k))
     table = np.empty((len(rest), code.top_k), dtype)
     for i in reversed(range(code.top_k)):
-        steps = np.array([math.comb(value + i, i + 1) for value in range(code.values)], object)
-        steps = np.minimum(steps, MAX_NUMBERS).astype(np.int64)
+        steps = np.array([math.comb(value + i, i + 1) for value in range(code.high_values)], object)
+        steps = np.minimum(steps, MAX_NUMBERED_SEQUENCES).astype(np.int64)
         value = np.searchsorted(steps, rest, side="right") - 1
-        table[:, i] = value << code.low
+        table[:, i] = value << code.low_bits
         rest = rest - steps[value]
     return table
 
 
-def _pack_dense(rows: np.ndarray, code: _Code) -> np.ndarray:
+def _pack_dense(rows: np.ndarray, code: _SetCode) -> np.ndarray:
     """`rows` `[n, K]`. uint8: the low bits of all first ids, then of all second ones, ...; then the numbers."""
     count = len(rows)
     lows = np.empty((code.top_k, count), rows.dtype)
     numbers = np.empty(count, np.uint32)
-    for part, columns in sorted_columns(rows):
+    for part, columns in iter_sorted_columns(rows):
         for kept, column in zip(lows, columns, strict=True):
-            np.bitwise_and(column, rows.dtype.type((1 << code.low) - 1), out=kept[part])
-        highs = iter([column >> code.low for column in columns])
-        numbers[part] = sum(_looked_up(table, highs, code.high) for table in _numbering(code))
-    at = _size(lows.size, code.low)
-    data = np.empty(at + _size(count, code.number_bits), np.uint8)
-    _put(lows.reshape(-1), code.low, data[:at])
-    _put(numbers, code.number_bits, data[at:])
+            np.bitwise_and(column, rows.dtype.type((1 << code.low_bits) - 1), out=kept[part])
+        highs = iter([column >> code.low_bits for column in columns])
+        numbers[part] = sum(_look_up_numbers(table, highs, code.high_bits) for table in _number_tables(code))
+    at = _bit_array_bytes(lows.size, code.low_bits)
+    data = np.empty(at + _bit_array_bytes(count, code.number_bits), np.uint8)
+    _write_bits(lows.reshape(-1), code.low_bits, data[:at])
+    _write_bits(numbers, code.number_bits, data[at:])
     return data
 
 
-def _looked_up(table: np.ndarray, highs: Iterable[np.ndarray], bits: int) -> Any:
-    """What a table of `_numbering` says of the next columns."""
+def _look_up_numbers(table: np.ndarray, highs: Iterable[np.ndarray], bits: int) -> Any:
+    """What a table of `_number_tables` says of the next columns."""
     places = range((len(table) - 1).bit_length() // bits)
     index = np.zeros((), np.uint16)
     for place, column in zip(places, highs, strict=False):
@@ -309,15 +312,15 @@ def _looked_up(table: np.ndarray, highs: Iterable[np.ndarray], bits: int) -> Any
 
 
 def _unpack_dense(data: np.ndarray, bits: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    code = _code(bits, shape[-1])
+    code = _choose_set_code(bits, shape[-1])
     assert code is not None, "refused when it was made"
     rows = np.empty((math.prod(shape[:-1]), code.top_k), dtype)
-    at = _size(rows.size, code.low)
-    lows = _get(data[:at], code.low, rows.size, dtype).reshape(code.top_k, -1)
-    numbers = _get(data[at:], code.number_bits, len(rows), np.dtype(np.uint32))
-    table = _sequences(code, dtype)
-    for start in range(0, len(rows), CHUNK):
-        part = slice(start, start + CHUNK)
+    at = _bit_array_bytes(rows.size, code.low_bits)
+    lows = _read_bits(data[:at], code.low_bits, rows.size, dtype).reshape(code.top_k, -1)
+    numbers = _read_bits(data[at:], code.number_bits, len(rows), np.dtype(np.uint32))
+    table = _sequence_table(code, dtype)
+    for start in range(0, len(rows), CHUNK_ROWS):
+        part = slice(start, start + CHUNK_ROWS)
         # A number that there is not is what damaged data may hold: it becomes the last one.
         table.take(numbers[part], axis=0, out=rows[part], mode="clip")
         np.bitwise_or(rows[part], lows[:, part].T, out=rows[part])

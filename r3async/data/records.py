@@ -17,13 +17,13 @@ import msgspec
 import numpy as np
 
 from r3async.data.packed import PackedRoutes
-from r3async.data.supports import Supports
+from r3async.data.supports import SupportSets
 
 UNSAMPLED_VERSION = -1
 """`policy_version` of a token that no policy sampled (prompt, observation, injected end-of-sequence)."""
 
 
-Kept = np.ndarray | PackedRoutes | Supports
+ColumnData = np.ndarray | PackedRoutes | SupportSets
 """A column as a table keeps it."""
 
 
@@ -41,27 +41,27 @@ class Column(msgspec.Struct, frozen=True):
     """Declaration of one per-token column.
 
     `dtypes`: the dtypes it may have, narrowest first (values of mixed tables are widened, never wrapped).
-    `inner`: names of the dimensions after the token dimension; their sizes are free but equal within a concat.
+    `inner_dims`: names of the dimensions after the token dimension; their sizes are free but equal within a concat.
     `fill`: value of a token that has none; `"arange"` gives `0..K-1` along the last dimension (distinct ids).
     `optional`: may be absent, on all samples of a batch or on none.
     `compressible`: of one value a token, and nearly constant: it travels packed. The first column of a schema is not.
-    `choices`: ids along the last dimension are a set, whose order carries nothing: they may be `PackedRoutes`.
-    `sets`: a set of token ids for each token, or none: `Supports`, and nothing else.
+    `holds_choices`: ids along the last dimension are a set, whose order carries nothing: they may be `PackedRoutes`.
+    `holds_sets`: a set of token ids for each token, or none: `SupportSets`, and nothing else.
     """
 
     name: str
     dtypes: tuple[str, ...]
     fill: float | int | bool | str
-    inner: tuple[str, ...] = ()
+    inner_dims: tuple[str, ...] = ()
     optional: bool = False
     compressible: bool = False
-    choices: bool = False
-    sets: bool = False
+    holds_choices: bool = False
+    holds_sets: bool = False
 
-    def filled(self, length: int, inner_shape: tuple[int, ...] = (), dtype: str | np.dtype | None = None) -> Any:
+    def filled_rows(self, length: int, inner_shape: tuple[int, ...] = (), dtype: str | np.dtype | None = None) -> Any:
         """`[length, *inner_shape]` of the fill value, or so many times no set."""
-        if self.sets:
-            return Supports.none(length)
+        if self.holds_sets:
+            return SupportSets.unrecorded(length)
         dtype = np.dtype(dtype or self.dtypes[0])
         if self.fill == "arange":
             row = np.arange(inner_shape[-1], dtype=dtype)
@@ -69,7 +69,7 @@ class Column(msgspec.Struct, frozen=True):
         return np.full((length, *inner_shape), self.fill, dtype=dtype)
 
 
-class Schema:
+class TokenSchema:
     """An ordered set of column declarations. Immutable; `with_column` makes a larger one."""
 
     def __init__(self, columns: Iterable[Column]):
@@ -77,7 +77,7 @@ class Schema:
         for column in columns:
             if column.name in self.columns:
                 raise SchemaError(f"column {column.name!r} is declared twice")
-            if column.compressible and (column.inner or not self.columns):
+            if column.compressible and (column.inner_dims or not self.columns):
                 raise SchemaError(
                     f"column {column.name!r} is declared compressible: it is the first, or has inner dimensions"
                 )
@@ -85,11 +85,11 @@ class Schema:
         declaration = msgspec.msgpack.encode([msgspec.structs.astuple(c) for c in self.columns.values()])
         self.fingerprint = f"{zlib.crc32(declaration):08x}"
 
-    def with_column(self, column: Column) -> Schema:
-        return Schema([*self.columns.values(), column])
+    def with_column(self, column: Column) -> TokenSchema:
+        return TokenSchema([*self.columns.values(), column])
 
 
-SCHEMA = Schema(
+SCHEMA = TokenSchema(
     [
         Column("token_ids", ("int32",), 0),
         Column("loss_mask", ("bool",), False, compressible=True),
@@ -112,30 +112,32 @@ SCHEMA = Schema(
         Column("old_logprobs", ("float32",), 0.0, optional=True),
         Column("reference_logprobs", ("float32",), 0.0, optional=True),
         # Experts chosen when this token was fed forward; MoE layers only, in layer order.
-        Column("routed_experts", ("uint8", "uint16"), "arange", ("layers", "top_k"), optional=True, choices=True),
+        Column("routed_experts", ("uint8", "uint16"), "arange", ("layers", "top_k"), optional=True, holds_choices=True),
         Column("routing_recorded", ("bool",), False, optional=True, compressible=True),
         # Which tokens could be sampled in its place, where that was not the whole vocabulary.
-        Column("support", ("uint8",), 0, optional=True, sets=True),
+        Column("support", ("uint8",), 0, optional=True, holds_sets=True),
     ]
 )
 
 
-def _checked(declared: Column, array: Any) -> Kept:
+def _check_column(declaration: Column, array: Any) -> ColumnData:
     """The array, if it is as declared. Raises `SchemaError`."""
-    name = declared.name
-    if declared.sets or isinstance(array, Supports):
-        if declared.sets and isinstance(array, Supports):
+    name = declaration.name
+    if declaration.holds_sets or isinstance(array, SupportSets):
+        if declaration.holds_sets and isinstance(array, SupportSets):
             return array
-        raise SchemaError(f"column {name!r} {'has to be sets' if declared.sets else 'holds no sets'} of token ids")
+        raise SchemaError(
+            f"column {name!r} {'has to be sets' if declaration.holds_sets else 'holds no sets'} of token ids"
+        )
     if not isinstance(array, PackedRoutes):
         array = np.asarray(array)
-    elif not declared.choices:
+    elif not declaration.holds_choices:
         raise SchemaError(f"column {name!r} holds no choices, and cannot be packed as they are")
-    if dtype_name(array.dtype) not in declared.dtypes:
-        raise SchemaError(f"column {name!r} has dtype {array.dtype.name}, expected {' or '.join(declared.dtypes)}")
-    if array.ndim != 1 + len(declared.inner):
+    if dtype_name(array.dtype) not in declaration.dtypes:
+        raise SchemaError(f"column {name!r} has dtype {array.dtype.name}, expected {' or '.join(declaration.dtypes)}")
+    if array.ndim != 1 + len(declaration.inner_dims):
         raise SchemaError(
-            f"column {name!r} has shape {array.shape}, expected [T{''.join(', ' + d for d in declared.inner)}]"
+            f"column {name!r} has shape {array.shape}, expected [T{''.join(', ' + d for d in declaration.inner_dims)}]"
         )
     return array
 
@@ -149,35 +151,35 @@ class TokenTable:
 
     __slots__ = ("_columns", "_length", "schema")
 
-    def __init__(self, columns: Mapping[str, Kept], schema: Schema = SCHEMA):
+    def __init__(self, columns: Mapping[str, ColumnData], schema: TokenSchema = SCHEMA):
         self.schema = schema
         unknown = sorted(set(columns) - set(schema.columns))
         if unknown:
             raise SchemaError(f"unknown column {unknown[0]!r}; the schema has {', '.join(schema.columns)}")
-        self._columns: dict[str, Kept] = {}
+        self._columns: dict[str, ColumnData] = {}
         self._length = -1
         for name, declared in schema.columns.items():
             if name not in columns:
                 if not declared.optional:
                     raise SchemaError(f"column {name!r} is missing")
                 continue
-            array = self._columns[name] = _checked(declared, columns[name])
+            array = self._columns[name] = _check_column(declared, columns[name])
             if self._length < 0:
                 self._length = len(array)
             elif len(array) != self._length:
                 raise SchemaError(f"column {name!r} has {len(array)} rows, expected {self._length}")
 
     @staticmethod
-    def of_checked(columns: dict[str, Kept], length: int, schema: Schema) -> TokenTable:
+    def from_checked(columns: dict[str, ColumnData], length: int, schema: TokenSchema) -> TokenTable:
         """A table of columns that are known to be as declared, in the order of the schema, `length` rows each."""
         table = TokenTable.__new__(TokenTable)
         table._columns, table._length, table.schema = columns, length, schema
         return table
 
     @staticmethod
-    def of_tokens(token_ids: np.ndarray) -> TokenTable:
+    def from_tokens(token_ids: np.ndarray) -> TokenTable:
         """Tokens that nobody sampled: every other column that has to be there holds its fill. `token_ids` int `[T]`."""
-        needed = {n: c.filled(len(token_ids)) for n, c in SCHEMA.columns.items() if not c.optional}
+        needed = {n: c.filled_rows(len(token_ids)) for n, c in SCHEMA.columns.items() if not c.optional}
         return TokenTable(needed | {"token_ids": np.asarray(token_ids).astype(np.int32)})
 
     def __len__(self) -> int:
@@ -187,16 +189,18 @@ class TokenTable:
         return name in self._columns
 
     def __getitem__(self, name: str) -> Any:
-        """An array, or `Supports`."""
+        """An array, or `SupportSets`."""
         column = self._columns[name]
-        return column.unpack() if isinstance(column, PackedRoutes) else column
+        return column.unpack_routes() if isinstance(column, PackedRoutes) else column
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, TokenTable) and list(self) == list(other) and all(_equal(self[n], other[n]) for n in self)
+            isinstance(other, TokenTable)
+            and list(self) == list(other)
+            and all(_columns_equal(self[n], other[n]) for n in self)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -204,7 +208,7 @@ class TokenTable:
     def __repr__(self) -> str:
         return f"TokenTable({len(self)} tokens: {', '.join(self)})"
 
-    def shape_of(self, name: str) -> tuple[int, ...]:
+    def column_shape(self, name: str) -> tuple[int, ...]:
         return self._columns[name].shape
 
     @property
@@ -214,46 +218,47 @@ class TokenTable:
     def items(self) -> ItemsView[str, Any]:
         return {name: self[name] for name in self}.items()
 
-    def kept(self) -> ItemsView[str, Kept]:
+    def stored_items(self) -> ItemsView[str, ColumnData]:
         """The columns as they are kept."""
         return self._columns.items()
 
-    def slice(self, start: int, stop: int) -> TokenTable:
+    def slice_rows(self, start: int, stop: int) -> TokenTable:
         """Rows `start:stop` of every column, as views."""
-        return TokenTable({n: a[start:stop] for n, a in self.kept()}, self.schema)
+        return TokenTable({n: a[start:stop] for n, a in self.stored_items()}, self.schema)
 
-    def with_columns(self, **columns: Kept) -> TokenTable:
+    def with_columns(self, **columns: ColumnData) -> TokenTable:
         """The same table with columns added or replaced, which alone are checked."""
         declared = self.schema.columns
         if not self._columns or not declared.keys() >= columns.keys():
             return TokenTable({**self._columns, **columns}, self.schema)
-        new = {name: _checked(declared[name], array) for name, array in columns.items()}
+        new = {name: _check_column(declared[name], array) for name, array in columns.items()}
         for name, array in new.items():
             if len(array) != self._length:
                 raise SchemaError(f"column {name!r} has {len(array)} rows, expected {self._length}")
         joined = {**self._columns, **new}
-        return TokenTable.of_checked(
+        return TokenTable.from_checked(
             {name: joined[name] for name in declared if name in joined}, self._length, self.schema
         )
 
-    def without(self, *names: str) -> TokenTable:
-        return TokenTable({n: a for n, a in self.kept() if n not in names}, self.schema)
+    def without_columns(self, *names: str) -> TokenTable:
+        return TokenTable({n: a for n, a in self.stored_items() if n not in names}, self.schema)
 
-    def padded(self, length: int, fills: Mapping[str, Any] | None = None) -> TokenTable:
+    def pad_to(self, length: int, fills: Mapping[str, Any] | None = None) -> TokenTable:
         """Rows of fill values appended until `length`. `fills` overrides a fill (the pad token id, say)."""
         extra = length - len(self)
         if extra < 0:
             raise SchemaError(f"cannot pad {len(self)} tokens to {length}")
         tail = {}
-        for name, array in self.kept():
-            tail[name] = self.schema.columns[name].filled(extra, array.shape[1:], array.dtype)
+        for name, array in self.stored_items():
+            tail[name] = self.schema.columns[name].filled_rows(extra, array.shape[1:], array.dtype)
             if fills and name in fills:
                 tail[name][:] = fills[name]
         return TokenTable.concat([self, TokenTable(tail, self.schema)])
 
     @staticmethod
-    def concat(tables: Sequence[TokenTable], skipped: Sequence[int] | np.ndarray | None = None) -> TokenTable:
-        """All rows in order, without the first `skipped` of each. Narrow dtypes are widened to the widest present, never wrapped.
+    def concat(tables: Sequence[TokenTable], skip_rows: Sequence[int] | np.ndarray | None = None) -> TokenTable:
+        """All rows in order, without the first `skip_rows` of each. Narrow dtypes are widened to the widest present, never
+        wrapped.
 
         A table without a column of sets has none. Raises `SchemaError` if another optional column is on some tables and not on
         others, or inner shapes differ.
@@ -262,7 +267,7 @@ class TokenTable:
             raise SchemaError("nothing to concatenate")
         schema = tables[0].schema
         given = {name for table in tables for name in table}
-        sets = {name for name in given if schema.columns[name].sets}
+        sets = {name for name in given if schema.columns[name].holds_sets}
         names = [name for name in schema.columns if name in sets or name in tables[0]]
         for i, table in enumerate(tables):
             if [n for n in names if n in sets or n in table] != names or table._columns.keys() - names:
@@ -270,13 +275,13 @@ class TokenTable:
                 raise SchemaError(
                     f"column {different[0]!r} is on some tables and not on others (table {i} of {len(tables)})"
                 )
-        first = [0] * len(tables) if skipped is None else [int(n) for n in skipped]
+        first = [0] * len(tables) if skip_rows is None else [int(n) for n in skip_rows]
         edges = list(itertools.accumulate((len(t) - n for t, n in zip(tables, first, strict=True)), initial=0))
-        columns: dict[str, Kept] = {}
+        columns: dict[str, ColumnData] = {}
         for name in names:
             if name in sets:
-                has = [t[name] if name in t else Supports.none(len(t)) for t in tables]
-                columns[name] = Supports.concat([column[skip:] for column, skip in zip(has, first, strict=True)])
+                has = [t[name] if name in t else SupportSets.unrecorded(len(t)) for t in tables]
+                columns[name] = SupportSets.concat([column[skip:] for column, skip in zip(has, first, strict=True)])
                 continue
             kept = [t._columns[name] for t in tables]
             shapes = {a.shape[1:] for a in kept}
@@ -290,9 +295,9 @@ class TokenTable:
         return TokenTable(columns, schema)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _columns_equal(a: Any, b: Any) -> bool:
     """Of two columns."""
-    return bool(a == b) if isinstance(a, Supports) else a.dtype == b.dtype and np.array_equal(a, b)
+    return bool(a == b) if isinstance(a, SupportSets) else a.dtype == b.dtype and np.array_equal(a, b)
 
 
 class GrowingTokens:
@@ -343,17 +348,21 @@ class Sample(msgspec.Struct):
     temperature: float = 1.0
 
 
-def trajectory_name(group_index: int, episode_index: int) -> str:
+def format_trajectory_id(group_index: int, episode_index: int) -> str:
     """The same for every try at this episode, so that a repeated one is recognised."""
     return f"g{group_index:08d}e{episode_index:04d}"
 
 
-def is_name_in(group_index: int, name: str, samples_per_group: int) -> bool:
-    """Whether `name` is that of an episode of this group."""
-    _, _, episode = name.rpartition("e")
+def is_trajectory_of_group(group_index: int, trajectory_id: str, samples_per_group: int) -> bool:
+    """Whether `trajectory_id` is that of an episode of this group."""
+    _, _, episode = trajectory_id.rpartition("e")
     # A longer one is no episode's, and costs time to read.
     index = int(episode) if len(episode) <= 9 and episode.isascii() and episode.isdigit() else -1
-    return 0 <= index < samples_per_group and group_index >= 0 and name == trajectory_name(group_index, index)
+    return (
+        0 <= index < samples_per_group
+        and group_index >= 0
+        and trajectory_id == format_trajectory_id(group_index, index)
+    )
 
 
 class Trajectory(msgspec.Struct):
@@ -383,7 +392,7 @@ class Trajectory(msgspec.Struct):
         return float(sum(t.reward for t in self.turns))
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         return sum(len(s.table) for s in self.samples)
 
     @property

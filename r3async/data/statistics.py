@@ -22,12 +22,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-NORMAL = 1.96
+NORMAL_QUANTILE = 1.96
 """Standard errors on both sides of a mean that hold 95 % of a normal distribution."""
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 """What an interval holds."""
 
-Run = tuple[int, int]
+RunKey = tuple[int, int]
 """Seed and initial model, each by its number."""
 
 
@@ -57,24 +57,24 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None, float |
     if len(data) < 2:
         return mean, None, None, None
     error = float(data.std(ddof=1) / math.sqrt(len(data)))
-    return mean, error, mean - NORMAL * error, mean + NORMAL * error
+    return mean, error, mean - NORMAL_QUANTILE * error, mean + NORMAL_QUANTILE * error
 
 
 @functools.lru_cache(maxsize=256)
-def t_quantile(freedom: float, level: float = LEVEL) -> float:
-    """x such that `level` of Student's t distribution with `freedom` >= 1 degrees is within -x .. x.
+def t_quantile(degrees_of_freedom: float, level: float = CONFIDENCE_LEVEL) -> float:
+    """x such that `level` of Student's t distribution with `degrees_of_freedom` >= 1 degrees is within -x .. x.
 
     With t = sqrt(freedom) tan(a), the density of a is proportional to cos(a)^(freedom - 1): Abramowitz and Stegun, 26.7.
     """
-    if freedom < 1 or not 0 < level < 1:
-        raise ValueError(f"no t interval of {freedom:g} degrees of freedom that holds {level:g}")
+    if degrees_of_freedom < 1 or not 0 < level < 1:
+        raise ValueError(f"no t interval of {degrees_of_freedom:g} degrees of freedom that holds {level:g}")
     angle = np.linspace(0.0, math.pi / 2, 200_001)
-    density = np.cos(angle) ** (freedom - 1)
+    density = np.cos(angle) ** (degrees_of_freedom - 1)
     held = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    return float(math.sqrt(freedom) * math.tan(np.interp(level, held / held[-1], angle)))
+    return float(math.sqrt(degrees_of_freedom) * math.tan(np.interp(level, held / held[-1], angle)))
 
 
-def estimate(values: Mapping[Run, float]) -> Estimate:
+def estimate_mean(values: Mapping[RunKey, float]) -> Estimate:
     """The mean over runs with its interval; see above. Where several models and seeds were not all combined, only the seeds that
     have every model count. Raises `ValueError` without a value."""
     if not values:
@@ -91,12 +91,12 @@ def estimate(values: Mapping[Run, float]) -> Estimate:
     mean, runs = float(table.mean()), table.size
     if runs < 2:
         return Estimate(mean, None, None, runs)
-    squares, freedom = _variance(table)
+    squares, freedom = _mean_variance(table)
     half = t_quantile(max(1.0, freedom)) * math.sqrt(squares / runs)
     return Estimate(mean, mean - half, mean + half, runs, rows, columns)
 
 
-def _variance(table: np.ndarray) -> tuple[float, float]:
+def _mean_variance(table: np.ndarray) -> tuple[float, float]:
     """What the variance of the mean is, times the number of values; and its degrees of freedom."""
     rows, columns = table.shape
     alone = float(table.var(ddof=1))
@@ -113,16 +113,18 @@ def _variance(table: np.ndarray) -> tuple[float, float]:
     return float(crossed), float(crossed**2 / below)
 
 
-def paired(values: Mapping[Run, float], base: Mapping[Run, float]) -> Estimate | None:
+def paired_difference(values: Mapping[RunKey, float], baseline: Mapping[RunKey, float]) -> Estimate | None:
     """Of `values - base`, over the runs that both have; None where there is no such run."""
-    both = {run: values[run] - base[run] for run in values if run in base}
-    return estimate(both) if both else None
+    both = {run: values[run] - baseline[run] for run in values if run in baseline}
+    return estimate_mean(both) if both else None
 
 
-def median_ratio_interval(over: Sequence[float], under: Sequence[float], draws: int = 2000) -> tuple[float, float]:
+def median_ratio_interval(
+    numerators: Sequence[float], denominators: Sequence[float], draws: int = 2000
+) -> tuple[float, float]:
     """95 % percentile bootstrap interval of median(over) / median(under), where element i of both is one pair."""
     rng = np.random.default_rng(0)
-    picked = rng.integers(0, len(over), (draws, len(over)))
-    ratios = np.median(np.asarray(over)[picked], axis=1) / np.median(np.asarray(under)[picked], axis=1)
+    picked = rng.integers(0, len(numerators), (draws, len(numerators)))
+    ratios = np.median(np.asarray(numerators)[picked], axis=1) / np.median(np.asarray(denominators)[picked], axis=1)
     low, high = np.quantile(ratios, [0.025, 0.975])
     return float(low), float(high)

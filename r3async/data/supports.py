@@ -13,67 +13,67 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-NONE, LISTED, EXCEPT, BITS = range(4)
+FORM_NONE, FORM_LISTED, FORM_EXCEPT, FORM_BITS = range(4)
 """What the lowest two bits of a set's head say: nobody recorded one; the ids follow; the ids that are not in it; bits. The head's
 other bits are how many bytes follow."""
-MAX_BYTES = 4
+MAX_NUMBER_BYTES = 4
 """Of a number: ids are below 2^28."""
 
 
-class Ids(NamedTuple):
+class RowIds(NamedTuple):
     """Ids of some sets, one after the other: int64 `[n]`, and the row of each, int64 `[n]`, ascending."""
 
     rows: np.ndarray
     ids: np.ndarray
 
 
-class Supports:
-    """Sets of token ids, one for each of T tokens. `heads` uint32 `[T]` (see `NONE`), `data` uint8: what follows each.
+class SupportSets:
+    """Sets of token ids, one for each of T tokens. `heads` uint32 `[T]` (see `FORM_NONE`), `data` uint8: what follows each.
 
     Raises `ValueError` for heads and data that do not fit, or numbers that do not end: what was made can be read.
     """
 
-    __slots__ = ("data", "edges", "heads")
+    __slots__ = ("byte_edges", "data", "heads")
 
     dtype = np.dtype(np.uint8)
     ndim = 1
 
     def __init__(self, heads: np.ndarray, data: np.ndarray):
         self.heads, self.data = heads, data
-        self.edges = np.zeros(len(heads) + 1, np.int64)
+        self.byte_edges = np.zeros(len(heads) + 1, np.int64)
         """Of each set's bytes."""
-        np.cumsum(heads >> 2, out=self.edges[1:])
-        if self.edges[-1] != len(data):
-            raise ValueError(f"sets of {self.edges[-1]} bytes have {len(data)}")
-        self._check()
+        np.cumsum(heads >> 2, out=self.byte_edges[1:])
+        if self.byte_edges[-1] != len(data):
+            raise ValueError(f"sets of {self.byte_edges[-1]} bytes have {len(data)}")
+        self._check_encoding()
 
-    def _check(self) -> None:
+    def _check_encoding(self) -> None:
         form, size = self.heads & 3, self.heads >> 2
-        if (size[form == NONE] > 0).any():
+        if (size[form == FORM_NONE] > 0).any():
             raise ValueError("a set that nobody recorded has bytes")
-        numbers = ((form == LISTED) | (form == EXCEPT)) & (size > 0)
-        if (self.data[self.edges[1:][numbers] - 1] > 127).any():
+        numbers = ((form == FORM_LISTED) | (form == FORM_EXCEPT)) & (size > 0)
+        if (self.data[self.byte_edges[1:][numbers] - 1] > 127).any():
             raise ValueError("the last number of a set does not end")
         # Longer than it may be: so many bytes that go on, in a row.
-        on = (self.data > 127) & np.repeat(form != BITS, size)
-        run = on[MAX_BYTES - 1 :].copy()
-        for back in range(1, MAX_BYTES):
-            run &= on[MAX_BYTES - 1 - back : len(on) - back]
+        on = (self.data > 127) & np.repeat(form != FORM_BITS, size)
+        run = on[MAX_NUMBER_BYTES - 1 :].copy()
+        for back in range(1, MAX_NUMBER_BYTES):
+            run &= on[MAX_NUMBER_BYTES - 1 - back : len(on) - back]
         if run.any():
-            raise ValueError(f"a number of a set has more than {MAX_BYTES} bytes")
+            raise ValueError(f"a number of a set has more than {MAX_NUMBER_BYTES} bytes")
 
     # -- made ------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def none(length: int) -> Supports:
+    def unrecorded(length: int) -> SupportSets:
         """Of tokens that nobody sampled."""
-        return Supports(np.zeros(length, np.uint32), np.zeros(0, np.uint8))
+        return SupportSets(np.zeros(length, np.uint32), np.zeros(0, np.uint8))
 
     @staticmethod
-    def of_bits(bits: np.ndarray, vocab_size: int) -> Supports:
+    def from_bitmaps(bits: np.ndarray, vocab_size: int) -> SupportSets:
         """`bits` uint8 `[T, ceil(vocab_size / 8)]`, the lowest of a byte first; those beyond the vocabulary are 0."""
         width = bits.shape[1]
-        words = _words(bits)
+        words = _bits_to_words(bits)
         counts = np.bitwise_count(words).sum(axis=1, dtype=np.int64)
         most = 2 * counts > vocab_size
         listed = np.minimum(counts, vocab_size - counts)
@@ -82,71 +82,73 @@ class Supports:
             others = ~bits[most]
             others[:, -1:] &= (1 << (vocab_size - 8 * (width - 1))) - 1
             words = words.copy()
-            words[most] = _words(others)
+            words[most] = _bits_to_words(others)
         where = np.flatnonzero(short)
-        found = _ids_of_words(words if short.all() else words[where])
-        lengths, numbers = _encode(found, len(where))
+        found = _ids_from_words(words if short.all() else words[where])
+        lengths, numbers = _encode_gaps(found, len(where))
         kept = lengths < width
-        heads = np.full(len(bits), width << 2 | BITS, np.uint32)
-        heads[where[kept]] = (lengths[kept] << 2 | np.where(most[where[kept]], EXCEPT, LISTED)).astype(np.uint32)
+        heads = np.full(len(bits), width << 2 | FORM_BITS, np.uint32)
+        heads[where[kept]] = (lengths[kept] << 2 | np.where(most[where[kept]], FORM_EXCEPT, FORM_LISTED)).astype(
+            np.uint32
+        )
         if kept.all() and short.all():
-            return Supports(heads, numbers)
+            return SupportSets(heads, numbers)
         edges = np.zeros(len(heads) + 1, np.int64)
         np.cumsum(heads >> 2, out=edges[1:])
         data = np.empty(edges[-1], np.uint8)
-        plain = (heads & 3) == BITS
+        plain = (heads & 3) == FORM_BITS
         data[np.repeat(plain, heads >> 2)] = bits[plain].reshape(-1)
         data[np.repeat(~plain, heads >> 2)] = numbers[np.repeat(kept, lengths)]
-        return Supports(heads, data)
+        return SupportSets(heads, data)
 
     @staticmethod
-    def of_ids(ids: np.ndarray, edges: np.ndarray, vocab_size: int) -> Supports:
+    def from_ids(ids: np.ndarray, edges: np.ndarray, vocab_size: int) -> SupportSets:
         """`ids` int `[n]`: those `edges[t]:edges[t + 1]` are of set t, ascending."""
         bits = np.zeros((len(edges) - 1, -(-vocab_size // 8)), np.uint8)
         rows = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
         np.bitwise_or.at(bits, (rows, ids >> 3), (1 << (ids & 7)).astype(np.uint8))
-        return Supports.of_bits(bits, vocab_size)
+        return SupportSets.from_bitmaps(bits, vocab_size)
 
     @staticmethod
-    def of_lists(ids: np.ndarray, edges: np.ndarray) -> Supports:
+    def from_id_lists(ids: np.ndarray, edges: np.ndarray) -> SupportSets:
         """The same, for small sets of any vocabulary: they are kept as lists."""
         rows = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
-        lengths, data = _encode(Ids(rows, ids), len(edges) - 1)
-        return Supports((lengths << 2 | LISTED).astype(np.uint32), data)
+        lengths, data = _encode_gaps(RowIds(rows, ids), len(edges) - 1)
+        return SupportSets((lengths << 2 | FORM_LISTED).astype(np.uint32), data)
 
     @staticmethod
-    def concat(parts: Sequence[Supports]) -> Supports:
+    def concat(parts: Sequence[SupportSets]) -> SupportSets:
         if not parts:
-            return Supports.none(0)
-        return Supports(np.concatenate([p.heads for p in parts]), np.concatenate([p.data for p in parts]))
+            return SupportSets.unrecorded(0)
+        return SupportSets(np.concatenate([p.heads for p in parts]), np.concatenate([p.data for p in parts]))
 
     @staticmethod
-    def placed(length: int, parts: Sequence[tuple[int, Supports]]) -> Supports:
+    def from_parts(length: int, parts: Sequence[tuple[int, SupportSets]]) -> SupportSets:
         """Of `length` tokens: `parts` begin where they say, in order and apart; others have none."""
         heads = np.zeros(length, np.uint32)
         for start, part in parts:
             heads[start : start + len(part)] = part.heads
-        return Supports(heads, np.concatenate([np.zeros(0, np.uint8), *(part.data for _, part in parts)]))
+        return SupportSets(heads, np.concatenate([np.zeros(0, np.uint8), *(part.data for _, part in parts)]))
 
     @staticmethod
-    def decode(length: int, encoded: Any) -> Supports:
+    def decode(length: int, encoded: Any) -> SupportSets:
         """What `encode` made of `length` sets. Raises `ValueError` for other bytes."""
         data = np.frombuffer(encoded, np.uint8)
         if not len(data):
-            return Supports.none(length)
+            return SupportSets.unrecorded(length)
         ends = np.flatnonzero(data < 128)[:length]
         if len(ends) < length:
             raise ValueError(f"{len(ends)} heads of {length} sets")
         head = data[: int(ends[-1]) + 1 if length else 0]
-        if (np.diff(ends, prepend=-1) > MAX_BYTES).any():
-            raise ValueError(f"a head of a set has more than {MAX_BYTES} bytes")
-        return Supports(_numbers(head).astype(np.uint32), data[len(head) :])
+        if (np.diff(ends, prepend=-1) > MAX_NUMBER_BYTES).any():
+            raise ValueError(f"a head of a set has more than {MAX_NUMBER_BYTES} bytes")
+        return SupportSets(_decode_varints(head).astype(np.uint32), data[len(head) :])
 
     def encode(self) -> np.ndarray:
         """uint8: the heads as numbers, then the data; nothing if nobody recorded one."""
         if not self.heads.any():
             return self.data
-        return np.concatenate([_bytes_of(self.heads.astype(np.int64))[1], self.data])
+        return np.concatenate([_encode_varints(self.heads.astype(np.int64))[1], self.data])
 
     # -- as a column -----------------------------------------------------------------------------------------------
 
@@ -161,15 +163,17 @@ class Supports:
     def __len__(self) -> int:
         return len(self.heads)
 
-    def __getitem__(self, rows: slice) -> Supports:
+    def __getitem__(self, rows: slice) -> SupportSets:
         start, stop, step = rows.indices(len(self))
         if step != 1:
-            return self.take(np.arange(start, stop, step))
-        return Supports(self.heads[start:stop], self.data[self.edges[start] : self.edges[max(start, stop)]])
+            return self.take_rows(np.arange(start, stop, step))
+        return SupportSets(
+            self.heads[start:stop], self.data[self.byte_edges[start] : self.byte_edges[max(start, stop)]]
+        )
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Supports)
+            isinstance(other, SupportSets)
             and np.array_equal(self.heads, other.heads)
             and np.array_equal(self.data, other.data)
         )
@@ -179,41 +183,41 @@ class Supports:
     def __repr__(self) -> str:
         return f"Supports({len(self)} tokens, {len(self.data)} bytes)"
 
-    def take(self, rows: np.ndarray) -> Supports:
+    def take_rows(self, rows: np.ndarray) -> SupportSets:
         """Those of `rows`, int `[n]`."""
         heads = self.heads[rows]
-        return Supports(heads, self.data[_ranges(self.edges[:-1][rows], heads >> 2)])
+        return SupportSets(heads, self.data[_concat_ranges(self.byte_edges[:-1][rows], heads >> 2)])
 
     def tolist(self) -> list[list[int] | None]:
         """For people: the ids of each set, or `-1 - id` for each id that it lacks if it has most; None if nobody recorded one."""
         out: list[list[int] | None] = [None] * len(self)
         for row, form in enumerate((self.heads & 3).tolist()):
             part = self[row : row + 1]
-            if form == BITS:
-                out[row] = _ids_of_words(_words(part.data[None])).ids.tolist()
+            if form == FORM_BITS:
+                out[row] = _ids_from_words(_bits_to_words(part.data[None])).ids.tolist()
             elif form:
-                ids = part.numbers().ids
-                out[row] = (ids if form == LISTED else -1 - ids).tolist()
+                ids = part.encoded_ids().ids
+                out[row] = (ids if form == FORM_LISTED else -1 - ids).tolist()
         return out
 
     # -- read ------------------------------------------------------------------------------------------------------
 
     @property
-    def recorded(self) -> np.ndarray:
+    def recorded_mask(self) -> np.ndarray:
         """bool `[T]`: which tokens have a set."""
-        return (self.heads & 3) != NONE
+        return (self.heads & 3) != FORM_NONE
 
     @property
-    def negative(self) -> np.ndarray:
-        """bool `[T]`: of which `numbers` are not in the set."""
-        return (self.heads & 3) == EXCEPT
+    def complement_mask(self) -> np.ndarray:
+        """bool `[T]`: of which `encoded_ids` are not in the set."""
+        return (self.heads & 3) == FORM_EXCEPT
 
-    def numbers(self) -> Ids:
+    def encoded_ids(self) -> RowIds:
         """The ids that are written down, of all sets that have any."""
         form, size = self.heads & 3, self.heads >> 2
-        written = form != BITS
+        written = form != FORM_BITS
         data = self.data if written.all() else self.data[np.repeat(written, size)]
-        gaps = _numbers(data)
+        gaps = _decode_varints(data)
         ends = np.zeros(len(data) + 1, np.int64)
         np.cumsum(data < 128, out=ends[1:])
         edges = np.zeros(len(self) + 1, np.int64)
@@ -222,99 +226,99 @@ class Supports:
         rows = np.repeat(np.arange(len(self)), counts)
         total = np.cumsum(gaps + 1)
         before = np.concatenate([[0], total])[ends[edges[:-1]]]
-        return Ids(rows, total - 1 - before[rows])
+        return RowIds(rows, total - 1 - before[rows])
 
-    def bitmaps(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def iter_bitmaps(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The sets that are bits, those of one width together: their rows int64 `[m]`, and uint8 `[m, width]`."""
-        size = np.where((self.heads & 3) == BITS, self.heads >> 2, 0)
+        size = np.where((self.heads & 3) == FORM_BITS, self.heads >> 2, 0)
         for width in np.unique(size[size > 0]).tolist():
             (rows,) = np.nonzero(size == width)
-            yield rows, self.data[_ranges(self.edges[:-1][rows], size[rows])].reshape(len(rows), width)
+            yield rows, self.data[_concat_ranges(self.byte_edges[:-1][rows], size[rows])].reshape(len(rows), width)
 
-    def contains(self, ids: np.ndarray) -> np.ndarray:
+    def contains_ids(self, ids: np.ndarray) -> np.ndarray:
         """bool `[T]`: whether each of `ids`, int `[T]` and not negative, is in its set; True without one."""
-        written = self.numbers()
+        written = self.encoded_ids()
         named = np.zeros(len(self), bool)
         named[written.rows[written.ids == ids[written.rows]]] = True
-        inside = named ^ self.negative | ~self.recorded
-        inside[(self.heads & 3) == BITS] = False
-        for rows, bits in self.bitmaps():
+        inside = named ^ self.complement_mask | ~self.recorded_mask
+        inside[(self.heads & 3) == FORM_BITS] = False
+        for rows, bits in self.iter_bitmaps():
             byte = ids[rows] >> 3
             here = byte < bits.shape[1]
             found = bits[np.arange(len(rows)), np.where(here, byte, 0)] >> (ids[rows] & 7) & 1
             inside[rows] = here & (found > 0)
         return inside
 
-    def within(self, vocab_size: int) -> np.ndarray:
+    def fits_vocab(self, vocab_size: int) -> np.ndarray:
         """bool `[T]`: whether no id that is named is `vocab_size` or more."""
-        written, good = self.numbers(), np.ones(len(self), bool)
+        written, good = self.encoded_ids(), np.ones(len(self), bool)
         good[written.rows[written.ids >= vocab_size]] = False
-        for rows, bits in self.bitmaps():
+        for rows, bits in self.iter_bitmaps():
             last = vocab_size - 8 * (bits.shape[1] - 1)
             good[rows] = (bits[:, -1] >> last == 0) if 0 < last < 8 else last == 8
         return good
 
-    def dense(self, vocab_size: int) -> np.ndarray:
+    def to_dense_mask(self, vocab_size: int) -> np.ndarray:
         """bool `[T, vocab_size]`; all True without a set."""
-        written = self.numbers()
+        written = self.encoded_ids()
         named = np.zeros((len(self), vocab_size), bool)
         named[written.rows, written.ids] = True
-        inside = named ^ (self.negative | ~self.recorded)[:, None]
-        for rows, bits in self.bitmaps():
+        inside = named ^ (self.complement_mask | ~self.recorded_mask)[:, None]
+        for rows, bits in self.iter_bitmaps():
             inside[rows] = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little") > 0
         return inside
 
 
-def _words(bits: np.ndarray) -> np.ndarray:
+def _bits_to_words(bits: np.ndarray) -> np.ndarray:
     """uint64 `[T, ceil(width / 8)]` of uint8 `[T, width]`; the lowest bit of the first byte is the lowest."""
     extra = -bits.shape[1] % 8
     return np.ascontiguousarray(np.pad(bits, ((0, 0), (0, extra))) if extra else bits).view("<u8")
 
 
-def _ids_of_words(words: np.ndarray) -> Ids:
+def _ids_from_words(words: np.ndarray) -> RowIds:
     """Of uint64 `[T, W]`."""
     flat = words.reshape(-1)
     where = np.flatnonzero(flat)
     at, bit = np.nonzero(np.unpackbits(flat[where].view(np.uint8).reshape(-1, 8), axis=1, bitorder="little"))
     rows, word = np.divmod(where[at], max(1, words.shape[1]))
-    return Ids(rows, 64 * word + bit)
+    return RowIds(rows, 64 * word + bit)
 
 
-def _encode(sets: Ids, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _encode_gaps(sets: RowIds, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Of each of `length` sets the bytes it takes, int64; and these bytes."""
     first = np.diff(sets.rows, prepend=-1) > 0
     gaps = np.where(first, sets.ids, np.diff(sets.ids, prepend=0) - 1)
-    sizes, data = _bytes_of(gaps)
+    sizes, data = _encode_varints(gaps)
     lengths = np.bincount(sets.rows, sizes, length).astype(np.int64)
     return lengths, data
 
 
-def _bytes_of(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _encode_varints(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """How many bytes each takes, and all of them: seven bits in each, the lowest first, and 128 if more follow."""
     sizes = np.ones(len(numbers), np.int64)
-    for i in range(1, MAX_BYTES):
+    for i in range(1, MAX_NUMBER_BYTES):
         sizes += numbers >= 1 << 7 * i
     starts = np.cumsum(sizes) - sizes
     data = np.empty(sizes.sum(), np.uint8)
-    for i in range(MAX_BYTES):
+    for i in range(MAX_NUMBER_BYTES):
         longer = sizes > i
         more = (sizes[longer] > i + 1) << 7
         data[starts[longer] + i] = numbers[longer] >> 7 * i & 127 | more
     return sizes, data
 
 
-def _numbers(data: np.ndarray) -> np.ndarray:
-    """int64: what `_bytes_of` was given. No number has more than `MAX_BYTES` bytes."""
+def _decode_varints(data: np.ndarray) -> np.ndarray:
+    """int64: what `_encode_varints` was given. No number has more than `MAX_NUMBER_BYTES` bytes."""
     ends = np.flatnonzero(data < 128)
     starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
     values = np.zeros(len(ends), np.int64)
-    for i in range(MAX_BYTES):
+    for i in range(MAX_NUMBER_BYTES):
         here = starts + i <= ends
         values[here] |= (data[starts[here] + i].astype(np.int64) & 127) << 7 * i
     return values
 
 
-def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def _concat_ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """int64: `starts[i] .. starts[i] + sizes[i] - 1` of each i, one after the other."""
     sizes = sizes.astype(np.int64)
     before = np.cumsum(sizes) - sizes

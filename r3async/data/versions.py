@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-UNKNOWN = 0
+UNKNOWN_LINEAGE = 0
 """Lineage of what nobody named. No start has this number."""
 
 
@@ -25,7 +25,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
     stop: int
 
 
-class SpanRecorder:
+class VersionSpanRecorder:
     """Builds version spans of one running request; the engine stamps it while paused for an update."""
 
     def __init__(self, version: int):
@@ -33,7 +33,7 @@ class SpanRecorder:
         self._start = 0
         self._spans: list[VersionSpan] = []
 
-    def stamp(self, tokens_so_far: int, new_version: int) -> None:
+    def stamp_version(self, tokens_so_far: int, new_version: int) -> None:
         """Tokens sampled from here on come from `new_version`. Raises `ValueError` if versions or counts go backwards."""
         if new_version < self._version or tokens_so_far < self._start:
             raise ValueError(
@@ -43,16 +43,16 @@ class SpanRecorder:
             self._spans.append(VersionSpan(self._version, self._start, tokens_so_far))
         self._start, self._version = tokens_so_far, new_version
 
-    def finish(self, tokens: int) -> list[VersionSpan]:
+    def finish_spans(self, total_tokens: int) -> list[VersionSpan]:
         """All spans, covering `0..tokens` without gap."""
-        if tokens < self._start:
-            raise ValueError(f"{tokens} tokens, but a span already ends at {self._start}")
-        if tokens == self._start:
+        if total_tokens < self._start:
+            raise ValueError(f"{total_tokens} tokens, but a span already ends at {self._start}")
+        if total_tokens == self._start:
             return list(self._spans)
-        return [*self._spans, VersionSpan(self._version, self._start, tokens)]
+        return [*self._spans, VersionSpan(self._version, self._start, total_tokens)]
 
 
-def expand(spans: Sequence[VersionSpan], length: int) -> np.ndarray:
+def expand_version_spans(spans: Sequence[VersionSpan], length: int) -> np.ndarray:
     """int32 `[length]` of versions. Raises `ValueError` unless the spans cover `0..length` in order, without gap."""
     out = np.empty(length, np.int32)
     at = 0
@@ -66,10 +66,10 @@ def expand(spans: Sequence[VersionSpan], length: int) -> np.ndarray:
     return out
 
 
-class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One start of a run. It began with version `version` of lineage `parent`; without a parent (`UNKNOWN`), with version 0, the
-    start model, or a checkpoint of a release without lineages. `model`: fingerprint of the start model. `origin`: the run whose
-    checkpoint it was, if it was of another one."""
+class RunStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One start of a run. It began with version `version` of lineage `parent`; without a parent (`UNKNOWN_LINEAGE`), with
+    version 0, the start model, or a checkpoint of a release without lineages. `model`: fingerprint of the start model.
+    `origin`: the run whose checkpoint it was, if it was of another one."""
 
     lineage: int
     parent: int
@@ -85,52 +85,56 @@ class Lineage(msgspec.Struct, frozen=True):
     branched off, of others that began with the same weights the version that they began with.
     """
 
-    number: int = UNKNOWN
-    parent: int = UNKNOWN
+    number: int = UNKNOWN_LINEAGE
+    parent: int = UNKNOWN_LINEAGE
     version: int = 0
     """That it began with."""
     past: dict[int, int] = {}
 
-    def refusal(self, lineage: int, newest: int, learner: int, *, kept: bool = False) -> str:
-        """Why tokens of `lineage`, the newest of them sampled by version `newest` (-1: none), must not be trained by this one
-        when the learner is at version `learner`; "" if they may.
+    def rejection_reason(
+        self, lineage: int, newest_version: int, learner_version: int, *, from_earlier_start: bool = False
+    ) -> str:
+        """Why tokens of `lineage`, the newest of them sampled by version `newest_version` (-1: none), must not be trained by
+        this one when the learner is at version `learner_version`; "" if they may.
 
-        `kept`: they were stored before this lineage began, so that they cannot be of it.
+        `from_earlier_start`: they were stored before this lineage began, so that they cannot be of it.
         """
-        if lineage == self.number and not kept and lineage != UNKNOWN:
-            if newest <= learner:
+        if lineage == self.number and not from_earlier_start and lineage != UNKNOWN_LINEAGE:
+            if newest_version <= learner_version:
                 return ""
-            return f"it was sampled by version {newest}, and the learner is at version {learner}"
+            return f"it was sampled by version {newest_version}, and the learner is at version {learner_version}"
         last = self.past.get(lineage, -1)
-        if lineage == UNKNOWN or lineage not in self.past:
-            named = "no lineage" if lineage == UNKNOWN else f"lineage {lineage}"
+        if lineage == UNKNOWN_LINEAGE or lineage not in self.past:
+            named = "no lineage" if lineage == UNKNOWN_LINEAGE else f"lineage {lineage}"
             return f"it is of {named}, which is not in the past of lineage {self.number}"
-        if newest <= last:
+        if newest_version <= last:
             return ""
         return (
-            f"it was sampled by version {newest} of lineage {lineage}, which a resume took back: lineage {self.number} knows "
-            f"that lineage up to version {last}"
+            f"it was sampled by version {newest_version} of lineage {lineage}, which a resume took back: lineage "
+            f"{self.number} knows that lineage up to version {last}"
         )
 
-    def child(self, starts: Sequence[Start], version: int, model: str, origin: str = "") -> tuple[Lineage, Start]:
+    def start_child(
+        self, starts: Sequence[RunStart], version: int, model: str, origin: str = ""
+    ) -> tuple[Lineage, RunStart]:
         """The lineage that begins now with version `version` of this one (of `Lineage()`: the first of its line), in a run
         directory in which there were `starts` before. And its entry among the starts."""
         past = dict(self.past)
-        if self.number != UNKNOWN:
+        if self.number != UNKNOWN_LINEAGE:
             past[self.number] = version
         for start in sorted(starts, key=lambda s: s.lineage):
             if start.lineage in past:
                 continue
-            if start.parent == UNKNOWN:
-                here = version if self.number == UNKNOWN else 0
+            if start.parent == UNKNOWN_LINEAGE:
+                here = version if self.number == UNKNOWN_LINEAGE else 0
                 same = start.model == model and start.version in (0, here)
             else:
                 same = past.get(start.parent, -1) >= start.version
             if same:
                 past[start.lineage] = start.version
         number = 1 + max([self.number, *past, *(s.lineage for s in starts)])
-        return Lineage(number, self.number, version, past), Start(number, self.number, version, model, origin)
+        return Lineage(number, self.number, version, past), RunStart(number, self.number, version, model, origin)
 
 
-FIRST = Lineage(1)
+FIRST_LINEAGE = Lineage(1)
 """Of a run that nothing came before."""

@@ -11,36 +11,36 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
-class Consumed:
+class ConsumedGroups:
     """The groups that were consumed: all below `head`, and a few beyond it."""
 
-    def __init__(self, window: int = 1, head: int = 0, beyond: Sequence[int] = ()):
+    def __init__(self, window: int = 1, head: int = 0, beyond_head: Sequence[int] = ()):
         if window < 1:
             raise ValueError(f"schedule.window = {window} must be at least 1, which is strict lease order")
         self.window, self.head = window, head
-        self.beyond = set(beyond)
+        self.beyond_head = set(beyond_head)
         """Consumed groups above `head`; fewer than `window`."""
 
     def __contains__(self, group: int) -> bool:
-        return group < self.head or group in self.beyond
+        return group < self.head or group in self.beyond_head
 
     def __len__(self) -> int:
-        return self.head + len(self.beyond)
+        return self.head + len(self.beyond_head)
 
-    def after(self, groups: Iterable[int]) -> Consumed:
+    def after_consuming(self, groups: Iterable[int]) -> ConsumedGroups:
         """What is consumed when these are too, in this order. Raises `ValueError` as `add` does."""
-        future = Consumed(self.window, self.head, tuple(self.beyond))
+        future = ConsumedGroups(self.window, self.head, tuple(self.beyond_head))
         for group in groups:
             future.add(group)
         return future
 
-    def outstanding(self) -> Iterator[int]:
+    def untrained_groups(self) -> Iterator[int]:
         """All groups that are not consumed, oldest first, without an end."""
-        return (g for g in itertools.count(self.head) if g not in self.beyond)
+        return (g for g in itertools.count(self.head) if g not in self.beyond_head)
 
-    def within(self) -> Iterator[int]:
+    def groups_in_window(self) -> Iterator[int]:
         """Those of them that are in the window."""
-        return itertools.takewhile(lambda g: g < self.head + self.window, self.outstanding())
+        return itertools.takewhile(lambda g: g < self.head + self.window, self.untrained_groups())
 
     def add(self, group: int) -> None:
         """Consume `group`. Raises `ValueError` if it was consumed before or is beyond the window."""
@@ -51,19 +51,19 @@ class Consumed:
                 f"group {group} may not overtake group {self.head}: schedule.window = {self.window} lets "
                 f"{self.window - 1} younger groups be consumed before it"
             )
-        self.beyond.add(group)
-        while self.head in self.beyond:
-            self.beyond.remove(self.head)
+        self.beyond_head.add(group)
+        while self.head in self.beyond_head:
+            self.beyond_head.remove(self.head)
             self.head += 1
 
-    def take(self, groups: Iterable[int]) -> None:
+    def add_groups(self, groups: Iterable[int]) -> None:
         """Consume all of them, in this order, or, where `add` raises `ValueError`, none."""
-        future = self.after(groups)
-        self.head, self.beyond = future.head, future.beyond
+        future = self.after_consuming(groups)
+        self.head, self.beyond_head = future.head, future.beyond_head
 
-    def choices(self, complete: Callable[[int], bool]) -> Iterator[int]:
+    def trainable_groups(self, is_complete: Callable[[int], bool]) -> Iterator[int]:
         """The groups that would be consumed one after the other from here, until none in the window is complete."""
-        future = self.after(())
-        while (group := next(filter(complete, future.within()), None)) is not None:
+        future = self.after_consuming(())
+        while (group := next(filter(is_complete, future.groups_in_window()), None)) is not None:
             future.add(group)
             yield group

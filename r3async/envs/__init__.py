@@ -9,13 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from r3async.untrusted import finite_number
+from r3async.untrusted import to_finite_float
 
-MAX_REWARD = 1e15
+MAX_EPISODE_REWARD = 1e15
 """Of an episode, all rewards added up by size. Squares of advantages, and their sum over a batch, are then finite in float32."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """What rows and chat templates call the thought of a message; the first is its name here."""
-OPENED_THOUGHT = "<think>"
+THINK_OPEN_TAG = "<think>"
 """What opens a thought in an answer, or at the end of its prompt."""
 
 
@@ -30,7 +30,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str = ""
     reasoning_content: str = ""
 
-    def for_template(self) -> dict[str, Any]:
+    def to_template_dict(self) -> dict[str, Any]:
         return {"role": self.role, "content": self.content, **msgspec.to_builtins(self)}
 
 
@@ -49,7 +49,7 @@ class EnvironmentFailed(RuntimeError):
     """An environment that raised, hung or was lost. The episode may be tried again, with a new environment."""
 
 
-class WrongEnvironment(EnvironmentFailed):
+class EnvironmentProtocolError(EnvironmentFailed):
     """An environment that does not keep to the protocol; the message says what it has to do."""
 
 
@@ -60,8 +60,8 @@ class StepResult(msgspec.Struct, frozen=True):
     on (a compacted or summarised history) and not what is new in it; answers that it repeats word for word keep their tokens.
     `metrics`: numbers to look at, by name; those of a step's episodes are in `metrics.jsonl` as `env/NAME_mean` and
     `env/NAME_std`, where a name with a `/` in it is taken as it is.
-    Raises `WrongEnvironment` for a reward or a metric that is not a finite number, or a list of them, and for a reward beyond
-    `MAX_REWARD`; numpy's are taken too.
+    Raises `EnvironmentProtocolError` for a reward or a metric that is not a finite number, or a list of them, and for a
+    reward beyond `MAX_EPISODE_REWARD`; numpy's are taken too.
     """
 
     reward: float
@@ -71,52 +71,62 @@ class StepResult(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "reward", _finite("a reward", self.reward, MAX_REWARD))
+        msgspec.structs.force_setattr(self, "reward", _require_finite("a reward", self.reward, MAX_EPISODE_REWARD))
         if self.metrics:
-            told = {name: _finite(f"metric {name!r}", value) for name, value in self.metrics.items()}
+            told = {name: _require_finite(f"metric {name!r}", value) for name, value in self.metrics.items()}
             msgspec.structs.force_setattr(self, "metrics", told)
 
 
-def _finite(what: str, value: Any, most: float = sys.float_info.max) -> float:
+def _require_finite(what: str, value: Any, limit: float = sys.float_info.max) -> float:
     try:
-        return finite_number(value, most)
+        return to_finite_float(value, limit)
     except (TypeError, ValueError) as error:
-        raise WrongEnvironment(f"{what} {error}") from error
+        raise EnvironmentProtocolError(f"{what} {error}") from error
 
 
-def sum_by_name(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def sum_episode_metrics(turn_metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """What the turns of an episode told (`StepResult.metrics`), together."""
     sums: dict[str, float] = {}
-    for metrics in told:
+    for metrics in turn_metrics:
         for name, value in metrics.items():
             sums[name] = sums.get(name, 0.0) + float(value)
     return sums
 
 
-def checked_result(result: object) -> StepResult:
-    """What `step` returned. Raises `WrongEnvironment` for what is no `StepResult`."""
+def require_step_result(result: object) -> StepResult:
+    """What `step` returned. Raises `EnvironmentProtocolError` for what is no `StepResult`."""
     if isinstance(result, StepResult):
         return result
     gym = ": that is Gymnasium's form, whose environments are `gymnasium:ID`" if isinstance(result, tuple) else ""
-    raise WrongEnvironment(f"step must return a StepResult(reward, messages, done), not a {type(result).__name__}{gym}")
+    raise EnvironmentProtocolError(
+        f"step must return a StepResult(reward, messages, done), not a {type(result).__name__}{gym}"
+    )
 
 
-def checked_messages(given: object) -> list[Message]:
-    """What an environment said. A string is one user message. Raises `WrongEnvironment` for what are no messages."""
-    if isinstance(given, str):
-        return [Message("user", given)]
-    messages: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+def coerce_messages(value: object) -> list[Message]:
+    """What an environment said. A string is one user message. Raises `EnvironmentProtocolError` for what are no messages."""
+    if isinstance(value, str):
+        return [Message("user", value)]
+    messages: list[Any] = list(value) if isinstance(value, Iterable) else [value]
     for message in messages:
         if not isinstance(message, Message):
-            raise WrongEnvironment(f"an environment speaks in strings or Messages, not {type(message).__name__}")
+            raise EnvironmentProtocolError(
+                f"an environment speaks in strings or Messages, not {type(message).__name__}"
+            )
     return messages
 
 
-def refuse_told_again(told: Sequence[Message], messages: Sequence[Message]) -> None:
-    """Raise `WrongEnvironment` for a step whose `messages` begin with all that were `told` before them: one list that grows."""
-    if told and len(messages) > len(told) and list(messages[: len(told)]) == list(told):
-        raise WrongEnvironment(
-            f"step returned the {len(told)} messages of the call before again, and {len(messages) - len(told)} more: return only "
+def refuse_repeated_messages(previous_messages: Sequence[Message], messages: Sequence[Message]) -> None:
+    """Raise `EnvironmentProtocolError` for a step whose `messages` begin with all that were `previous_messages` before
+    them: one list that grows."""
+    if (
+        previous_messages
+        and len(messages) > len(previous_messages)
+        and list(messages[: len(previous_messages)]) == list(previous_messages)
+    ):
+        raise EnvironmentProtocolError(
+            f"step returned the {len(previous_messages)} messages of the call before again, and "
+            f"{len(messages) - len(previous_messages)} more: return only "
             "what is new, or StepResult(reward, messages, rewrites=True) with the whole conversation"
         )
 

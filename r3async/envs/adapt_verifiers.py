@@ -14,23 +14,23 @@ from typing import Any
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
-from r3async.envs.factory import optional_package
+from r3async.envs.factory import import_optional_package
 
 
-class Exchange:
+class PolicyChannel:
     """Between an episode of verifiers, which asks, and an episode of ours, which answers. One of each at a time."""
 
     def __init__(self) -> None:
-        self.asked: asyncio.Queue[list[Message]] = asyncio.Queue()
+        self.prompts: asyncio.Queue[list[Message]] = asyncio.Queue()
         self.answers: asyncio.Queue[Action] = asyncio.Queue()
 
-    async def ask(self, messages: list[Message]) -> Action:
+    async def request_answer(self, messages: list[Message]) -> Action:
         """Waits for the policy: as long as it takes, and no longer than the episode, which cancels it."""
-        self.asked.put_nowait(messages)
+        self.prompts.put_nowait(messages)
         return await self.answers.get()
 
 
-class VerifiersEpisode:
+class VerifiersEnvironment:
     """One episode of `env` on the task that the seed numbers. `async`: it is played in this process's event loop.
 
     Reward, with the last answer: the sum of `trace.reward` over the episode's traces, as verifiers weights it. An episode of
@@ -39,8 +39,8 @@ class VerifiersEpisode:
 
     def __init__(self, vf: Any, env: Any, tasks: list[Any]):
         self._vf, self._env, self._tasks = vf, env, tasks
-        self._exchange = Exchange()
-        self._episode: asyncio.Task[Any] | None = None
+        self._channel = PolicyChannel()
+        self._episode_task: asyncio.Task[Any] | None = None
 
     @property
     def size(self) -> int:
@@ -48,63 +48,63 @@ class VerifiersEpisode:
 
     async def reset(self, task_seed: int) -> list[Message]:
         self.close()
-        self._exchange = Exchange()
+        self._channel = PolicyChannel()
         task = self._tasks[task_seed % self.size]
-        episode = asyncio.create_task(play(self._vf, self._env, task, self._exchange))
-        self._episode = episode
+        episode = asyncio.create_task(run_verifiers_episode(self._vf, self._env, task, self._channel))
+        self._episode_task = episode
         # An episode that is abandoned before its end has nobody to end it: an open one holds a server and a folder.
-        self._forget = weakref.finalize(self, _cancel, episode, asyncio.get_running_loop())
-        self._forget.atexit = False
-        messages, _ = await self._asked()
+        self._finalizer = weakref.finalize(self, _cancel_episode, episode, asyncio.get_running_loop())
+        self._finalizer.atexit = False
+        messages, _ = await self._wait_for_prompt()
         if messages is None:
             raise EnvironmentFailed("the verifiers episode ended before it asked for an answer")
         return messages
 
     async def step(self, action: Action) -> StepResult:
-        if self._episode is None:
+        if self._episode_task is None:
             raise EnvironmentFailed("an environment has to be reset before it is stepped")
-        self._exchange.answers.put_nowait(action)
-        messages, reward = await self._asked()
+        self._channel.answers.put_nowait(action)
+        messages, reward = await self._wait_for_prompt()
         return StepResult(reward, done=True) if messages is None else StepResult(0.0, messages)
 
     def close(self) -> None:
         """Cancel what is played. Also done when this object is forgotten."""
-        if self._episode is not None:
-            self._forget()
-            self._episode = None
+        if self._episode_task is not None:
+            self._finalizer()
+            self._episode_task = None
 
-    async def _asked(self) -> tuple[list[Message] | None, float]:
+    async def _wait_for_prompt(self) -> tuple[list[Message] | None, float]:
         """What the episode asks next; or None and its reward, if it ended instead."""
-        assert self._episode is not None
-        question = asyncio.ensure_future(self._exchange.asked.get())
+        assert self._episode_task is not None
+        question = asyncio.ensure_future(self._channel.prompts.get())
         try:
-            await asyncio.wait([question, self._episode], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([question, self._episode_task], return_when=asyncio.FIRST_COMPLETED)
             if question.done():
                 return question.result(), 0.0
-            return None, self._episode.result()
+            return None, self._episode_task.result()
         finally:
             question.cancel()
 
 
-def _cancel(episode: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> None:
+def _cancel_episode(episode: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(episode.cancel)
 
 
-async def play(vf: Any, env: Any, task: Any, exchange: Exchange) -> float:
+async def run_verifiers_episode(vf: Any, env: Any, task: Any, channel: PolicyChannel) -> float:
     """One episode, hooks and scoring included; its reward."""
     traces: list[Any] = []
 
-    def agent(name: str, config: Any) -> Any:
+    def make_agent(name: str, config: Any) -> Any:
         # By default an agent runs in a sandbox in somebody's cloud and calls a model there; ours does neither.
         nowhere = vf.EvalClientConfig(base_url="http://127.0.0.1:9/v1", api_key_var="R3ASYNC_NO_KEY")
         ours = {"model": "policy", "client": nowhere, "runtime": vf.SubprocessConfig(), "retries": vf.RetryConfig()}
         config = config.model_copy(update={"harness": vf.HarnessConfig(id="null"), **ours})
-        made = recording_agent(vf)(config)
-        made.traces, made.harness = traces, policy_harness(vf, exchange, made.limits, task)
+        made = define_recording_agent(vf)(config)
+        made.traces, made.harness = traces, make_policy_harness(vf, channel, made.limits, task)
         return made
 
-    agents = vf.Agents(env.config, agent)
+    agents = vf.Agents(env.config, make_agent)
     info = vf.EnvInfo(id=env.config.env_id)
     about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
     try:
@@ -120,7 +120,7 @@ async def play(vf: Any, env: Any, task: Any, exchange: Exchange) -> float:
     return float(sum(trace.reward for trace in traces))
 
 
-def recording_agent(vf: Any) -> Any:
+def define_recording_agent(vf: Any) -> Any:
     """An agent that keeps the traces of what it plays, in the order of their beginnings."""
 
     class RecordingAgent(vf.Agent):
@@ -135,12 +135,12 @@ def recording_agent(vf: Any) -> Any:
     return RecordingAgent
 
 
-def policy_harness(vf: Any, exchange: Exchange, limits: Any, task: Any) -> Any:
-    """A harness whose model is the policy at the other end of `exchange`. One answer a segment, no tools."""
+def make_policy_harness(vf: Any, channel: PolicyChannel, limits: Any, task: Any) -> Any:
+    """A harness whose model is the policy at the other end of `channel`. One answer a segment, no tools."""
     graph, session = importlib.import_module("verifiers.v1.graph"), importlib.import_module("verifiers.v1.session")
     ended = vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
-    async def refused(trace: Any) -> str | None:
+    async def find_stop_reason(trace: Any) -> str | None:
         for stop in task.hooks("stop"):
             if await session.call_hook(stop, {vf.Trace: trace}):
                 return str(stop.__name__)
@@ -157,7 +157,7 @@ def policy_harness(vf: Any, exchange: Exchange, limits: Any, task: Any) -> Any:
         ) -> Any:
             system, prompt = self.resolve_prompt(data)
             messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
-            return await self._answer(trace, [vf.SystemMessage(content=system), *messages] if system else messages)
+            return await self._ask_policy(trace, [vf.SystemMessage(content=system), *messages] if system else messages)
 
         async def resume(
             self,
@@ -171,14 +171,14 @@ def policy_harness(vf: Any, exchange: Exchange, limits: Any, task: Any) -> Any:
             messages: Any,
             tool_interception_url: str | None = None,
         ) -> Any:
-            return await self._answer(trace, list(messages))
+            return await self._ask_policy(trace, list(messages))
 
-        async def _answer(self, trace: Any, new: list[Any]) -> Any:
-            if reason := await refused(trace):
+        async def _ask_policy(self, trace: Any, new: list[Any]) -> Any:
+            if reason := await find_stop_reason(trace):
                 trace.stop(reason)
                 return ended
             before = trace.branches[-1].messages if trace.branches else []
-            action = await exchange.ask([Message(m.role, text_of(m)) for m in new])
+            action = await channel.request_answer([Message(m.role, extract_message_text(m)) for m in new])
             turn = graph.prepare_turn(trace, [*before, *new])
             answer = vf.AssistantMessage(content=action.text)
             finish = "length" if action.stop_reason == "length" else "stop"
@@ -188,7 +188,7 @@ def policy_harness(vf: Any, exchange: Exchange, limits: Any, task: Any) -> Any:
     return PolicyHarness(vf.HarnessConfig(id="null"))
 
 
-def text_of(message: Any) -> str:
+def extract_message_text(message: Any) -> str:
     if isinstance(message.content, str):
         return message.content
     parts = [part.text for part in message.content or [] if getattr(part, "type", "") == "text"]
@@ -197,15 +197,15 @@ def text_of(message: Any) -> str:
     return "".join(parts)
 
 
-def make(target: str, config: EnvConfig) -> EnvironmentFactory:
+def make_verifiers(target: str, config: EnvConfig) -> EnvironmentFactory:
     """`ID` is a taskset's, as verifiers finds it: a module that exports its `Taskset` (and an `Env`, if it has one) in `__all__`.
 
     `env.args`: `tasks`, how many of the taskset's are played (default 1000); the rest is the verifiers environment's own
     configuration, for example `taskset = { difficulty = 3 }`. Refused are those that our one policy cannot play: several
     agents, tools, interceptors, and containers.
     """
-    vf = optional_package("verifiers.v1", config)
-    args = config.arguments()
+    vf = import_optional_package("verifiers.v1", config)
+    args = config.reveal_args()
     count = args.pop("tasks", 1000)
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ConfigError(f"`env.args.tasks` = {count!r} must be a whole number of at least 1")
@@ -219,11 +219,11 @@ def make(target: str, config: EnvConfig) -> EnvironmentFactory:
         ) from error
     if not tasks:
         raise ConfigError(f"`env.name` = {config.name!r} has no tasks")
-    refuse_what_we_cannot_play(vf, env, tasks[0], config)
-    return lambda: VerifiersEpisode(vf, env, tasks)
+    check_taskset_supported(vf, env, tasks[0], config)
+    return lambda: VerifiersEnvironment(vf, env, tasks)
 
 
-def refuse_what_we_cannot_play(vf: Any, env: Any, task: Any, config: EnvConfig) -> None:
+def check_taskset_supported(vf: Any, env: Any, task: Any, config: EnvConfig) -> None:
     decorators = importlib.import_module("verifiers.v1.utils.decorators")
     session = importlib.import_module("verifiers.v1.session")
     roles = [name for name, value in env.config if isinstance(value, vf.AgentConfig)]

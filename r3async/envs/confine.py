@@ -15,13 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FOLDERS = ("work", "home", "tmp")
+SANDBOX_FOLDERS = ("work", "home", "tmp")
 """Of a sandbox: where its commands start, their HOME, and their TMPDIR."""
 
 _MS_NOSUID, _MS_NODEV, _MS_BIND = 2, 4, 4096
 _AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR, _READ_ONLY = -100, 0x8000, 442, 1
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 24, 38, 47, 4
-_CAPABILITIES = 64
+_MAX_CAPABILITIES = 64
 """More than there are: those that the kernel does not know are refused, which is no harm."""
 _CAPABILITY_VERSION = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,11 +45,11 @@ def confine_writes(root: Path, shm_bytes: int) -> None:
 
     A folder that is a mount cannot be removed, renamed or replaced. Raises `OSError` where the kernel does not allow all of it.
     """
-    sources = {name: os.open(root / name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW) for name in FOLDERS}
+    sources = {name: os.open(root / name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW) for name in SANDBOX_FOLDERS}
     _set_read_only("/", True, _AT_RECURSIVE)
-    _mount("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={shm_bytes}")
+    _mount_filesystem("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={shm_bytes}")
     _mount_writable(sources["tmp"], Path("/tmp"))
-    for name in FOLDERS:
+    for name in SANDBOX_FOLDERS:
         if Path("/tmp") in root.parents:  # it is hidden by the mount above
             (root / name).mkdir(parents=True, exist_ok=True)
         _mount_writable(sources[name], root / name)
@@ -58,32 +58,34 @@ def confine_writes(root: Path, shm_bytes: int) -> None:
 
 
 def _mount_writable(source: int, target: Path) -> None:
-    _mount(f"/proc/self/fd/{source}", str(target), "", _MS_BIND)
+    _mount_filesystem(f"/proc/self/fd/{source}", str(target), "", _MS_BIND)
     _set_read_only(str(target), False)
 
 
-def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    _check(_libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()), target)
+def _mount_filesystem(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    _raise_on_error(
+        _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()), target
+    )
 
 
 def _set_read_only(path: str, read_only: bool, flags: int = 0) -> None:
     attributes = _MountAttributes(_READ_ONLY if read_only else 0, 0 if read_only else _READ_ONLY, 0, 0)
     pointer, size = ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes))
-    _check(_libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, pointer, size), path)
+    _raise_on_error(_libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, pointer, size), path)
 
 
 def _drop_capabilities() -> None:
     """What allows to mount would allow to undo it."""
-    for capability in range(_CAPABILITIES):
+    for capability in range(_MAX_CAPABILITIES):
         _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     none = (ctypes.c_uint32 * 6)()  # of two words each: effective, permitted, inheritable
-    _check(_libc.capset(header, none), "capset")
+    _raise_on_error(_libc.capset(header, none), "capset")
     _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
-def _check(result: int, path: str) -> None:
+def _raise_on_error(result: int, path: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), path)

@@ -7,48 +7,61 @@ from typing import Any
 
 from r3async.config import ConfigError, DataConfig
 from r3async.envs import Message
-from r3async.envs.forms import ANSWERS, MISSING, ShownAnswer, Task, look_up, messages_of, task_of, tools_of
-from r3async.envs.rows import Found
+from r3async.envs.forms import (
+    ANSWER_COLUMNS,
+    MISSING,
+    DatasetTask,
+    MaskedAnswer,
+    look_up_field,
+    parse_messages,
+    parse_task,
+    parse_tools,
+)
+from r3async.envs.rows import LocatedRow
 
-MESSAGES, COMPLETION = "messages", "completion"
+MESSAGES_COLUMN, COMPLETION_COLUMN = "messages", "completion"
 
 
-def conversation_of(found: Found, data: DataConfig) -> Task:
+def parse_conversation(located_row: LocatedRow, data: DataConfig) -> DatasetTask:
     """A row as a task whose `messages` are the whole conversation; what the assistant says in it is learnt.
 
     `messages`: the column `messages`; or else the prompt, as `data.prompt` says, and the answer: `data.answer`, or the first of
     `completion` and the columns where rewards look for one. Raises `ConfigError` that names the row and what it lacks.
     """
-    row, where = found.row, found.where
-    given = row.get(MESSAGES)
+    row, where = located_row.row, located_row.location
+    given = row.get(MESSAGES_COLUMN)
     if given is not None and data.prompt == DataConfig().prompt and not data.answer:
-        messages = messages_of(given, where)
+        messages = parse_messages(given, where)
         if data.system and [m.role for m in messages[:1]] != ["system"]:
             messages.insert(0, Message("system", data.system))
-        task = Task(messages, True, MISSING, row, where)
+        task = DatasetTask(messages, True, MISSING, row, where)
     else:
-        task = task_of(found, data)
-        answer = look_up(row, COMPLETION) if not data.answer else MISSING
+        task = parse_task(located_row, data)
+        answer = look_up_field(row, COMPLETION_COLUMN) if not data.answer else MISSING
         answer = task.answer if answer in (MISSING, None) else answer
         if answer is MISSING or answer is None:
             raise ConfigError(
-                f"{where}: there is no answer to learn: none of the columns {MESSAGES}, {COMPLETION}, {', '.join(ANSWERS)} is "
-                "there; name it with `data.answer`"
+                f"{where}: there is no answer to learn: none of the columns {MESSAGES_COLUMN}, {COMPLETION_COLUMN}, "
+                f"{', '.join(ANSWER_COLUMNS)} is there; name it with `data.answer`"
             )
-        said = messages_of(answer, where) if isinstance(answer, list) else [Message("assistant", _text(answer, where))]
-        task = task._replace(messages=[*task.messages, *said], chat=True)
-    _check(task.messages, where)
-    tools_of(task)
+        said = (
+            parse_messages(answer, where)
+            if isinstance(answer, list)
+            else [Message("assistant", _format_answer(answer, where))]
+        )
+        task = task._replace(messages=[*task.messages, *said], is_chat=True)
+    _check_conversation(task.messages, where)
+    parse_tools(task)
     return task
 
 
-def _text(answer: Any, where: str) -> str:
+def _format_answer(answer: Any, where: str) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ConfigError(f"{where}: the answer must be a text, a number or chat messages, not {answer!r:.80}")
     return str(answer)
 
 
-def _check(messages: list[Message], where: str) -> None:
+def _check_conversation(messages: list[Message], where: str) -> None:
     """Raises `ConfigError` unless an assistant answers something, with texts."""
     if not messages or messages[-1].role != "assistant":
         raise ConfigError(f"{where}: the conversation does not end with an answer of the assistant")
@@ -60,5 +73,5 @@ def _check(messages: list[Message], where: str) -> None:
     for message in messages:
         if message.role == "assistant" and not (message.content.strip() or message.tool_calls):
             raise ConfigError(f"{where}: an answer of the assistant is empty")
-    if all(isinstance(message, ShownAnswer) for message in messages if message.role == "assistant"):
+    if all(isinstance(message, MaskedAnswer) for message in messages if message.role == "assistant"):
         raise ConfigError(f"{where}: no answer of the assistant is to be learnt: leave the row out")

@@ -9,34 +9,42 @@ from typing import Any
 
 import msgspec
 
-from r3async.config import DATASET, ConfigError, DataConfig, EnvConfig, RewardConfig, data_config, rewards_of
-from r3async.config.places import find_file
-from r3async.envs import Action, EnvironmentFactory, Message, StepResult, WrongEnvironment
-from r3async.envs.forms import MISSING, Task, task_of, tools_of
-from r3async.envs.objects import hold, is_object, pickled
-from r3async.envs.pool import pooled
-from r3async.envs.rewards import Asked, Reward, check_row, judge, reward_of
-from r3async.envs.rows import Found, read_rows, stamps_of
+from r3async.config import (
+    DATASET_ENV,
+    ConfigError,
+    DataConfig,
+    EnvConfig,
+    RewardConfig,
+    parse_data_config,
+    parse_rewards,
+)
+from r3async.config.places import resolve_user_path
+from r3async.envs import Action, EnvironmentFactory, EnvironmentProtocolError, Message, StepResult
+from r3async.envs.forms import MISSING, DatasetTask, parse_task, parse_tools
+from r3async.envs.objects import get_pickled_object, is_object_name, register_objects
+from r3async.envs.pool import make_pooled_factory
+from r3async.envs.rewards import RewardFunction, RewardInputs, check_reward_row, compute_rewards, load_reward
+from r3async.envs.rows import LocatedRow, collect_file_stamps, read_rows
 from r3async.untrusted import decode_json
 from r3async.world.processes import run_on_shared_loop
 
-_encoder = msgspec.json.Encoder(enc_hook=str)  # what columns of a parquet file may hold besides plain data
+_row_encoder = msgspec.json.Encoder(enc_hook=str)  # what columns of a parquet file may hold besides plain data
 
 # -- the rows of a run -------------------------------------------------------------------------------------------------
 
 
 def is_dataset(env: EnvConfig) -> bool:
-    return env.name.partition(":")[0] == DATASET
+    return env.name.partition(":")[0] == DATASET_ENV
 
 
-def settings_of(env: EnvConfig) -> DataConfig:
+def resolve_data_config(env: EnvConfig) -> DataConfig:
     """Of an environment `dataset`, or `dataset:PATH`. Raises `ConfigError`."""
-    args = env.arguments()
+    args = env.reveal_args()
     if path := env.name.partition(":")[2]:
         if args.get("path"):
             raise ConfigError(f"`env.args.path`: {env.name!r} names the path already")
         args = {**args, "path": path}
-    data = data_config(args)
+    data = parse_data_config(args)
     if not data.path:
         raise ConfigError(
             "`data` names no rows: set `data` = FILE, a directory, or the id of a dataset on the Hugging Face hub"
@@ -44,69 +52,77 @@ def settings_of(env: EnvConfig) -> DataConfig:
     return data
 
 
-def held_out(env: EnvConfig) -> EnvConfig:
+def select_held_out_rows(env: EnvConfig) -> EnvConfig:
     """The environment that poses the rows which `data.eval` keeps from training; the same if it keeps none."""
-    if not is_dataset(env) or not settings_of(env).eval:
+    if not is_dataset(env) or not resolve_data_config(env).eval:
         return env
     return msgspec.structs.replace(env, args={**env.args, "part": "eval"})
 
 
-def same_rows(one: EnvConfig, other: EnvConfig) -> bool:
+def has_same_rows(one: EnvConfig, other: EnvConfig) -> bool:
     """Whether two datasets are rows of one source, and of the same part of it."""
-    (here, mine), (there, theirs) = _source(settings_of(one)), _source(settings_of(other))
-    places = find_file(here), find_file(there)
+    (here, mine), (there, theirs) = (
+        _identify_source(resolve_data_config(one)),
+        _identify_source(resolve_data_config(other)),
+    )
+    places = resolve_user_path(here), resolve_user_path(there)
     same = places[0].samefile(places[1]) if all(place.exists() for place in places) else here == there
     return same and mine == theirs
 
 
-def _source(data: DataConfig) -> tuple[str, str]:
+def _identify_source(data: DataConfig) -> tuple[str, str]:
     """Its path, and which rows of that."""
     if data.part == "train" or not isinstance(data.eval, str):
         return data.path, f"{data.split}, {data.part}"
-    return (data.eval, "train, train") if find_file(data.eval).is_file() else (data.path, f"{data.eval}, train")
+    return (data.eval, "train, train") if resolve_user_path(data.eval).is_file() else (data.path, f"{data.eval}, train")
 
 
-def shared_prompts(env: EnvConfig, other: EnvConfig) -> list[Task]:
-    """The tasks of dataset `env` whose prompt a task of dataset `other` poses too. Raises `ConfigError` as `tasks_of` does."""
-    posed = {_prompt_digest(task) for task in _posed(settings_of(other))}
-    return [task for task in _posed(settings_of(env)) if _prompt_digest(task) in posed]
+def find_shared_prompts(env: EnvConfig, other: EnvConfig) -> list[DatasetTask]:
+    """The tasks of dataset `env` whose prompt a task of dataset `other` poses too. Raises `ConfigError` as
+    `load_task_splits` does."""
+    posed = {_digest_prompt(task) for task in _load_part_tasks(resolve_data_config(other))}
+    return [task for task in _load_part_tasks(resolve_data_config(env)) if _digest_prompt(task) in posed]
 
 
-def _posed(data: DataConfig) -> Sequence[Task]:
-    tasks = tasks_of(data)
+def _load_part_tasks(data: DataConfig) -> Sequence[DatasetTask]:
+    tasks = load_task_splits(data)
     return tasks.train if data.part == "train" else tasks.eval
 
 
-class Tasks:
-    """The tasks of both parts. `repeated`: rows that were left out of training because evaluation poses the same prompt. `form`:
-    makes them of rows."""
+class TaskSplits:
+    """The tasks of both parts. `dropped_overlap`: rows that were left out of training because evaluation poses the same
+    prompt. `parse_row`: makes them of rows."""
 
     def __init__(
         self,
         data: DataConfig,
-        rewards: Sequence[Reward] = (),
-        form: Callable[[Found, DataConfig], Task] = task_of,
+        rewards: Sequence[RewardFunction] = (),
+        parse_row: Callable[[LocatedRow, DataConfig], DatasetTask] = parse_task,
     ):
-        self._form = form
-        self.train = self._tasks(data, rewards, data.path, data.split)[: data.limit or None]
-        self.eval: list[Task] = []
+        self._parse_row = parse_row
+        self.train = self._load_tasks(data, rewards, data.path, data.split)[: data.limit or None]
+        self.eval: list[DatasetTask] = []
         if isinstance(data.eval, str) and data.eval:
-            path, split = (data.eval, DataConfig().split) if find_file(data.eval).is_file() else (data.path, data.eval)
-            self.eval = self._tasks(data, rewards, path, split)
+            path, split = (
+                (data.eval, DataConfig().split) if resolve_user_path(data.eval).is_file() else (data.path, data.eval)
+            )
+            self.eval = self._load_tasks(data, rewards, path, split)
         elif data.eval:
-            self.eval = _chosen(self.train, data.eval)
-        posed = {_prompt_digest(task) for task in self.eval}
+            self.eval = _choose_held_out(self.train, data.eval)
+        posed = {_digest_prompt(task) for task in self.eval}
         before = len(self.train)
-        self.train = [task for task in self.train if _prompt_digest(task) not in posed]
-        self.repeated = before - len(self.train) - (0 if isinstance(data.eval, str) else len(self.eval))
+        self.train = [task for task in self.train if _digest_prompt(task) not in posed]
+        self.dropped_overlap = before - len(self.train) - (0 if isinstance(data.eval, str) else len(self.eval))
         if not self.train:
             raise ConfigError(f"`data.eval` = {data.eval!r} leaves no row to train, of {before}")
 
-    def _tasks(self, data: DataConfig, rewards: Sequence[Reward], path: str, split: str) -> list[Task]:
-        tasks = [self._form(found, data) for found in read_rows(data, path, split)]
+    def _load_tasks(
+        self, data: DataConfig, rewards: Sequence[RewardFunction], path: str, split: str
+    ) -> list[DatasetTask]:
+        tasks = [self._parse_row(found, data) for found in read_rows(data, path, split)]
         for reward in rewards:
             for task in tasks:
-                check_row(reward, task)
+                check_reward_row(reward, task)
         return tasks
 
     @functools.cached_property
@@ -115,39 +131,39 @@ class Tasks:
         made = hashlib.sha256()
         for part in (self.train, self.eval):
             for task in part:
-                made.update(_encoder.encode(task.row) + b"\n")
+                made.update(_row_encoder.encode(task.row) + b"\n")
             made.update(b"\0")
         return made.hexdigest()[:32]
 
 
-def _prompt_digest(task: Task) -> bytes:
+def _digest_prompt(task: DatasetTask) -> bytes:
     return hashlib.sha256(msgspec.json.encode(task.messages)).digest()
 
 
-def _chosen(tasks: Sequence[Task], wanted: float) -> list[Task]:
+def _choose_held_out(tasks: Sequence[DatasetTask], count_or_share: float) -> list[DatasetTask]:
     """One task of each of the prompts that are kept from training: by their digests, so neither order nor seed matter."""
-    by_prompt = {_prompt_digest(task): task for task in reversed(tasks)}
-    count = int(wanted) if wanted >= 1 else max(1, round(wanted * len(by_prompt)))
+    by_prompt = {_digest_prompt(task): task for task in reversed(tasks)}
+    count = int(count_or_share) if count_or_share >= 1 else max(1, round(count_or_share * len(by_prompt)))
     if count >= len(by_prompt):
         raise ConfigError(
-            f"`data.eval` = {wanted:g} leaves no row to train: there are {len(by_prompt)} different prompts"
+            f"`data.eval` = {count_or_share:g} leaves no row to train: there are {len(by_prompt)} different prompts"
         )
     chosen = sorted(by_prompt)[:count]
     return [by_prompt[digest] for digest in chosen]
 
 
 @functools.lru_cache(maxsize=16)
-def _loaded(settings: bytes, stamps: tuple[tuple[str, int, int], ...]) -> Tasks:
+def _load_splits(settings: bytes, stamps: tuple[tuple[str, int, int], ...]) -> TaskSplits:
     """Rows are read once in a process, also where both parts are posed; again when a file has changed."""
     data = decode_json(settings, DataConfig)
-    return Tasks(data, rewards_for(data))
+    return TaskSplits(data, load_rewards(data))
 
 
-def tasks_of(data: DataConfig) -> Tasks:
+def load_task_splits(data: DataConfig) -> TaskSplits:
     """Raises `ConfigError` for what cannot be read, a row that does not fit, and rows that are not those of `data.digest`."""
-    places = [find_file(place) for place in (data.path, data.eval) if isinstance(place, str)]
+    places = [resolve_user_path(place) for place in (data.path, data.eval) if isinstance(place, str)]
     settings = msgspec.json.encode(msgspec.structs.replace(data, part="train", digest=""))
-    tasks = _loaded(settings, tuple(stamp for place in places for stamp in stamps_of(place)))
+    tasks = _load_splits(settings, tuple(stamp for place in places for stamp in collect_file_stamps(place)))
     if data.digest not in ("", tasks.digest):
         raise ConfigError(
             f"`data` = {data.path!r}: the rows are not those that the run began with (digest {tasks.digest}, not "
@@ -156,14 +172,14 @@ def tasks_of(data: DataConfig) -> Tasks:
     return tasks
 
 
-def rewards_for(data: DataConfig) -> list[Reward]:
+def load_rewards(data: DataConfig) -> list[RewardFunction]:
     """Raises `ConfigError`."""
     if not data.reward:
         raise ConfigError(
             "`reward` is empty: exact, contains, number, math, or `module:function` or `file.py:function`"
         )
     try:
-        return [reward_of(each) for each in rewards_of(data.reward)]
+        return [load_reward(each) for each in parse_rewards(data.reward)]
     except ConfigError:
         raise
     except ValueError as error:
@@ -173,16 +189,18 @@ def rewards_for(data: DataConfig) -> list[Reward]:
 # -- the environment ---------------------------------------------------------------------------------------------------
 
 
-class Dataset:
+class DatasetEnvironment:
     """One row an episode: the task seed is its number. Not to be named in a configuration: `data=FILE` makes it.
 
-    `blocking`: makes environments that judge, in processes of their own, with the rewards that are not quick.
+    `make_worker`: makes environments that judge, in processes of their own, with the rewards that are not quick.
     """
 
-    def __init__(self, tasks: Sequence[Task], rewards: Sequence[Reward], blocking: EnvironmentFactory):
-        self._tasks, self._rewards, self._blocking = tasks, rewards, blocking
+    def __init__(
+        self, tasks: Sequence[DatasetTask], rewards: Sequence[RewardFunction], make_worker: EnvironmentFactory
+    ):
+        self._tasks, self._rewards, self._make_worker = tasks, rewards, make_worker
         self._task = tasks[0]
-        self.takes_tokens = any(reward.tokens for reward in rewards)
+        self.takes_tokens = any(reward.needs_token_ids for reward in rewards)
 
     @property
     def size(self) -> int:
@@ -191,10 +209,10 @@ class Dataset:
     @property
     def tools(self) -> list[dict[str, Any]]:
         """For the chat template."""
-        return tools_of(self._task)
+        return parse_tools(self._task)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Dataset:
-        other = type(self)(self._tasks, self._rewards, self._blocking)
+    def __deepcopy__(self, memo: dict[int, Any]) -> DatasetEnvironment:
+        other = type(self)(self._tasks, self._rewards, self._make_worker)
         other._task = self._task
         return other
 
@@ -207,90 +225,95 @@ class Dataset:
         return "" if self._task.answer is MISSING else str(self._task.answer)
 
     async def step(self, action: Action) -> StepResult:
-        """The weighted sum of what the rewards say; one that says None is left out. Raises `WrongEnvironment` if all do."""
-        asked = _asked(self._task, action)
-        quick = [reward for reward in self._rewards if reward.quick]
-        told = await judge(quick, asked) if quick else {}
+        """The weighted sum of what the rewards say; one that says None is left out. Raises `EnvironmentProtocolError` if
+        all do."""
+        asked = _build_reward_inputs(self._task, action)
+        quick = [reward for reward in self._rewards if reward.is_nonblocking]
+        told = await compute_rewards(quick, asked) if quick else {}
         if len(quick) < len(self._rewards):
-            told |= await self._judged_elsewhere(asked)
-        worth = [reward.weight * told[reward.metric] for reward in self._rewards if reward.metric in told]
+            told |= await self._reward_in_pool(asked)
+        worth = [reward.weight * told[reward.metric_name] for reward in self._rewards if reward.metric_name in told]
         if not worth:
-            raise WrongEnvironment(f"{self._task.where}: no reward applies: all returned None")
+            raise EnvironmentProtocolError(f"{self._task.location}: no reward applies: all returned None")
         return StepResult(sum(worth), done=True, metrics=told)
 
-    async def _judged_elsewhere(self, asked: Asked) -> dict[str, float]:
-        judging = self._blocking()
+    async def _reward_in_pool(self, asked: RewardInputs) -> dict[str, float]:
+        judging = self._make_worker()
         await judging.reset(0)
-        return (await judging.step(Action(_encoder.encode(asked).decode()))).metrics
+        return (await judging.step(Action(_row_encoder.encode(asked).decode()))).metrics
 
 
-def _asked(task: Task, action: Action) -> Asked:
-    prompt: Any = [m.for_template() for m in task.messages] if task.chat else task.messages[0].content
+def _build_reward_inputs(task: DatasetTask, action: Action) -> RewardInputs:
+    prompt: Any = [m.to_template_dict() for m in task.messages] if task.is_chat else task.messages[0].content
     answer = None if task.answer is MISSING else task.answer
-    return Asked(action.text, prompt, task.row, answer, action.token_ids)
+    return RewardInputs(action.text, prompt, task.row, answer, action.token_ids)
 
 
-class Judge:
-    """In a process of the pool: what blocking rewards say of one answer, `Asked` in JSON, as metrics. `objects`: those of
+class RewardWorker:
+    """In a process of the pool: what blocking rewards say of one answer, `RewardInputs` in JSON, as metrics. `objects`: those of
     them that have no module, pickled."""
 
     def __init__(self, rewards: list[dict[str, Any]], objects: dict[str, bytes]):
-        hold(objects)
-        self._rewards = _rewards_here(msgspec.json.encode(rewards))
+        register_objects(objects)
+        self._rewards = _load_cached_rewards(msgspec.json.encode(rewards))
 
     def reset(self, task_seed: int) -> list[Message]:
         return []
 
     def step(self, action: Action) -> StepResult:
-        told = run_on_shared_loop(judge(self._rewards, decode_json(action.text, Asked)))
+        told = run_on_shared_loop(compute_rewards(self._rewards, decode_json(action.text, RewardInputs)))
         return StepResult(0.0, done=True, metrics=told)
 
 
 @functools.lru_cache(maxsize=8)
-def _rewards_here(rewards: bytes) -> list[Reward]:
+def _load_cached_rewards(rewards: bytes) -> list[RewardFunction]:
     """Functions are loaded once in a process."""
-    return [reward_of(each) for each in decode_json(rewards, list[RewardConfig])]
+    return [load_reward(each) for each in decode_json(rewards, list[RewardConfig])]
 
 
 class DatasetFactory:
     """Makes environments of one part of the rows."""
 
     def __init__(self, config: EnvConfig):
-        data = settings_of(config)
-        self._rewards = rewards_for(data)
-        self._tasks = _posed(data)
-        quick = {reward.name for reward in self._rewards if reward.quick}
-        slow = [msgspec.to_builtins(each) for each in rewards_of(data.reward) if each.name not in quick]
-        objects = {fn.partition(":")[2]: pickled(fn, "reward") for each in slow if is_object(fn := each["fn"])}
+        data = resolve_data_config(config)
+        self._rewards = load_rewards(data)
+        self._tasks = _load_part_tasks(data)
+        quick = {reward.name for reward in self._rewards if reward.is_nonblocking}
+        slow = [msgspec.to_builtins(each) for each in parse_rewards(data.reward) if each.name not in quick]
+        objects = {
+            fn.partition(":")[2]: get_pickled_object(fn, "reward") for each in slow if is_object_name(fn := each["fn"])
+        }
         judging = {"rewards": slow, "objects": objects}
-        self._blocking = pooled("r3async.envs.dataset:Judge", judging, config, has_oracle=False)
+        self._make_worker = make_pooled_factory("r3async.envs.dataset:RewardWorker", judging, config, has_oracle=False)
 
-    def __call__(self) -> Dataset:
-        return Dataset(self._tasks, self._rewards, self._blocking)
+    def __call__(self) -> DatasetEnvironment:
+        return DatasetEnvironment(self._tasks, self._rewards, self._make_worker)
 
     @property
     def size(self) -> int:
         return len(self._tasks)
 
-    def fit(self, length: Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], int], most: int) -> int:
-        """Keep the rows whose prompts have at most `most` tokens; returns how many were dropped. `length`: of messages with their
-        tools. Raises `ConfigError` if that is all of them, or `length` raises `ValueError`."""
+    def drop_long_prompts(
+        self, count_tokens: Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], int], max_tokens: int
+    ) -> int:
+        """Keep the rows whose prompts have at most `max_tokens` tokens; returns how many were dropped. `count_tokens`: of
+        messages with their tools. Raises `ConfigError` if that is all of them, or `count_tokens` raises `ValueError`."""
         lengths = []
         for task in self._tasks:
             try:
-                lengths.append(length(task.messages, tools_of(task)))
+                lengths.append(count_tokens(task.messages, parse_tools(task)))
             except ValueError as error:  # of the template
-                raise ConfigError(f"{task.where}: {error}") from error
-        kept = [task for task, tokens in zip(self._tasks, lengths, strict=True) if tokens <= most]
+                raise ConfigError(f"{task.location}: {error}") from error
+        kept = [task for task, tokens in zip(self._tasks, lengths, strict=True) if tokens <= max_tokens]
         if not kept:
             raise ConfigError(
-                f"all {self.size} prompts are longer than `episode.max_prompt_tokens` = {most}; the shortest has "
+                f"all {self.size} prompts are longer than `episode.max_prompt_tokens` = {max_tokens}; the shortest has "
                 f"{min(lengths)} tokens"
             )
         dropped, self._tasks = self.size - len(kept), kept
         return dropped
 
 
-def make(target: str, config: EnvConfig) -> EnvironmentFactory:
+def make_dataset(target: str, config: EnvConfig) -> EnvironmentFactory:
     """See `DatasetFactory`. `target`: the path, which `config.name` has too."""
     return DatasetFactory(config)

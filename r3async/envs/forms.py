@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from r3async.config import ConfigError, DataConfig, did_you_mean
-from r3async.config.data import Template
-from r3async.envs import THOUGHTS, Message
-from r3async.envs.rows import Found, Row
-from r3async.untrusted import Malformed, decode_json
+from r3async.config.data import PromptTemplate
+from r3async.envs import REASONING_KEYS, Message
+from r3async.envs.rows import LocatedRow, Row
+from r3async.untrusted import MalformedError, decode_json
 
-ANSWERS = ("reward_model.ground_truth", "answer", "solution", "ground_truth")
+ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "solution", "ground_truth")
 """Where an answer is looked for, unless `data.answer` says."""
-NOT_SHOWN = {
+UNSUPPORTED_COLUMNS = {
     "chat_template_kwargs": "a row has no variables of its own: set `episode.template_args`, which is for all rows",
     "images": "only text is shown",
     "videos": "only text is shown",
@@ -36,45 +36,45 @@ NOT_SHOWN_OF_A_MESSAGE = {
     "channel": "write a thought as `reasoning_content`, and a call as one of `tool_calls`",
 }
 """Keys of a message that some chat template would show, and what it is given instead."""
-LEARNT = ("weight", "train", "loss")
+TRAIN_FLAG_KEYS = ("weight", "train", "loss")
 """Of a message: what says that an answer is not to be learnt."""
-_FIELD = re.compile(r"\{([^{}\s]+)\}")
+_FIELD_PATTERN = re.compile(r"\{([^{}\s]+)\}")
 MISSING: Any = msgspec.UNSET
 
 
-class Task(NamedTuple):
-    """`messages`: what is asked. `chat`: the row has messages and not a text, and so rewards get messages. `answer`: `MISSING`
+class DatasetTask(NamedTuple):
+    """`messages`: what is asked. `is_chat`: the row has messages and not a text, and so rewards get messages. `answer`: `MISSING`
     where there is none."""
 
     messages: list[Message]
-    chat: bool
+    is_chat: bool
     answer: Any
     row: Row
-    where: str
+    location: str
 
 
-class ShownAnswer(Message, frozen=True):
+class MaskedAnswer(Message, frozen=True):
     """An answer of the assistant that stands in a conversation, and is not to be learnt."""
 
 
-def look_up(row: Mapping[str, Any], name: str) -> Any:
+def look_up_field(row: Mapping[str, Any], name: str) -> Any:
     """The value of a column, or of `a.b` in nested ones; a column whose own name has dots comes first. `MISSING` if none has."""
     if name in row:
         return row[name]
     head, dot, rest = name.partition(".")
     inner = row.get(head, MISSING) if dot else MISSING
-    return look_up(inner, rest) if isinstance(inner, Mapping) else MISSING
+    return look_up_field(inner, rest) if isinstance(inner, Mapping) else MISSING
 
 
-def names_of(row: Mapping[str, Any], prefix: str = "") -> list[str]:
+def list_field_names(row: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Dotted names of everything in a row."""
     out = []
     for key, value in row.items():
-        out += [f"{prefix}{key}", *(names_of(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [])]
+        out += [f"{prefix}{key}", *(list_field_names(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [])]
     return out
 
 
-def fill(template: str, row: Mapping[str, Any], where: str) -> str:
+def fill_template(template: str, row: Mapping[str, Any], where: str) -> str:
     """`template` with each `{name}` replaced by what the row has of that name; `{{` and `}}` stand for braces.
 
     Raises `ConfigError` for a name that the row has not, or that is neither text nor number.
@@ -83,64 +83,72 @@ def fill(template: str, row: Mapping[str, Any], where: str) -> str:
     for part in re.split(r"(\{\{|\}\}|\{[^{}\s]+\})", template):
         if part in ("{{", "}}"):
             out.append(part[0])
-        elif _FIELD.fullmatch(part):
-            value = _required(row, part[1:-1], "data.prompt", where)
+        elif _FIELD_PATTERN.fullmatch(part):
+            value = _require_field(row, part[1:-1], "data.prompt", where)
             if isinstance(value, bool) or not isinstance(value, str | int | float):
-                raise ConfigError(f"{where}: field {part[1:-1]!r} must be a text or a number, not {_short(value)}")
+                raise ConfigError(
+                    f"{where}: field {part[1:-1]!r} must be a text or a number, not {_abbreviate_repr(value)}"
+                )
             out.append(str(value))
         else:
             out.append(part)
     return "".join(out)
 
 
-def task_of(found: Found, data: DataConfig) -> Task:
+def parse_task(located_row: LocatedRow, data: DataConfig) -> DatasetTask:
     """Raises `ConfigError` that names the row and the field."""
-    row, where = found.row, found.where
-    asked, chat = _asked(data.prompt, row, where)
+    row, where = located_row.row, located_row.location
+    asked, chat = _parse_prompt(data.prompt, row, where)
     if data.system:
         if asked[0].role == "system":
             raise ConfigError(f"{where}: the prompt has a system message of its own: leave `data.system` empty")
         asked, chat = [Message("system", data.system), *asked], True
-    task = Task(asked, chat, _answer(data.answer, row, where), row, where)
-    tools_of(task)
+    task = DatasetTask(asked, chat, _find_answer(data.answer, row, where), row, where)
+    parse_tools(task)
     return task
 
 
-def tools_of(task: Task) -> list[dict[str, Any]]:
+def parse_tools(task: DatasetTask) -> list[dict[str, Any]]:
     """What the chat template is given besides the messages: the row's column `tools`, a list or one in JSON. Raises `ConfigError`
     for what are no tools, and for a row with something else that it would have to be given."""
-    for name, remedy in NOT_SHOWN.items():
+    for name, remedy in UNSUPPORTED_COLUMNS.items():
         if task.row.get(name):
-            raise ConfigError(f"{task.where}: its column {name!r} has no effect: {remedy}; leave the column out")
+            raise ConfigError(f"{task.location}: its column {name!r} has no effect: {remedy}; leave the column out")
     tools = task.row.get("tools") or []
     if isinstance(tools, str):
-        with contextlib.suppress(Malformed):
+        with contextlib.suppress(MalformedError):
             tools = decode_json(tools) or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ConfigError(f"{task.where}: `tools` must be a list of JSON schemas, or its text, not {_short(tools)}")
+        raise ConfigError(
+            f"{task.location}: `tools` must be a list of JSON schemas, or its text, not {_abbreviate_repr(tools)}"
+        )
     return tools
 
 
-def _asked(prompt: Template, row: Row, where: str) -> tuple[list[Message], bool]:
+def _parse_prompt(prompt: PromptTemplate, row: Row, where: str) -> tuple[list[Message], bool]:
     """The prompt's messages, and whether it was written as messages."""
     if not isinstance(prompt, str):
-        return _messages([{key: fill(text, row, where) for key, text in each.items()} for each in prompt], where), True
-    if _FIELD.search(prompt):
-        text = fill(prompt, row, where)
+        return _parse_prompt_messages(
+            [{key: fill_template(text, row, where) for key, text in each.items()} for each in prompt], where
+        ), True
+    if _FIELD_PATTERN.search(prompt):
+        text = fill_template(prompt, row, where)
     else:
-        value = _required(row, prompt, "data.prompt", where)
+        value = _require_field(row, prompt, "data.prompt", where)
         if isinstance(value, list):
-            return _messages(value, where), True
+            return _parse_prompt_messages(value, where), True
         if not isinstance(value, str):
-            raise ConfigError(f"{where}: field {prompt!r} must be a text or chat messages, not {_short(value)}")
+            raise ConfigError(
+                f"{where}: field {prompt!r} must be a text or chat messages, not {_abbreviate_repr(value)}"
+            )
         text = value
     if not text.strip():
         raise ConfigError(f"{where}: the prompt is empty")
     return [Message("user", text)], False
 
 
-def _messages(given: list[Any], where: str) -> list[Message]:
-    messages = messages_of(given, where)
+def _parse_prompt_messages(value: list[Any], where: str) -> list[Message]:
+    messages = parse_messages(value, where)
     if not messages:
         raise ConfigError(f"{where}: the prompt has no messages")
     if messages[-1].role == "assistant":
@@ -148,77 +156,81 @@ def _messages(given: list[Any], where: str) -> list[Message]:
     return messages
 
 
-def messages_of(given: Any, where: str) -> list[Message]:
+def parse_messages(value: Any, where: str) -> list[Message]:
     """Chat messages of a row. Raises `ConfigError` for what are none, or have what cannot be shown."""
-    if not isinstance(given, list):
+    if not isinstance(value, list):
         raise ConfigError(
-            f"{where}: a chat message must have role and content, and stand in a list, not {_short(given)}"
+            f"{where}: a chat message must have role and content, and stand in a list, not {_abbreviate_repr(value)}"
         )
-    return [_message(each, where) for each in given]
+    return [_parse_message(each, where) for each in value]
 
 
-def _message(given: Any, where: str) -> Message:
-    kept = {k: v for k, v in given.items() if v is not None} if isinstance(given, Mapping) else given
+def _parse_message(value: Any, where: str) -> Message:
+    kept = {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else value
     if isinstance(kept, dict):
         if name := next((name for name in NOT_SHOWN_OF_A_MESSAGE if kept.get(name)), None):
             raise ConfigError(f"{where}: a message has a `{name}`, which is not shown: {NOT_SHOWN_OF_A_MESSAGE[name]}")
-        kept["content"] = _joined(kept.get("content", "" if kept.get("tool_calls") else None), where)
-        thoughts = [kept.pop(name) for name in THOUGHTS if kept.get(name)]
+        kept["content"] = _join_text_blocks(kept.get("content", "" if kept.get("tool_calls") else None), where)
+        thoughts = [kept.pop(name) for name in REASONING_KEYS if kept.get(name)]
         if any(thought != thoughts[0] for thought in thoughts):
-            raise ConfigError(f"{where}: a message has different thoughts in {', '.join(THOUGHTS)}")
+            raise ConfigError(f"{where}: a message has different thoughts in {', '.join(REASONING_KEYS)}")
         kept |= {"reasoning_content": thoughts[0]} if thoughts else {}
         if isinstance(calls := kept.get("tool_calls"), list):
-            kept["tool_calls"] = [_structured(call) for call in calls]
+            kept["tool_calls"] = [_decode_call_arguments(call) for call in calls]
     try:
-        return msgspec.convert(kept, Message if _is_learnt(kept, where) else ShownAnswer)
+        return msgspec.convert(kept, Message if _is_trained(kept, where) else MaskedAnswer)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: a chat message must have role and content, both texts: {error}") from error
 
 
-def _joined(content: Any, where: str) -> Any:
+def _join_text_blocks(content: Any, where: str) -> Any:
     """The text of content in blocks; else the content as it is."""
     if not isinstance(content, list):
         return content
     texts = [each.get("text") if isinstance(each, Mapping) and each.get("type") == "text" else None for each in content]
     if not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"{where}: the content of a message must be text, or blocks of text, not {_short(content)}")
+        raise ConfigError(
+            f"{where}: the content of a message must be text, or blocks of text, not {_abbreviate_repr(content)}"
+        )
     return "".join(text for text in texts if text)
 
 
-def _structured(call: Any) -> Any:
+def _decode_call_arguments(call: Any) -> Any:
     """A call with arguments as an object, which is what templates write best; where they are none, as it is."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
-        with contextlib.suppress(Malformed):
+        with contextlib.suppress(MalformedError):
             if isinstance(arguments := decode_json(text), dict):
                 return {**call, "function": {**function, "arguments": arguments}}
     return call
 
 
-def _is_learnt(message: Any, where: str) -> bool:
-    marks = {name: message[name] for name in LEARNT if name in message} if isinstance(message, Mapping) else {}
+def _is_trained(message: Any, where: str) -> bool:
+    marks = {name: message[name] for name in TRAIN_FLAG_KEYS if name in message} if isinstance(message, Mapping) else {}
     if wrong := [name for name, mark in marks.items() if mark not in (0, 1)]:
         raise ConfigError(
-            f"{where}: `{wrong[0]}` = {_short(marks[wrong[0]])} of a message: an answer is learnt (1) or only shown (0)"
+            f"{where}: `{wrong[0]}` = {_abbreviate_repr(marks[wrong[0]])} of a message: an answer is learnt (1) or only shown (0)"
         )
     return all(marks.values())
 
 
-def _answer(name: str, row: Row, where: str) -> Any:
+def _find_answer(name: str, row: Row, where: str) -> Any:
     if name:
-        return _required(row, name, "data.answer", where)
-    return next((value for each in ANSWERS if (value := look_up(row, each)) not in (MISSING, None)), MISSING)
+        return _require_field(row, name, "data.answer", where)
+    return next(
+        (value for each in ANSWER_COLUMNS if (value := look_up_field(row, each)) not in (MISSING, None)), MISSING
+    )
 
 
-def _required(row: Mapping[str, Any], name: str, setting: str, where: str) -> Any:
-    value = look_up(row, name)
+def _require_field(row: Mapping[str, Any], name: str, setting: str, where: str) -> Any:
+    value = look_up_field(row, name)
     if value is MISSING or value is None:
-        names = [each for each in names_of(row) if look_up(row, each) is not None]
+        names = [each for each in list_field_names(row) if look_up_field(row, each) is not None]
         hint = did_you_mean(name, names, f"its fields: {', '.join(names)}.")
         raise ConfigError(f"{where}: no field {name!r}; {hint} Name the field with `{setting}`.")
     return value
 
 
-def _short(value: Any) -> str:
+def _abbreviate_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"{text[:77]}..."

@@ -18,14 +18,14 @@ import msgspec
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, Environment, EnvironmentFactory, EnvironmentFailed, Message, StepResult
-from r3async.envs.pool import passed_on
-from r3async.envs.tool_calls import tool_results
+from r3async.envs.pool import filter_variables
+from r3async.envs.tool_calls import run_tool_calls
 
-ENDING_SECONDS = 10.0
+SHUTDOWN_SECONDS = 10.0
 """What servers may take to end; the package `mcp` kills them before that."""
 
 
-class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class McpServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`command`: words, with their `directory`; or the `url` of a server that runs, with `headers`, in which `$NAME` stands for a
     variable of `environment`. `tools`: those that are offered; empty for all. What may be a secret of it is written nowhere: see
     `EnvConfig`."""
@@ -44,7 +44,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ValueError("`url` must begin with http:// or https://")
 
-    def filled(self, variables: Mapping[str, str]) -> dict[str, str]:
+    def resolve_headers(self, variables: Mapping[str, str]) -> dict[str, str]:
         """The `headers`. Raises `ValueError` for a variable that there is not."""
         try:
             return {name: Template(value).substitute(variables) for name, value in self.headers.items()}
@@ -52,11 +52,11 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"`headers` name {error.args[0]}, which is no variable of `environment`") from None
 
 
-class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class McpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`env.args` of `mcp:TASK`. `task`: the arguments of TASK; `environment`: variables of all servers; `calls`: in an episode,
     and `calls_at_once` in an answer. Seconds, characters of a result."""
 
-    servers: dict[str, Server]
+    servers: dict[str, McpServerConfig]
     task: dict[str, Any] = {}
     environment: dict[str, str] = {}
     calls: int = 16
@@ -69,65 +69,71 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.servers:
             raise ValueError("`servers` names no server")
         for server in self.servers.values():
-            server.filled(self.environment)
+            server.resolve_headers(self.environment)
         for name in ("calls", "calls_at_once", "call_timeout", "start_timeout", "output_characters"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` = {getattr(self, name)!r} must be above 0")
 
 
-def make(target: str, config: EnvConfig) -> EnvironmentFactory:
+def make_mcp(target: str, config: EnvConfig) -> EnvironmentFactory:
     """Raises `ConfigError` for wrong `env.args`, a TASK that there is not, or without the package `mcp`."""
-    from r3async.envs.factory import environment_factory, optional_package
+    from r3async.envs.factory import build_environment_factory, import_optional_package
 
-    optional_package("mcp", config, extra="mcp")
+    import_optional_package("mcp", config, extra="mcp")
     try:
-        settings = msgspec.convert(config.arguments(), McpSettings)
+        settings = msgspec.convert(config.reveal_args(), McpConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"`env.args` of {config.name!r}: {error}") from error
-    inner = environment_factory(msgspec.structs.replace(config, name=target, args=settings.task))
-    return lambda: McpEnvironment(inner(), settings, passed_on(config.variables))
+    inner = build_environment_factory(msgspec.structs.replace(config, name=target, args=settings.task))
+    return lambda: McpEnvironment(inner(), settings, filter_variables(config.variables))
 
 
 class McpServers:
     """The servers of one episode, from `start` to `stop`. A task of its own holds the connections: they have to be closed by
     whoever opened them."""
 
-    def __init__(self, settings: McpSettings, variables: Mapping[str, str]):
+    def __init__(self, settings: McpConfig, variables: Mapping[str, str]):
         self.tools: list[dict[str, Any]] = []
         self._settings = settings
         self._variables = {**variables, **settings.environment}
-        self._owners: dict[str, tuple[Any, str]] = {}
+        self._tool_owners: dict[str, tuple[Any, str]] = {}
         """By the name that the policy knows: the client, and the name that its server knows."""
-        self._started, self._ending = False, asyncio.Event()
-        self._holding: asyncio.Task[None] | None = None
+        self._is_started, self._stop_requested = False, asyncio.Event()
+        self._connection_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Raises `EnvironmentFailed` for a server that does not start in time, or a tool of a name that there is twice."""
         loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = loop.create_future()
-        self._holding = asyncio.create_task(self._hold(started))
+        self._connection_task = asyncio.create_task(self._run_connections(started))
         seconds = self._settings.start_timeout
-        done, _ = await asyncio.wait([started, self._holding], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            [started, self._connection_task], timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
         if started in done:
             return
         why = f"took longer than `start_timeout` = {seconds:g} s"
-        if self._holding in done and (error := self._holding.exception()) is not None:
-            why = f"failed: {_cause(error)}"
+        if self._connection_task in done and (error := self._connection_task.exception()) is not None:
+            why = f"failed: {_describe_root_cause(error)}"
         await self.stop()
         raise EnvironmentFailed(f"the MCP servers {', '.join(self._settings.servers)} could not start: that {why}")
 
-    async def _hold(self, started: asyncio.Future[None]) -> None:
+    async def _run_connections(self, started: asyncio.Future[None]) -> None:
         from mcp import Client
 
         async with contextlib.AsyncExitStack() as stack:
             for name, server in self._settings.servers.items():
-                transport = await (self._running(server, stack) if server.url else self._begun(server, stack))
-                await self._add(name, server, await stack.enter_async_context(Client(transport)))
-            self._started = True
+                transport = await (
+                    self._open_http_transport(server, stack)
+                    if server.url
+                    else self._open_stdio_transport(server, stack)
+                )
+                await self._register_tools(name, server, await stack.enter_async_context(Client(transport)))
+            self._is_started = True
             started.set_result(None)
-            await self._ending.wait()
+            await self._stop_requested.wait()
 
-    async def _begun(self, server: Server, stack: contextlib.AsyncExitStack) -> Any:
+    async def _open_stdio_transport(self, server: McpServerConfig, stack: contextlib.AsyncExitStack) -> Any:
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 
@@ -137,14 +143,14 @@ class McpServers:
         )
         return stdio_client(parameters, errlog=errors)
 
-    async def _running(self, server: Server, stack: contextlib.AsyncExitStack) -> Any:
+    async def _open_http_transport(self, server: McpServerConfig, stack: contextlib.AsyncExitStack) -> Any:
         from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
-        headers = server.filled(self._settings.environment)
+        headers = server.resolve_headers(self._settings.environment)
         client = await stack.enter_async_context(create_mcp_http_client(headers))
         return streamable_http_client(server.url, http_client=client)
 
-    async def _add(self, name: str, server: Server, client: Any) -> None:
+    async def _register_tools(self, name: str, server: McpServerConfig, client: Any) -> None:
         found, cursor = [], None
         while True:
             page = await client.list_tools(cursor=cursor)
@@ -156,83 +162,83 @@ class McpServers:
         for tool in found:
             if server.tools and tool.name not in server.tools:
                 continue
-            if tool.name in self._owners:
+            if tool.name in self._tool_owners:
                 raise EnvironmentFailed(f"two servers have a tool {tool.name!r}: name the tools of each server")
-            self._owners[tool.name] = (client, tool.name)
+            self._tool_owners[tool.name] = (client, tool.name)
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             self.tools.append({"type": "function", "function": function})
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
         """The text that the tool says. Raises `ValueError` for one that there is not, and what the server or its loss raises."""
-        if name not in self._owners:
-            raise ValueError(f"there is no tool {name!r}, only {', '.join(self._owners)}")
-        client, known = self._owners[name]
+        if name not in self._tool_owners:
+            raise ValueError(f"there is no tool {name!r}, only {', '.join(self._tool_owners)}")
+        client, known = self._tool_owners[name]
         result = await client.call_tool(known, arguments)
         text = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
         return f"error: {text}" if result.is_error else text
 
     async def stop(self) -> None:
         """End the servers. Idempotent."""
-        if self._holding is None:
+        if self._connection_task is None:
             return
-        holding, self._holding = self._holding, None
-        if self._started:
-            self._ending.set()
+        holding, self._connection_task = self._connection_task, None
+        if self._is_started:
+            self._stop_requested.set()
         else:
             holding.cancel()
         # Once is enough: its own ending closes stdin, asks, and then kills, each within seconds.
-        done, _ = await asyncio.wait([holding], timeout=ENDING_SECONDS)
+        done, _ = await asyncio.wait([holding], timeout=SHUTDOWN_SECONDS)
         for task in done:
             if not task.cancelled():
                 task.exception()  # it is known, or comes too late to matter
 
 
-def _cause(error: BaseException) -> str:
+def _describe_root_cause(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     return str(error) or repr(error)
 
 
 class McpEnvironment:
-    """`task` with the tools of MCP servers: an answer with calls is answered by their results, any other by `task`."""
+    """`inner_env` with the tools of MCP servers: an answer with calls is answered by their results, any other by `inner_env`."""
 
-    def __init__(self, task: Environment, settings: McpSettings, variables: Mapping[str, str]):
-        self._task, self._settings, self._variables = task, settings, variables
+    def __init__(self, inner_env: Environment, settings: McpConfig, variables: Mapping[str, str]):
+        self._inner_env, self._settings, self._variables = inner_env, settings, variables
         self._servers = McpServers(settings, variables)
-        self._calls = 0
+        self._call_count = 0
         for name in ("size", "oracle", "random_answer", "takes_tokens"):
-            if hasattr(task, name):
-                setattr(self, name, getattr(task, name))
+            if hasattr(inner_env, name):
+                setattr(self, name, getattr(inner_env, name))
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        return [*getattr(self._task, "tools", ()), *self._servers.tools]
+        return [*getattr(self._inner_env, "tools", ()), *self._servers.tools]
 
     async def reset(self, task_seed: int) -> list[Message]:
         await self._servers.stop()
-        self._servers, self._calls = McpServers(self._settings, self._variables), 0
+        self._servers, self._call_count = McpServers(self._settings, self._variables), 0
         await self._servers.start()
-        return await self._task.reset(task_seed)
+        return await self._inner_env.reset(task_seed)
 
     async def step(self, action: Action) -> StepResult:
         settings = self._settings
-        left = settings.calls - self._calls
-        results = await tool_results(
+        left = settings.calls - self._call_count
+        results = await run_tool_calls(
             action.text,
             self._servers.tools if left > 0 else (),
-            self._servers.call,
+            self._servers.call_tool,
             seconds=settings.call_timeout,
-            at_once=min(settings.calls_at_once, left),
-            characters=settings.output_characters,
+            max_calls=min(settings.calls_at_once, left),
+            max_characters=settings.output_characters,
             thinking=action.thinking,
         )
         if not results:
-            return await self._task.step(action)
-        self._calls += len(results)
+            return await self._inner_env.step(action)
+        self._call_count += len(results)
         return StepResult(0.0, results, metrics={"tool_calls": len(results)})
 
     async def close(self) -> None:
         await self._servers.stop()
-        close = getattr(self._task, "close", None)
+        close = getattr(self._inner_env, "close", None)
         if close is not None and asyncio.iscoroutine(waiting := close()):
             await waiting

@@ -9,22 +9,22 @@ from typing import Any
 import msgspec
 
 from r3async.config import (
-    MIX,
+    MIX_ENV,
     Config,
     ConfigError,
     EnvConfig,
-    EvaluatedEnv,
-    EvaluationSet,
-    environments,
-    parts_of,
+    EvaluationEnvConfig,
+    EvaluationSetConfig,
+    parse_mix_entries,
+    resolve_envs,
 )
-from r3async.data.mixed import parted
+from r3async.data.mixed import split_seed
 from r3async.envs import Action, Environment, EnvironmentFactory, Message, StepResult
-from r3async.envs.dataset import held_out
-from r3async.envs.factory import environment_factory
+from r3async.envs.dataset import select_held_out_rows
+from r3async.envs.factory import build_environment_factory
 
 
-class Mixed:
+class MixedEnvironment:
     """An episode of one of several environments, which the seed at `reset` chooses. Whatever else is asked of it, such as `tools`
     or `oracle`, is asked of that one; before, of the first."""
 
@@ -33,12 +33,12 @@ class Mixed:
 
     def __init__(self, factories: Sequence[EnvironmentFactory]):
         self._factories = factories
-        self._entry, self._env = 0, factories[0]()
+        self._env_index, self._env = 0, factories[0]()
 
     async def reset(self, task_seed: int) -> list[Message]:
-        entry, seed = parted(task_seed, len(self._factories))
-        if entry != self._entry:
-            before, self._entry, self._env = self._env, entry, self._factories[entry]()
+        entry, seed = split_seed(task_seed, len(self._factories))
+        if entry != self._env_index:
+            before, self._env_index, self._env = self._env, entry, self._factories[entry]()
             close = getattr(before, "close", None)
             if close is not None and inspect.isawaitable(waiting := close()):
                 await waiting
@@ -53,42 +53,42 @@ class Mixed:
         return getattr(self._env, name)
 
 
-class MixedFactory:
-    """Makes them. `parts`: the factory of each environment, by label, in the order of the labels."""
+class MixedEnvironmentFactory:
+    """Makes them. `factories`: the factory of each environment, by label, in the order of the labels."""
 
     def __init__(self, config: EnvConfig):
         """Raises `ConfigError` that names the entry."""
-        self.entries = parts_of(config)
-        self.parts: dict[str, EnvironmentFactory] = {}
-        for label, entry in self.entries.items():
-            if entry.name == MIX or entry.name.startswith(("agent:", "agent-")):
-                what = "an agent" if entry.name != MIX else "a mix"
+        self.entry_configs = parse_mix_entries(config)
+        self.factories: dict[str, EnvironmentFactory] = {}
+        for label, entry in self.entry_configs.items():
+            if entry.name == MIX_ENV or entry.name.startswith(("agent:", "agent-")):
+                what = "an agent" if entry.name != MIX_ENV else "a mix"
                 raise ConfigError(
                     f"`env.args.{label}.name` = {entry.name!r}: {what} cannot be one of several environments"
                 )
             try:
-                self.parts[label] = environment_factory(entry)
+                self.factories[label] = build_environment_factory(entry)
             except ConfigError as error:
                 raise ConfigError(f"[env.args.{label}] {error}") from error
 
     def __call__(self) -> Environment:
-        return Mixed(list(self.parts.values()))
+        return MixedEnvironment(list(self.factories.values()))
 
 
-def make(target: str, config: EnvConfig) -> EnvironmentFactory:
-    """See `MixedFactory`."""
-    return MixedFactory(config)
+def make_mix(target: str, config: EnvConfig) -> EnvironmentFactory:
+    """See `MixedEnvironmentFactory`."""
+    return MixedEnvironmentFactory(config)
 
 
-def evaluate_each(config: Config) -> Config:
+def add_default_evaluation_sets(config: Config) -> Config:
     """`config`; where several environments are trained and nothing says what is evaluated, each of them is, as a set that has its
     label: a dataset with the rows that its `eval` keeps from training."""
     settings = config.evaluation
-    if config.env.name != MIX or settings.sets or settings.env.name:
+    if config.env.name != MIX_ENV or settings.sets or settings.env.name:
         return config
     sets = {}
-    for each in environments(config):
-        env = held_out(each.env)
+    for each in resolve_envs(config):
+        env = select_held_out_rows(each.env)
         given = {name: getattr(env, name) for name in EnvConfig.__struct_fields__}
-        sets[each.label] = EvaluationSet(env=EvaluatedEnv(**given))
+        sets[each.label] = EvaluationSetConfig(env=EvaluationEnvConfig(**given))
     return msgspec.structs.replace(config, evaluation=msgspec.structs.replace(settings, sets=sets))

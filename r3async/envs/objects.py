@@ -15,41 +15,41 @@ from typing import Any
 
 from r3async.config import ConfigError, EnvConfig
 
-OBJECT = "object"
-_held: dict[str, bytes] = {}
+OBJECT_PREFIX = "object"
+_pickled_objects: dict[str, bytes] = {}
 """By name, of this process."""
 
 
-def hold(objects: Mapping[str, bytes]) -> None:
+def register_objects(objects: Mapping[str, bytes]) -> None:
     """Have `object:NAME` stand for the objects, pickled, in this process."""
-    _held.update(objects)
+    _pickled_objects.update(objects)
 
 
-def all_held() -> dict[str, bytes]:
-    """For `hold` in another process."""
-    return dict(_held)
+def get_registered_objects() -> dict[str, bytes]:
+    """For `register_objects` in another process."""
+    return dict(_pickled_objects)
 
 
-def is_object(path: str) -> bool:
-    return path.partition(":")[0] == OBJECT
+def is_object_name(path: str) -> bool:
+    return path.partition(":")[0] == OBJECT_PREFIX
 
 
-def pickled(path: str, setting: str) -> bytes:
+def get_pickled_object(path: str, setting: str) -> bytes:
     """Raises `ConfigError` for an object that this process was not given."""
     name = path.partition(":")[2]
-    if name not in _held:
+    if name not in _pickled_objects:
         raise ConfigError(
             f"`{setting}` = {path!r} is an object that a program gave r3async.train, and no file keeps it: give it again, with "
             f"r3async.train(…) or r3async.evaluate(…) and {name} where it was"
         )
-    return _held[name]
+    return _pickled_objects[name]
 
 
-def loaded(path: str, setting: str) -> Any:
+def load_object(path: str, setting: str) -> Any:
     """The object. Raises `ConfigError` also for one that cannot be loaded here, such as one of a module that is not."""
-    data = pickled(path, setting)
+    data = get_pickled_object(path, setting)
     try:
-        return _loaded(data)
+        return _unpickle_cached(data)
     except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise ConfigError(
             f"`{setting}`: {path.partition(':')[2]} cannot be loaded in this process: {type(error).__name__}: {error}"
@@ -57,50 +57,52 @@ def loaded(path: str, setting: str) -> Any:
 
 
 @functools.lru_cache(maxsize=32)
-def _loaded(data: bytes) -> Any:
+def _unpickle_cached(data: bytes) -> Any:
     return pickle.loads(data)
 
 
-def remade(data: bytes, arguments: dict[str, Any]) -> Any:
+def construct_from_pickle(data: bytes, arguments: dict[str, Any]) -> Any:
     """An environment, in a process of the pool."""
-    return _loaded(data)(**arguments)
+    return _unpickle_cached(data)(**arguments)
 
 
-def named(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def extract_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """`settings` with `object:NAME` in the place of each class and function among them, and these, pickled, by name.
 
     Raises `ConfigError` for what cannot be pickled, naming the setting, the object, and what in it is the reason.
     """
     objects: dict[str, bytes] = {}
 
-    def walk(value: Any, where: str) -> Any:
+    def replace_objects(value: Any, where: str) -> Any:
         if isinstance(value, Mapping):
-            return {key: walk(inner, f"{where}.{key}" if where else str(key)) for key, inner in value.items()}
+            return {
+                key: replace_objects(inner, f"{where}.{key}" if where else str(key)) for key, inner in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [walk(inner, f"{where}[{at}]") for at, inner in enumerate(value)]
-        if not callable(value) and not _plays(value):
+            return [replace_objects(inner, f"{where}[{at}]") for at, inner in enumerate(value)]
+        if not callable(value) and not _is_environment(value):
             return value
-        data, name = _pickle(value, where), _name(value)
+        data, name = _pickle_object(value, where), _name_object(value)
         name = next(each for each in (name, *(f"{name}{n}" for n in range(2, 99))) if objects.get(each, data) == data)
         objects[name] = data
-        return f"{OBJECT}:{name}"
+        return f"{OBJECT_PREFIX}:{name}"
 
-    return walk(settings, ""), objects
+    return replace_objects(settings, ""), objects
 
 
-def _plays(value: object) -> bool:
+def _is_environment(value: object) -> bool:
     return callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
 
 
-def _name(value: Any) -> str:
+def _name_object(value: Any) -> str:
     name = getattr(value, "__name__", type(value).__name__)
     return name if name.isidentifier() else "function"
 
 
-def _pickle(value: Any, where: str) -> bytes:
+def _pickle_object(value: Any, where: str) -> bytes:
     import cloudpickle
 
-    if _plays(value) and not inspect.isclass(value):
+    if _is_environment(value) and not inspect.isclass(value):
         raise ConfigError(
             f"`{where}` is one {type(value).__name__}, and every episode needs an environment of its own: give the class, or a "
             f"function that makes one, such as lambda: {type(value).__name__}(…)"
@@ -108,15 +110,16 @@ def _pickle(value: Any, where: str) -> bytes:
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:  # what is in it may raise anything
-        blame = ", ".join(_unpicklable(value, cloudpickle.dumps))
+        blame = ", ".join(_find_unpicklable(value, cloudpickle.dumps))
         raise ConfigError(
-            f"`{where}` = {_name(value)} cannot be sent to the generators{f', because of {blame}' if blame else ''}: "
-            f"{type(error).__name__}: {error}. Make it where it is used (in `reset`, or in the function), or put {_name(value)} "
+            f"`{where}` = {_name_object(value)} cannot be sent to the generators{f', because of {blame}' if blame else ''}: "
+            f"{type(error).__name__}: {error}. Make it where it is used (in `reset`, or in the function), or put "
+            f"{_name_object(value)} "
             'into a module and name it "module:name"'
         ) from error
 
 
-def _unpicklable(value: Any, dumps: Callable[[Any], bytes]) -> list[str]:
+def _find_unpicklable(value: Any, dumps: Callable[[Any], bytes]) -> list[str]:
     """Names of what a function, or the functions of a class, refer to and cannot be pickled."""
     functions = [f for f in vars(value).values() if inspect.isfunction(f)] if inspect.isclass(value) else [value]
     used: dict[str, Any] = dict(vars(value)) if inspect.isclass(value) else {}
@@ -134,9 +137,9 @@ def _unpicklable(value: Any, dumps: Callable[[Any], bytes]) -> list[str]:
     return bad
 
 
-def environment_with(objects: Mapping[str, bytes], config: EnvConfig) -> Callable[[], Any]:
-    """`environment_factory` where `objects` are held: of a generator that plays them."""
-    from r3async.envs.factory import environment_factory
+def build_factory_with_objects(objects: Mapping[str, bytes], config: EnvConfig) -> Callable[[], Any]:
+    """`build_environment_factory` where `objects` are held: of a generator that plays them."""
+    from r3async.envs.factory import build_environment_factory
 
-    hold(objects)
-    return environment_factory(config)
+    register_objects(objects)
+    return build_environment_factory(config)

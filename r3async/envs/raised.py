@@ -9,19 +9,19 @@ from types import TracebackType
 
 import msgspec
 
-from r3async.envs import EnvironmentFailed, WrongEnvironment
+from r3async.envs import EnvironmentFailed, EnvironmentProtocolError
 
-OURS = f"{Path(__file__).parents[1]}/"
-PYTHON, PACKAGES = (
+PACKAGE_ROOT = f"{Path(__file__).parents[1]}/"
+STDLIB_ROOTS, SITE_PACKAGES_ROOTS = (
     tuple(f"{sysconfig.get_paths()[name]}/" for name in names)
     for names in (("stdlib", "platstdlib"), ("purelib", "platlib"))
 )
-TEXT_CHARACTERS = 500
-TRACE_CHARACTERS = 3000
+MAX_TEXT_CHARACTERS = 500
+MAX_TRACE_CHARACTERS = 3000
 """Of a traceback, from its end."""
 
 
-class Raised(msgspec.Struct, frozen=True, omit_defaults=True):
+class ErrorSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     """An error of an episode. `error`: as `ValueError: what it says`. `place`: the innermost frame of the user's code, as
     `rewards.py:12 in score`; "" if none of that raised it. `trace`: the end of the traceback.
 
@@ -38,43 +38,43 @@ class Raised(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{self.error} ({self.place})" if self.place else self.error
 
 
-class EnvironmentRaised(EnvironmentFailed):
-    """An environment raised in a process of its own. `raised`: what, as it was found there."""
+class RemoteEnvironmentError(EnvironmentFailed):
+    """An environment raised in a process of its own. `summary`: what, as it was found there."""
 
-    def __init__(self, message: str, raised: Raised):
-        super().__init__(message, raised)
-        self.raised = raised
+    def __init__(self, message: str, summary: ErrorSummary):
+        super().__init__(message, summary)
+        self.summary = summary
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
-def describe_raised(error: BaseException) -> Raised:
+def summarize_error(error: BaseException) -> ErrorSummary:
     """What an episode failed with."""
-    chain = _causes(error)
+    chain = _collect_causes(error)
     for each in chain:
-        if isinstance(each, EnvironmentRaised):
-            return each.raised
-    place = next(filter(None, (_place(each.__traceback__) for each in chain)), "")
-    trace = _printed("".join(traceback.format_exception(error)))[-TRACE_CHARACTERS:]
+        if isinstance(each, RemoteEnvironmentError):
+            return each.summary
+    place = next(filter(None, (_find_user_frame(each.__traceback__) for each in chain)), "")
+    trace = _escape_unprintable("".join(traceback.format_exception(error)))[-MAX_TRACE_CHARACTERS:]
     passing = any(isinstance(each, OSError) for each in chain)
-    return Raised(_text(chain[0]), place, trace, passing)
+    return ErrorSummary(_format_error(chain[0]), place, trace, passing)
 
 
-def repeats(error: BaseException, raised: Raised, before: Raised | None) -> bool:
-    """Whether the user's code raised at the same place as the try `before` did, so that one more would raise it again."""
-    if before is None or raised.passing:
+def is_repeated_error(error: BaseException, summary: ErrorSummary, previous: ErrorSummary | None) -> bool:
+    """Whether the user's code raised at the same place as the try `previous` did, so that one more would raise it again."""
+    if previous is None or summary.passing:
         return False
-    if isinstance(error, WrongEnvironment):
-        return raised.error == before.error
-    return bool(raised.place) and (raised.place, _kind(raised)) == (before.place, _kind(before))
+    if isinstance(error, EnvironmentProtocolError):
+        return summary.error == previous.error
+    return bool(summary.place) and (summary.place, _error_type(summary)) == (previous.place, _error_type(previous))
 
 
-def _kind(raised: Raised) -> str:
+def _error_type(raised: ErrorSummary) -> str:
     return raised.error.partition(":")[0]
 
 
-def _causes(error: BaseException | None) -> list[BaseException]:
+def _collect_causes(error: BaseException | None) -> list[BaseException]:
     """It, and what it was raised from; of a group, the first."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
@@ -86,32 +86,34 @@ def _causes(error: BaseException | None) -> list[BaseException]:
     return chain
 
 
-def _text(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     """In one line. Of several, ours is the first, and where others have a traceback in their text, the last says what it was."""
     try:
-        whole = _printed(str(error))
+        whole = _escape_unprintable(str(error))
     except Exception:  # `__str__` is the user's, too
         whole = ""
     lines = [line.strip() for line in whole.splitlines() if line.strip()]
     name, ours = type(error).__name__, type(error).__module__.startswith("r3async.")
     said = "" if not lines else lines[0] if ours or len(lines) == 1 else f"{lines[0]} … {lines[-1]}"
     text = said if ours and said else f"{name}: {said}" if said else name
-    return text if len(text) <= TEXT_CHARACTERS else f"{text[: TEXT_CHARACTERS - 1]}…"
+    return text if len(text) <= MAX_TEXT_CHARACTERS else f"{text[: MAX_TEXT_CHARACTERS - 1]}…"
 
 
-def _printed(text: str) -> str:
+def _escape_unprintable(text: str) -> str:
     """What every file and message takes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _place(trace: TracebackType | None) -> str:
+def _find_user_frame(trace: TracebackType | None) -> str:
     """Of the innermost frame that is the user's own; without one, of the package that was called."""
-    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith((OURS, "<frozen "))]
-    packaged = [f for f in frames if f.filename.startswith(PACKAGES)]
-    found = [f for f in frames if not f.filename.startswith((*PYTHON, *PACKAGES))]
-    found = found or [f for f in packaged if _package(f.filename) == _package(packaged[0].filename)]
+    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith((PACKAGE_ROOT, "<frozen "))]
+    packaged = [f for f in frames if f.filename.startswith(SITE_PACKAGES_ROOTS)]
+    found = [f for f in frames if not f.filename.startswith((*STDLIB_ROOTS, *SITE_PACKAGES_ROOTS))]
+    found = found or [f for f in packaged if _package_name(f.filename) == _package_name(packaged[0].filename)]
     return f"{Path(found[-1].filename).name}:{found[-1].lineno} in {found[-1].name}" if found else ""
 
 
-def _package(filename: str) -> str:
-    return next(filename.removeprefix(root).partition("/")[0] for root in PACKAGES if filename.startswith(root))
+def _package_name(filename: str) -> str:
+    return next(
+        filename.removeprefix(root).partition("/")[0] for root in SITE_PACKAGES_ROOTS if filename.startswith(root)
+    )

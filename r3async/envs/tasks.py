@@ -1,4 +1,4 @@
-"""The tasks that are built in: one class each, by its name in `env.name` (`factory.BUILT_IN`)."""
+"""The tasks that are built in: one class each, by its name in `env.name` (`factory.BUILTIN_ENVIRONMENTS`)."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from fractions import Fraction
 from typing import Any
 
 from r3async.envs import Action, Message, StepResult
-from r3async.untrusted import Malformed, decode_json
+from r3async.untrusted import MalformedError, decode_json
 
-MAX_CHARACTERS = 200
+MAX_EXPRESSION_CHARACTERS = 200
 MAX_DIGITS = 12
 FORMAT_REWARD = 0.1
-TOOL = "calculate"
+CALCULATOR_TOOL = "calculate"
 
 
-def position_reward(answer: Action, want: str) -> float:
+def score_positions(answer: Action, expected: str) -> float:
     """Fraction of right positions, the end of the answer included: in `0..1`.
 
     Position `i < len(want)` is right if the answer's character there is; the end is right if the policy itself
     stopped after exactly `len(want)` characters. Dense (a half-right answer earns half) and exactly scored.
     """
-    right = sum(a == b for a, b in zip(answer.text, want, strict=False))
-    ended = answer.stop_reason == "stop" and len(answer.text) == len(want)
-    return (right + ended) / (len(want) + 1)
+    right = sum(a == b for a, b in zip(answer.text, expected, strict=False))
+    ended = answer.stop_reason == "stop" and len(answer.text) == len(expected)
+    return (right + ended) / (len(expected) + 1)
 
 
-class _Spelling:
+class _SpellingTask:
     """Letters in each turn, of which an answer is made. Reward of a turn: the fraction of right positions, the end of the
-    answer included (`position_reward`), over `turns`: at most 1 in all."""
+    answer included (`score_positions`), over `turns`: at most 1 in all."""
 
     def __init__(self, turns: int):
         self.turns = turns
-        self._given: list[str] = []
+        self._turn_letters: list[str] = []
         self._turn = 0
 
-    def _begin(self, given: list[str]) -> list[Message]:
-        self._given, self._turn = given, 0
-        return [Message("user", given[0])]
+    def _start_episode(self, turn_letters: list[str]) -> list[Message]:
+        self._turn_letters, self._turn = turn_letters, 0
+        return [Message("user", turn_letters[0])]
 
     def oracle(self) -> str:
         raise NotImplementedError
 
     async def step(self, action: Action) -> StepResult:
-        reward = position_reward(action, self.oracle()) / self.turns
+        reward = score_positions(action, self.oracle()) / self.turns
         self._turn += 1
         if self._turn == self.turns:
             return StepResult(reward, done=True)
-        return StepResult(reward, [Message("user", self._given[self._turn])])
+        return StepResult(reward, [Message("user", self._turn_letters[self._turn])])
 
 
-class ReverseText(_Spelling):
+class ReverseText(_SpellingTask):
     """`reverse-text`: `letters` random lower-case letters a turn, for `turns` turns; the answer is them reversed."""
 
     def __init__(self, letters: int = 4, turns: int = 3):
@@ -66,17 +66,19 @@ class ReverseText(_Spelling):
 
     async def reset(self, task_seed: int) -> list[Message]:
         rng = random.Random(task_seed)
-        return self._begin(["".join(rng.choices(string.ascii_lowercase, k=self.letters)) for _ in range(self.turns)])
+        return self._start_episode(
+            ["".join(rng.choices(string.ascii_lowercase, k=self.letters)) for _ in range(self.turns)]
+        )
 
     def oracle(self) -> str:
-        return self._given[self._turn][::-1]
+        return self._turn_letters[self._turn][::-1]
 
     def random_answer(self, rng: random.Random) -> str:
         """Random letters, as many as were asked for."""
         return "".join(rng.choices(string.ascii_lowercase, k=self.letters))
 
 
-class AlphabetSort(_Spelling):
+class AlphabetSort(_SpellingTask):
     """`alphabet-sort`: `letters` letters in the first turn and `more` in each later one, all different; the answer is *all* of
     them so far, in order. So the second turn can only be answered by who remembers the first."""
 
@@ -92,10 +94,10 @@ class AlphabetSort(_Spelling):
         total = self.letters + self.more * (self.turns - 1)
         drawn = "".join(random.Random(task_seed).sample(string.ascii_lowercase, total))
         ends = [self.letters + self.more * turn for turn in range(self.turns)]
-        return self._begin([drawn[start:end] for start, end in zip([0, *ends], ends, strict=False)])
+        return self._start_episode([drawn[start:end] for start, end in zip([0, *ends], ends, strict=False)])
 
     def oracle(self) -> str:
-        return "".join(sorted("".join(self._given[: self._turn + 1])))
+        return "".join(sorted("".join(self._turn_letters[: self._turn + 1])))
 
     def random_answer(self, rng: random.Random) -> str:
         """The right letters in any order."""
@@ -104,7 +106,7 @@ class AlphabetSort(_Spelling):
         return "".join(letters)
 
 
-class Guess:
+class GuessNumber:
     """`guess`: a secret in `1..highest`, answered by `higher` or `lower`; `turns` guesses, by default just enough for bisection.
 
     Reward, given with the last answer: `(1 - noise) * found + noise * u`, with `found` 1 if the secret was guessed and 0 if
@@ -164,21 +166,21 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 }
 
 
-def evaluate(expression: str) -> tuple[Fraction, list[int]]:
+def evaluate_expression(expression: str) -> tuple[Fraction, list[int]]:
     """The exact value of `expression`, and the whole numbers in it from left to right.
 
     Allowed are whole numbers of at most 12 digits, `+ - * /`, signs and parentheses, 200 characters in all; there are no
     powers, so a value has no more digits than the expression has characters. Raises `ValueError` with a short reason.
     """
-    if len(expression) > MAX_CHARACTERS:
-        raise ValueError(f"longer than {MAX_CHARACTERS} characters")
+    if len(expression) > MAX_EXPRESSION_CHARACTERS:
+        raise ValueError(f"longer than {MAX_EXPRESSION_CHARACTERS} characters")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError("not an expression") from error
     numbers: list[int] = []
 
-    def value(node: ast.expr) -> Fraction:
+    def evaluate_node(node: ast.expr) -> Fraction:
         match node:
             case ast.Constant(value=int(number)) if not isinstance(number, bool):
                 if number >= 10**MAX_DIGITS:
@@ -186,13 +188,13 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]]:
                 numbers.append(number)
                 return Fraction(number)
             case ast.UnaryOp(op=ast.UAdd() | ast.USub() as sign, operand=inner):
-                return value(inner) if isinstance(sign, ast.UAdd) else -value(inner)
+                return evaluate_node(inner) if isinstance(sign, ast.UAdd) else -evaluate_node(inner)
             case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
-                return _OPERATORS[type(operator)](value(left), value(right))
+                return _OPERATORS[type(operator)](evaluate_node(left), evaluate_node(right))
         raise ValueError("only whole numbers, + - * / and parentheses")
 
     try:
-        return value(tree.body), numbers
+        return evaluate_node(tree.body), numbers
     except ZeroDivisionError as error:
         raise ValueError("division by zero") from error
 
@@ -218,9 +220,9 @@ class Countdown:
         rng = random.Random(task_seed)
         self._numbers = [rng.randint(1, self.highest) for _ in range(self.count)]
         while True:
-            expression = _expression(self._numbers, rng)
+            expression = _random_expression(self._numbers, rng)
             try:
-                value = evaluate(expression)[0]
+                value = evaluate_expression(expression)[0]
             except ValueError:  # division by zero
                 continue
             if value.denominator == 1 and 0 < value < 1000 * self.highest:
@@ -233,14 +235,14 @@ class Countdown:
 
     def random_answer(self, rng: random.Random) -> str:
         """All numbers in any order, with any operators between them."""
-        return _expression(self._numbers, rng)
+        return _random_expression(self._numbers, rng)
 
     async def step(self, action: Action) -> StepResult:
-        return StepResult(self._reward(action.text), done=True)
+        return StepResult(self._score_expression(action.text), done=True)
 
-    def _reward(self, expression: str) -> float:
+    def _score_expression(self, expression: str) -> float:
         try:
-            value, used = evaluate(expression)
+            value, used = evaluate_expression(expression)
         except ValueError:
             return 0.0
         if Counter(used) - Counter(self._numbers):
@@ -248,7 +250,7 @@ class Countdown:
         return 1.0 if value == self._target else FORMAT_REWARD
 
 
-def _expression(numbers: list[int], rng: random.Random) -> str:
+def _random_expression(numbers: list[int], rng: random.Random) -> str:
     """The numbers in random order, joined by random operators from the left."""
     first, *others = rng.sample(numbers, len(numbers))
     text, sums = str(first), False
@@ -283,33 +285,33 @@ class ToolCalculator:
         self.terms, self.highest, self.turns, self.cost = terms, highest, turns, cost
         self._expression, self._result = "", 0
         self._turn = self._errors = 0
-        self._known: str | None = None
+        self._tool_result: str | None = None
 
     async def reset(self, task_seed: int) -> list[Message]:
         rng = random.Random(task_seed)
         numbers = [str(rng.randint(1, self.highest)) for _ in range(self.terms)]
         self._expression = numbers[0] + "".join(rng.choice("+-*") + number for number in numbers[1:])
-        self._result = int(evaluate(self._expression)[0])
+        self._result = int(evaluate_expression(self._expression)[0])
         self._turn = self._errors = 0
-        self._known = None
+        self._tool_result = None
         return [Message("user", self._expression)]
 
     def oracle(self) -> str:
         """Calls the calculator, and then repeats its result. With one turn only, it has to know."""
-        if self._known is None and self._turn + 1 < self.turns:
-            return json.dumps({"tool": TOOL, "args": {"expression": self._expression}})
+        if self._tool_result is None and self._turn + 1 < self.turns:
+            return json.dumps({"tool": CALCULATOR_TOOL, "args": {"expression": self._expression}})
         return json.dumps({"answer": self._result})
 
     def random_answer(self, rng: random.Random) -> str:
         """A call or a final answer, with a random number."""
         number = rng.randint(-self.highest, self.highest**2)
-        call = {"tool": TOOL, "args": {"expression": str(number)}}
+        call = {"tool": CALCULATOR_TOOL, "args": {"expression": str(number)}}
         return json.dumps(rng.choice([call, {"answer": number}]))
 
     async def step(self, action: Action) -> StepResult:
         self._turn += 1
         try:
-            result = self._call(action.text)
+            result = self._handle_call(action.text)
         except ValueError as error:
             self._errors += 1
             result = f"error: {error}"
@@ -318,22 +320,22 @@ class ToolCalculator:
             return StepResult(max(0.0, 1 - self.cost * self._errors) if right else 0.0, done=True)
         if self._turn == self.turns:
             return StepResult(0.0, done=True)
-        return StepResult(0.0, [Message("tool", result, name=TOOL)])
+        return StepResult(0.0, [Message("tool", result, name=CALCULATOR_TOOL)])
 
-    def _call(self, text: str) -> str | int:
+    def _handle_call(self, text: str) -> str | int:
         """What the calculator says, or the final answer. Raises `ValueError` with what is wrong, for the policy to read."""
         try:
             call: Any = decode_json(text)
-        except Malformed:
+        except MalformedError:
             call = None
         match call:
             case {"answer": int(number), **rest} if not rest and not isinstance(number, bool):
                 return number
-            case {"tool": str(tool)} if tool != TOOL:
-                raise ValueError(f"no such tool, there is {TOOL}")
+            case {"tool": str(tool)} if tool != CALCULATOR_TOOL:
+                raise ValueError(f"no such tool, there is {CALCULATOR_TOOL}")
             case {"tool": str(), "args": {"expression": str(expression), **more}, **rest} if not more and not rest:
-                self._known = str(evaluate(expression)[0])
-                return self._known
+                self._tool_result = str(evaluate_expression(expression)[0])
+                return self._tool_result
             case None:
                 raise ValueError("not JSON")
         raise ValueError("not a call")

@@ -13,7 +13,7 @@ import numpy as np
 from r3async.config import Config
 from r3async.data.records import Trajectory
 from r3async.world import Files
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
@@ -23,7 +23,7 @@ class LearnerError(RuntimeError):
     """The backend cannot train this model or this batch; the message says why, and which setting to change."""
 
 
-class Unsound(NamedTuple):
+class RejectedTrajectory(NamedTuple):
     """A trajectory that arrived, and that the step cannot train."""
 
     trajectory: Trajectory
@@ -54,11 +54,12 @@ class RouteTrace(msgspec.Struct, frozen=True):
 class MinibatchResult(msgspec.Struct, frozen=True):
     """What training one minibatch did, over all ranks: one optimizer step.
 
-    `metrics`: see `figures.result_of`. By MoE layer of the whole model: `layer_agreement` float32 `[L]`, the share of
-    recorded tokens whose own top-k set is the recorded one (0 if none is recorded); `expert_load` int64 `[L, experts]`,
+    `metrics`: see `figures.build_minibatch_result`. By MoE layer of the whole model: `layer_agreement` float32 `[L]`, the
+    share of recorded tokens whose own top-k set is the recorded one (0 if none is recorded); `expert_load` int64 `[L, experts]`,
     tokens sent to each expert, padding not counted. `traces`: of this rank, if they were asked for. `drift` float64 `[3, n, 2]`:
-    `figures.drift_sums` of all trained tokens, of the probed ones, and of these with the routers' own choice; of no row where
-    nothing measured it. `gap_moments` float64 `[5]`: `figures.gap_moments`. `digests`: of its stages, with `observe.record`.
+    `figures.sum_drift` of all trained tokens, of the probed ones, and of these with the routers' own choice; of no row where
+    nothing measured it. `gap_moments` float64 `[5]`: `figures.compute_gap_moments`. `digests`: of its stages, with
+    `observe.record`.
     """
 
     metrics: dict[str, float]
@@ -70,34 +71,34 @@ class MinibatchResult(msgspec.Struct, frozen=True):
     digests: dict[str, int] = {}
 
 
-def summed_stages(digests: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def sum_stage_digests(digests: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Of all ranks (`MinibatchResult.digests`), modulo 2^64."""
     return {stage: sum(each[stage] for each in digests) % 2**64 for stage in digests[0]}
 
 
 def build_learner(
-    config: Config, model_path: Path, files: Files = REAL.files, *, frozen: bool = False
+    config: Config, model_path: Path, files: Files = REAL_WORLD.files, *, frozen: bool = False
 ) -> LearnerBackend:
     """Load the model with `learner.backend`; nothing of the other backend is imported. Collective; raises `LearnerError`.
 
     `files`: where the scripted one finds it. A `frozen` one is only asked for log-probs: it has no optimizer's memory.
     """
     if config.learner.deterministic:
-        only_deterministic()
+        require_deterministic_kernels()
     if config.learner.backend == "torch":
         from r3async.learner.torch.backend import TorchLearner
 
-        return TorchLearner.load(config, model_path, frozen=frozen)
+        return TorchLearner.from_pretrained(config, model_path, frozen=frozen)
     if config.learner.backend == "scripted":
         from r3async.learner.scripted import ScriptedLearner
 
-        return ScriptedLearner.load(config, model_path, files)
+        return ScriptedLearner.from_pretrained(config, model_path, files)
     from r3async.learner.megatron.backend import MegatronLearner
 
-    return MegatronLearner.load(config, model_path, frozen=frozen)
+    return MegatronLearner.from_pretrained(config, model_path, frozen=frozen)
 
 
-def only_deterministic() -> None:
+def require_deterministic_kernels() -> None:
     """From now on torch uses kernels that give the same bits at every call, in the whole process, and raises for an operator that
     has none. Before the first product on a GPU: cuBLAS reads its variable then (docs.nvidia.com/cuda/cublas, "Results
     reproducibility"). One that is set already stays."""

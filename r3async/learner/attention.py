@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3async.learner.batch.prefixes import unfolded
-from r3async.learner.taken import Taken
+from r3async.learner.batch.prefixes import expand_prefixes
+from r3async.learner.taken import DeterministicGather
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class AttentionPlan:
     Samples of similar length form a bucket, padded on the right to its longest and attended by one call: under a causal
     mask no token sees the padding behind it. `buckets`: (samples, padded length, skipped) of each. Samples that share a
     prefix have keys and values of all their tokens, and queries without the first `skipped`, which others have in theirs.
-    `keys`, `queries`: which packed row each padded slot is filled from. `slots` int64 `[N]`: for every packed row its slot
-    among the queries. All are None if the packed order is the padded one.
+    `key_gather`, `query_gather`: which packed row each padded slot is filled from. `query_slots` int64 `[N]`: for every
+    packed row its slot among the queries. All are None if the packed order is the padded one.
     """
 
     buckets: tuple[tuple[int, int, int], ...]
-    keys: Taken | None
-    queries: Taken | None
-    slots: Tensor | None
+    key_gather: DeterministicGather | None
+    query_gather: DeterministicGather | None
+    query_slots: Tensor | None
 
 
 def plan_buckets(lengths: np.ndarray) -> list[np.ndarray]:
@@ -59,7 +59,7 @@ def plan_attention(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.nd
     if prefixes is None:
         whole, edges, shared = np.arange(total), cu_seqlens.astype(np.int64), np.zeros(len(cu_seqlens) - 1, np.int64)
     else:
-        (whole, edges), shared = unfolded(cu_seqlens, prefixes), prefixes[:, 1].astype(np.int64)
+        (whole, edges), shared = expand_prefixes(cu_seqlens, prefixes), prefixes[:, 1].astype(np.int64)
     starts, lengths = edges[:-1], np.diff(edges)
     shapes, keys, queries = [], [], []
     slots = np.empty(total, np.int64)
@@ -80,13 +80,13 @@ def plan_attention(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.nd
     index = np.concatenate(keys)
     if len(index) == total and bool((index == np.arange(total)).all()):
         return AttentionPlan(tuple(shapes), None, None, None)
-    from_keys = Taken.of(index, total, device)
+    from_keys = DeterministicGather.from_index(index, total, device)
     alike = all(skipped == 0 for *_, skipped in shapes) and not shared.any()
     return AttentionPlan(
         buckets=tuple(shapes),
-        keys=from_keys,
-        queries=from_keys if alike else Taken.of(np.concatenate(queries), total, device),
-        slots=torch.from_numpy(slots).to(device),
+        key_gather=from_keys,
+        query_gather=from_keys if alike else DeterministicGather.from_index(np.concatenate(queries), total, device),
+        query_slots=torch.from_numpy(slots).to(device),
     )
 
 
@@ -105,17 +105,19 @@ def packed_attention(
     `sinks` `[heads]`: of each head a score that is in every softmax and has no value. `window`: a token sees so many, itself
     the last of them.
     """
-    if plan.keys is not None and plan.queries is not None:
-        query, key, value = plan.queries(query), plan.keys(key), plan.keys(value)
+    if plan.key_gather is not None and plan.query_gather is not None:
+        query, key, value = plan.query_gather(query), plan.key_gather(key), plan.key_gather(value)
     sizes = [(count * (width - skipped), count * width) for count, width, skipped in plan.buckets]
     asked, held = zip(*sizes, strict=True)
     parts = zip(query.split(asked), key.split(held), value.split(held), plan.buckets, strict=True)
-    attended = [_attend(q, k, v, n, width, skipped, scale, sinks, window) for q, k, v, (n, width, skipped) in parts]
+    attended = [
+        _attend_bucket(q, k, v, n, width, skipped, scale, sinks, window) for q, k, v, (n, width, skipped) in parts
+    ]
     out = attended[0] if len(attended) == 1 else torch.cat(attended)
-    return out if plan.slots is None else _Restore.apply(out, plan.slots)
+    return out if plan.query_slots is None else _UnpadRows.apply(out, plan.query_slots)
 
 
-def _attend(
+def _attend_bucket(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -132,10 +134,10 @@ def _attend(
     size, before = v.shape[-1], int(sinks is not None)
     if sinks is not None:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        q, k, v = _with_sinks(q, k, v, sinks, scale)
+        q, k, v = _append_sink_key(q, k, v, sinks, scale)
     mask: Any = None
     if window is not None and window < width:
-        mask = F.pad(_in_window(width, skipped, window, q.device), (before, 0), value=True)
+        mask = F.pad(_build_window_mask(width, skipped, window, q.device), (before, 0), value=True)
     elif skipped or before:
         from torch.nn.attention.bias import causal_lower_right  # brings the compiler, a second of each start
 
@@ -147,31 +149,31 @@ def _attend(
     return out[..., :size].transpose(1, 2).flatten(0, 1)
 
 
-_WIDER = 8
+_SINK_PADDING = 8
 """Values that a head has more with sinks: kernels take sizes in eights."""
 
 
-def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _append_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """One key more, before all others, whose product with a query of head `h` is `sinks[h] / scale`; its value is zero.
 
     All three `[n, heads or groups, W, D]` -> `[.., D + 8]`: queries have that product in the first of the new values, and of the
     keys the new one has 1 there.
     """
     score = (sinks.to(q.dtype) / scale).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
-    q = torch.cat([q, F.pad(score, (0, _WIDER - 1))], dim=-1)
-    sink = F.one_hot(torch.tensor(k.shape[-1], device=k.device), k.shape[-1] + _WIDER).to(k.dtype)
-    k = torch.cat([sink.expand(*k.shape[:2], 1, -1), F.pad(k, (0, _WIDER))], dim=2)
+    q = torch.cat([q, F.pad(score, (0, _SINK_PADDING - 1))], dim=-1)
+    sink = F.one_hot(torch.tensor(k.shape[-1], device=k.device), k.shape[-1] + _SINK_PADDING).to(k.dtype)
+    k = torch.cat([sink.expand(*k.shape[:2], 1, -1), F.pad(k, (0, _SINK_PADDING))], dim=2)
     return q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1], 1, 0))
 
 
-def _in_window(width: int, skipped: int, window: int, device: torch.device) -> Tensor:
+def _build_window_mask(width: int, skipped: int, window: int, device: torch.device) -> Tensor:
     """bool `[width - skipped, width]`: which keys each query sees."""
     at = torch.arange(width, device=device)
     ago = at[skipped:, None] - at
     return (ago >= 0) & (ago < window)
 
 
-class _Restore(torch.autograd.Function):
+class _UnpadRows(torch.autograd.Function):
     """Packed rows from padded ones: `x[slots]`. The gradient of padding is zero."""
 
     @staticmethod

@@ -13,22 +13,22 @@ import numpy as np
 import torch
 import xxhash
 
-from r3async.learner.optimizer import local
+from r3async.learner.optimizer import to_local
 
 if TYPE_CHECKING:
     from r3async.data.records import Sample
     from r3async.learner.backend import LearnerBackend
     from r3async.learner.batch.packing import MicroBatch
 
-Loss = Callable[[int, torch.Tensor, torch.Tensor], Any]
-MODULUS = 2**64
-OF_RANKS = ("logprobs", "gradients", "weights", "moments")
+ScoreCallback = Callable[[int, torch.Tensor, torch.Tensor], Any]
+DIGEST_MODULUS = 2**64
+RANK_STAGES = ("logprobs", "gradients", "weights", "moments")
 """In the order in which a step makes them."""
-STAGES = ("trajectories", "advantages", "packing", *OF_RANKS, "metrics")
+DIGEST_STAGES = ("trajectories", "advantages", "packing", *RANK_STAGES, "metrics")
 """In the order in which a step makes them; `metrics` follow from all, and their differences have names."""
 
 
-def digest_of(name: str, value: np.ndarray | torch.Tensor) -> int:
+def compute_digest(name: str, value: np.ndarray | torch.Tensor) -> int:
     """Of its name, dtype, shape and bits."""
     array = (
         value.detach().cpu().contiguous()
@@ -43,20 +43,20 @@ def digest_of(name: str, value: np.ndarray | torch.Tensor) -> int:
     return hashed.intdigest()
 
 
-def summed(digests: Iterable[int]) -> int:
-    return sum(digests) % MODULUS
+def sum_digests(digests: Iterable[int]) -> int:
+    return sum(digests) % DIGEST_MODULUS
 
 
-class Digests:
+class StageDigests:
     """Of one rank, of one minibatch at a time."""
 
     def __init__(self) -> None:
-        self._found = dict.fromkeys(OF_RANKS, 0)
+        self._digests = dict.fromkeys(RANK_STAGES, 0)
 
     def add(self, stage: str, name: str, value: np.ndarray | torch.Tensor) -> None:
-        self._found[stage] = (self._found[stage] + digest_of(name, value)) % MODULUS
+        self._digests[stage] = (self._digests[stage] + compute_digest(name, value)) % DIGEST_MODULUS
 
-    def before(self, loss: Loss) -> Loss:
+    def wrap_loss(self, loss: ScoreCallback) -> ScoreCallback:
         """`loss`, which is given the log-probs of a micro-batch and their entropies, with a look at them."""
 
         def looked(index: int, logprobs: torch.Tensor, entropies: torch.Tensor) -> Any:
@@ -65,42 +65,42 @@ class Digests:
 
         return looked
 
-    def gradients(self, gradients: Sequence[torch.Tensor]) -> None:
+    def add_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
         """Summed over ranks, before clipping."""
         for index, gradient in enumerate(gradients):
-            self.add("gradients", str(index), local(gradient))
+            self.add("gradients", str(index), to_local(gradient))
 
-    def take(self, backend: LearnerBackend) -> dict[str, int]:
+    def pop_digests(self, backend: LearnerBackend) -> dict[str, int]:
         """Those of the minibatch that has just been trained, with the optimizer as it is now; the next one begins."""
-        for index, tensors in enumerate(backend.optimizer.states()):
+        for index, tensors in enumerate(backend.optimizer.iter_states()):
             for kind, tensor in tensors.items():
                 self.add("weights" if kind == "master" else "moments", f"{index} {kind}", tensor)
-        for bias in backend.biases:
+        for bias in backend.expert_biases:
             self.add("weights", bias.name, bias.tensor)
-        found, self._found = self._found, dict.fromkeys(OF_RANKS, 0)
+        found, self._digests = self._digests, dict.fromkeys(RANK_STAGES, 0)
         return found
 
 
-def of_samples(samples: Sequence[Sample]) -> int:
+def digest_samples(samples: Sequence[Sample]) -> int:
     """Of the columns that a step adds to them: advantages, weights in the loss, episodes. One digest a column: there may be
     hundreds of short samples."""
     which = " ".join(f"{sample.sample_id}:{len(sample.table)}" for sample in samples)
-    return summed(
-        digest_of(f"{name} {which}", np.concatenate([sample.table[name] for sample in samples]))
+    return sum_digests(
+        compute_digest(f"{name} {which}", np.concatenate([sample.table[name] for sample in samples]))
         for name in ("advantages", "loss_weights", "episode", "place")
         if samples
     )
 
 
-def of_packing(micro_batches: Sequence[Sequence[MicroBatch]]) -> int:
+def digest_packing(micro_batches: Sequence[Sequence[MicroBatch]]) -> int:
     """Which samples are in which micro-batch of which rank, and where."""
-    return summed(
-        digest_of(f"{rank} {at} {' '.join(m.sample_ids)}", _places(m))
+    return sum_digests(
+        compute_digest(f"{rank} {at} {' '.join(m.sample_ids)}", _packing_layout(m))
         for rank, mine in enumerate(micro_batches)
         for at, m in enumerate(mine)
     )
 
 
-def _places(m: MicroBatch) -> np.ndarray:
+def _packing_layout(m: MicroBatch) -> np.ndarray:
     prefixes: Any = np.zeros(0) if m.prefixes is None else m.prefixes
     return np.concatenate([np.asarray(m.cu_seqlens, np.int64), np.asarray(prefixes, np.int64).reshape(-1)])

@@ -22,13 +22,13 @@ import numpy as np
 from r3async.config import Config, DistillationConfig
 from r3async.config.training import LoraConfig, RoutingConfig
 from r3async.learner import LearnerError, build_learner
-from r3async.untrusted import decode_object
+from r3async.untrusted import decode_json_object
 
 if TYPE_CHECKING:
-    from r3async.learner.backend import LearnerBackend, Ranks
+    from r3async.learner.backend import LearnerBackend, RankGroup
     from r3async.learner.batch.packing import MicroBatch
 
-VOCABULARY = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 def load_teacher(config: Config, model_path: Path) -> LearnerBackend | None:
@@ -37,7 +37,7 @@ def load_teacher(config: Config, model_path: Path) -> LearnerBackend | None:
     settings = config.algorithm.distillation
     if not settings.teacher:
         return None
-    check_vocabularies(model_path, Path(settings.teacher))
+    check_same_vocabulary(model_path, Path(settings.teacher))
     alone = msgspec.structs.replace(config.algorithm, reference_kl=type(config.algorithm.reference_kl)())
     plain = msgspec.structs.replace(
         config,
@@ -48,10 +48,10 @@ def load_teacher(config: Config, model_path: Path) -> LearnerBackend | None:
     return build_learner(plain, Path(settings.teacher), frozen=True)
 
 
-def check_vocabularies(model: Path, teacher: Path) -> None:
+def check_same_vocabulary(model: Path, teacher: Path) -> None:
     """Raise `LearnerError` if a token id is not the same text for both."""
     try:
-        if _vocabulary(model) == _vocabulary(teacher):
+        if _read_vocabulary(model) == _read_vocabulary(teacher):
             return
     except (OSError, ValueError) as error:
         raise LearnerError(f"algorithm.distillation.teacher = {str(teacher)!r}: {error}") from error
@@ -61,18 +61,18 @@ def check_vocabularies(model: Path, teacher: Path) -> None:
     )
 
 
-def _vocabulary(directory: Path) -> Any:
-    data = decode_object((directory / VOCABULARY).read_bytes())
+def _read_vocabulary(directory: Path) -> Any:
+    data = decode_json_object((directory / TOKENIZER_FILE).read_bytes())
     added = {token["content"]: token["id"] for token in data.get("added_tokens") or []}
     return (data.get("model") or {}).get("vocab"), added
 
 
-def taught(
-    teacher: LearnerBackend, micro_batches: Sequence[MicroBatch], settings: DistillationConfig, ranks: Ranks
+def add_teacher_advantages(
+    teacher: LearnerBackend, micro_batches: Sequence[MicroBatch], settings: DistillationConfig, ranks: RankGroup
 ) -> tuple[list[MicroBatch], dict[str, float]]:
     """The micro-batches of a minibatch with what `teacher` says in their column `advantages`, and figures of it. Collective."""
     judged, sums = [], np.zeros(2)
-    for m, said in zip(micro_batches, teacher.logprobs(micro_batches, replay=False, trained=True), strict=True):
+    for m, said in zip(micro_batches, teacher.logprobs(micro_batches, replay=False, trained_only=True), strict=True):
         rollout = m.table["rollout_logprobs"]
         trained = m.table["loss_mask"] & np.isfinite(rollout)
         better = np.where(trained, said - rollout, 0.0).astype(np.float32)
@@ -80,5 +80,5 @@ def taught(
         advantages = (rewarded + settings.coef * better).astype(np.float32)
         judged.append(replace(m, table=m.table.with_columns(advantages=advantages)))
         sums += -better.sum(dtype=np.float64), np.count_nonzero(trained)
-    total, tokens = ranks.reduce(sums * ranks.is_first_copy, "sum")
+    total, tokens = ranks.all_reduce(sums * ranks.is_batch_reporter, "sum")
     return judged, {"distillation/reverse_kl": float(total / max(tokens, 1.0))}

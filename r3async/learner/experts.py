@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ALIGNED = 16
+GROUPED_ROW_BYTES = 16
 """Bytes of which a row has to be a multiple in torch's grouped product."""
 
 
@@ -21,24 +21,24 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     `counts` int64 `[E]`, which add up to P. Differentiable. On CUDA in bf16 it is one kernel; in other precisions torch runs the
     matrices one by one. Rows that are not a multiple of 16 bytes are for small tests only: these ask for the counts.
     """
-    if all(n * x.element_size() % ALIGNED == 0 for n in weight.shape[1:]):
+    if all(n * x.element_size() % GROUPED_ROW_BYTES == 0 for n in weight.shape[1:]):
         # torch has no products of zero rows, and gradients that are expanded have no strides that it takes.
         return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(x.device, torch.int32, non_blocking=True))
     parts = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
     return torch.cat([F.linear(part, matrix) for part, matrix in parts])
 
 
-class GatedUnit(torch.autograd.Function):
+class WeightedSwiGLU(torch.autograd.Function):
     """`silu(gate) * up * share` of `x [P, 2 W]` (gate next to up) and `share` float32 `[P]` -> `[P, W]` in the dtype of `x`.
 
     Only `x` and `share` are kept for the backward pass: half of what a chain of torch's operations would keep.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Tensor) -> Tensor:
-        ctx.save_for_backward(x, share)
+    def forward(ctx: Any, x: Tensor, gates: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gates)
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up).mul_(share[:, None])
+        return F.silu(gate).mul_(up).mul_(gates[:, None])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,38 +54,39 @@ class GatedUnit(torch.autograd.Function):
         return out, by_share
 
 
-class Sent:
+class ExpertDispatch:
     """Which expert each of `N` tokens is sent to, `K` times each: the order of the sent rows, by expert and then by token.
 
-    `chosen` bool `[N, E]`, K of them in a row. `tokens` int64 `[N K]`: the token of each sent row. `counts` int64 `[E]`.
+    `chosen` bool `[N, E]`, K of them in a row. `token_index` int64 `[N K]`: the token of each sent row. `expert_counts` int64
+    `[E]`.
     """
 
     def __init__(self, chosen: Tensor, top_k: int):
         size = len(chosen) * top_k
-        experts, self.tokens = torch.nonzero_static(chosen.T, size=size).unbind(dim=1)
-        self._flat = self.tokens * chosen.shape[1] + experts
-        self._slots = self.tokens.argsort(stable=True).view(len(chosen), top_k)
-        self.counts = chosen.sum(dim=0)
+        experts, self.token_index = torch.nonzero_static(chosen.T, size=size).unbind(dim=1)
+        self._gate_index = self.token_index * chosen.shape[1] + experts
+        self._token_slots = self.token_index.argsort(stable=True).view(len(chosen), top_k)
+        self.expert_counts = chosen.sum(dim=0)
 
-    def rows(self, x: Tensor) -> Tensor:
+    def dispatch_rows(self, x: Tensor) -> Tensor:
         """`x [N, H]` -> `[N K, H]`."""
-        return _Send.apply(x, self.tokens, self._slots)
+        return _DispatchRows.apply(x, self.token_index, self._token_slots)
 
-    def shares(self, gates: Tensor) -> Tensor:
+    def gather_gates(self, gates: Tensor) -> Tensor:
         """`gates [N, E]` -> `[N K]`."""
-        return gates.reshape(-1).gather(0, self._flat)
+        return gates.reshape(-1).gather(0, self._gate_index)
 
-    def sums(self, y: Tensor) -> Tensor:
+    def combine_outputs(self, y: Tensor) -> Tensor:
         """`y [N K, H]` -> `[N, H]`: what a token's experts made of it, added up in the order of experts."""
-        return _Collect.apply(y, self.tokens, self._slots)
+        return _CombineRows.apply(y, self.token_index, self._token_slots)
 
 
-def _added(y: Tensor, slots: Tensor) -> Tensor:
+def _sum_rows(y: Tensor, slots: Tensor) -> Tensor:
     """Rows of `y` at `slots [N, K]`, added up: in one order at every call, where a scatter on CUDA has none."""
     return F.embedding_bag(slots, y, mode="sum") if slots.numel() else y.new_zeros(len(slots), y.shape[1])
 
 
-class _Send(torch.autograd.Function):
+class _DispatchRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         ctx.save_for_backward(slots)
@@ -93,14 +94,14 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _added(grads[0].contiguous(), ctx.saved_tensors[0]), None, None
+        return _sum_rows(grads[0].contiguous(), ctx.saved_tensors[0]), None, None
 
 
-class _Collect(torch.autograd.Function):
+class _CombineRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        return _added(y.contiguous(), slots)
+        return _sum_rows(y.contiguous(), slots)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

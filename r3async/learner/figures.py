@@ -14,21 +14,21 @@ from torch import Tensor
 
 from r3async.data.statistics import t_quantile
 from r3async.learner import MinibatchResult
-from r3async.learner.losses.drift import k2, k3, measured_k3
-from r3async.learner.losses.policy_loss import bounded_exp, episode_sums
-from r3async.learner.optimizer import Update
+from r3async.learner.losses.drift import clamped_k3, k2, k3
+from r3async.learner.losses.policy_loss import bounded_exp, sum_by_episode
+from r3async.learner.optimizer import OptimizerUpdate
 
 if TYPE_CHECKING:
     from r3async.learner.minibatch import Minibatch
     from r3async.learner.replay import RoutingReplay
 
-MEASURED_DRIFT = "rollout_kl/k3"
+REPLAYED_DRIFT_METRIC = "rollout_kl/k3"
 """The metric that the trust region holds: unbiased for KL(rollout || learner), and never negative."""
 
 
 @dataclass
-class ObjectiveSums:
-    """float64 scalars on the loss's device. All are sums, except those that `maxima` names, and `open`."""
+class LossSums:
+    """float64 scalars on the loss's device. All are sums, except those that `max_names` names, and `split_episode_parts`."""
 
     # The terms of the loss, each token's multiplied by its weight.
     policy: Tensor
@@ -49,86 +49,86 @@ class ObjectiveSums:
     entropy: Tensor
     clipped: Tensor
     clipped_high: Tensor
-    left_out: Tensor
+    masked: Tensor
     # Over episodes that have a trained token, without the open ones.
     episodes: Tensor
-    episodes_left_out: Tensor
+    episodes_masked: Tensor
     learner_perplexity: Tensor
     rollout_perplexity: Tensor
     perplexity_ratio: Tensor
     episode_ratio_squared: Tensor
-    open: Tensor
-    """float64 `[P, 5]`: of parts of episodes that have tokens elsewhere too, which `finish` makes figures of when all parts
+    split_episode_parts: Tensor
+    """float64 `[P, 5]`: of parts of episodes that have tokens elsewhere too, which `add_episodes` makes figures of when all parts
     are there: the episode's number (-1: all of it is here), its tokens here, those that are kept, sum(log pi), sum(log mu)."""
 
-    def __add__(self, other: ObjectiveSums) -> ObjectiveSums:
-        added = {name: getattr(self, name) + getattr(other, name) for name in self.names()}
-        added |= {name: torch.maximum(getattr(self, name), getattr(other, name)) for name in self.maxima()}
-        return ObjectiveSums(**added, open=torch.cat([self.open, other.open]))
+    def __add__(self, other: LossSums) -> LossSums:
+        added = {name: getattr(self, name) + getattr(other, name) for name in self.sum_names()}
+        added |= {name: torch.maximum(getattr(self, name), getattr(other, name)) for name in self.max_names()}
+        return LossSums(**added, split_episode_parts=torch.cat([self.split_episode_parts, other.split_episode_parts]))
 
     @staticmethod
-    def names() -> list[str]:
-        """The sums in the order of `values`."""
-        return [f.name for f in fields(ObjectiveSums) if f.name != "open"]
+    def sum_names() -> list[str]:
+        """The sums in the order of `to_numpy`."""
+        return [f.name for f in fields(LossSums) if f.name != "split_episode_parts"]
 
     @staticmethod
-    def maxima() -> list[str]:
+    def max_names() -> list[str]:
         """The names that combine by their maximum, not by their sum."""
         return ["ratio_max", "abs_diff_max"]
 
     @staticmethod
-    def zero(device: torch.device | str = "cpu") -> ObjectiveSums:
+    def zeros(device: torch.device | str = "cpu") -> LossSums:
         """Of no token at all."""
-        scalars = {name: torch.zeros((), dtype=torch.float64, device=device) for name in ObjectiveSums.names()}
-        return ObjectiveSums(**scalars, open=torch.zeros(0, 5, dtype=torch.float64, device=device))
+        scalars = {name: torch.zeros((), dtype=torch.float64, device=device) for name in LossSums.sum_names()}
+        return LossSums(**scalars, split_episode_parts=torch.zeros(0, 5, dtype=torch.float64, device=device))
 
     @staticmethod
-    def of_batch(
+    def from_micro_batch(
         logprobs: Tensor,
         rollout_logprobs: Tensor,
         reference_logprobs: Tensor | None,
         entropies: Tensor,
         *,
-        own: Tensor,
-        kept: Tensor,
+        counted: Tensor,
+        trained: Tensor,
         clipped: Tensor,
         clipped_high: Tensor,
-        sequence: Tensor,
-        sequences: int,
-        open: Tensor | None = None,
+        episode_index: Tensor,
+        num_episodes: int,
+        split_episode_ids: Tensor | None = None,
         token_limit: float = math.inf,
-    ) -> ObjectiveSums:
+    ) -> LossSums:
         """Of one micro-batch; the terms of the loss are left 0. Columns `[M]` without gradient, of which those count where
-        `own` is True; `kept`, `clipped`, `clipped_high` bool `[M]`: which of `own` the policy loss trains, clips, and clips
-        from above. `open`: see `TokenBatch`. `token_limit`: see `measured_k3`.
+        `counted` is True; `trained`, `clipped`, `clipped_high` bool `[M]`: which of `counted` the policy loss trains, clips,
+        and clips from above. `split_episode_ids`: see `TokenBatch`. `token_limit`: see `clamped_k3`.
         """
-        sums = ObjectiveSums.zero(logprobs.device)
+        sums = LossSums.zeros(logprobs.device)
         logprobs, rollout_logprobs, entropies = (
-            torch.where(own, x.double(), 0.0) for x in (logprobs, rollout_logprobs, entropies)
+            torch.where(counted, x.double(), 0.0) for x in (logprobs, rollout_logprobs, entropies)
         )
         delta = logprobs - rollout_logprobs
-        ratio = torch.where(own, bounded_exp(delta), 0.0)
-        sums.tokens = own.sum(dtype=torch.float64)
-        sums.k1, sums.k2, sums.k3 = (-delta).sum(), k2(delta).sum(), measured_k3(delta, token_limit).sum()
+        ratio = torch.where(counted, bounded_exp(delta), 0.0)
+        sums.tokens = counted.sum(dtype=torch.float64)
+        sums.k1, sums.k2, sums.k3 = (-delta).sum(), k2(delta).sum(), clamped_k3(delta, token_limit).sum()
         if reference_logprobs is not None:
-            away = torch.where(own, reference_logprobs.double(), 0.0) - logprobs
+            away = torch.where(counted, reference_logprobs.double(), 0.0) - logprobs
             sums.reference_k3 = k3(away).sum()
         sums.abs_diff, sums.abs_diff_max = delta.abs().sum(), delta.abs().max() if len(delta) else delta.sum()
         sums.ratio, sums.ratio_squared = ratio.sum(), ratio.square().sum()
         sums.ratio_max = ratio.max() if len(ratio) else ratio.sum()
         sums.entropy = entropies.sum(dtype=torch.float64)
         sums.clipped, sums.clipped_high = (x.sum(dtype=torch.float64) for x in (clipped, clipped_high))
-        sums.left_out = (own & ~kept).sum(dtype=torch.float64)
-        columns = (own, kept, logprobs, rollout_logprobs)
-        parts = torch.stack([episode_sums(x, sequence, sequences) for x in columns], dim=1)
-        if open is not None:
-            sums.open = torch.cat([open.double()[:, None], parts], dim=1)
-            parts = torch.where(open[:, None] < 0, parts, 0.0)  # taking rows out would wait for the device
-        sums.finish(parts)
+        sums.masked = (counted & ~trained).sum(dtype=torch.float64)
+        columns = (counted, trained, logprobs, rollout_logprobs)
+        parts = torch.stack([sum_by_episode(x, episode_index, num_episodes) for x in columns], dim=1)
+        if split_episode_ids is not None:
+            sums.split_episode_parts = torch.cat([split_episode_ids.double()[:, None], parts], dim=1)
+            parts = torch.where(split_episode_ids[:, None] < 0, parts, 0.0)  # taking rows out would wait for the device
+        sums.add_episodes(parts)
         return sums
 
-    def finish(self, episodes: Tensor) -> None:
-        """Add the figures of whole episodes: float64 `[E, 4]`, the columns of `open` after the first."""
+    def add_episodes(self, episodes: Tensor) -> None:
+        """Add the figures of whole episodes: float64 `[E, 4]`, the columns of `split_episode_parts` after the first."""
         tokens, kept, learner, rollout = episodes.unbind(dim=1)
         trained = tokens > 0
 
@@ -137,22 +137,22 @@ class ObjectiveSums:
 
         mean_learner, mean_rollout = (x / tokens.clamp(min=1) for x in (learner, rollout))
         self.episodes += trained.sum(dtype=torch.float64)
-        self.episodes_left_out += total((kept == 0).double())
+        self.episodes_masked += total((kept == 0).double())
         self.learner_perplexity += total((-mean_learner).exp())
         self.rollout_perplexity += total((-mean_rollout).exp())
         self.perplexity_ratio += total(bounded_exp(mean_rollout - mean_learner))
         self.episode_ratio_squared += total(bounded_exp(learner - rollout).square())
 
-    def values(self) -> np.ndarray:
-        """float64 `[n]` on the host, by one transfer; without `open`."""
-        return torch.stack([getattr(self, name) for name in self.names()]).cpu().numpy()
+    def to_numpy(self) -> np.ndarray:
+        """float64 `[n]` on the host, by one transfer; without `split_episode_parts`."""
+        return torch.stack([getattr(self, name) for name in self.sum_names()]).cpu().numpy()
 
-    def metrics(self) -> dict[str, float]:
-        """See `metrics_of`."""
-        return self.metrics_of(self.values())
+    def to_metrics(self) -> dict[str, float]:
+        """See `compute_metrics`."""
+        return self.compute_metrics(self.to_numpy())
 
     @staticmethod
-    def metrics_of(values: np.ndarray) -> dict[str, float]:
+    def compute_metrics(values: np.ndarray) -> dict[str, float]:
         """From `values` combined over micro-batches and ranks. All are 0 if no token was trained.
 
         pi: the learner; mu: the rollout policy; `delta = log pi - log mu` and `r = e^clamp(delta, -20, 20)` at a token. Means
@@ -172,7 +172,7 @@ class ObjectiveSums:
           bound; `masked_fraction`: those that `correction` left out of it, and `masked_sequence_fraction`: episodes of which
           it left out every token.
         """
-        s = dict(zip(ObjectiveSums.names(), values.tolist(), strict=True))
+        s = dict(zip(LossSums.sum_names(), values.tolist(), strict=True))
         n, episodes = max(s["tokens"], 1.0), max(s["episodes"], 1.0)
         ess = s["ratio"] ** 2 / (n * s["ratio_squared"]) if s["ratio_squared"] else 0.0
         return {
@@ -200,42 +200,42 @@ class ObjectiveSums:
             "rollout_corr/clipped_fraction": s["clipped"] / n,
             "rollout_corr/clipped_high_fraction": s["clipped_high"] / n,
             "rollout_corr/clipped_low_fraction": (s["clipped"] - s["clipped_high"]) / n,
-            "rollout_corr/masked_fraction": s["left_out"] / n,
-            "rollout_corr/masked_sequence_fraction": s["episodes_left_out"] / episodes,
+            "rollout_corr/masked_fraction": s["masked"] / n,
+            "rollout_corr/masked_sequence_fraction": s["episodes_masked"] / episodes,
         }
 
 
-SERVED_DRIFT = "served_kl/k3"
+SERVED_DRIFT_METRIC = "served_kl/k3"
 """The same with the routers' own choice: what engines will serve. See `served`. Only where it was measured."""
-SERVED_ESTIMATE = f"{SERVED_DRIFT}_estimate"
+SERVED_ESTIMATE_METRIC = f"{SERVED_DRIFT_METRIC}_estimate"
 """What the trust region takes for it in a step that does not measure it."""
-SERVED_BOUNDS = (f"{SERVED_DRIFT}_low", f"{SERVED_DRIFT}_high")
-INTERVAL, UPPER = 0.99, 5.0
+SERVED_BOUND_METRICS = (f"{SERVED_DRIFT_METRIC}_low", f"{SERVED_DRIFT_METRIC}_high")
+INTERVAL_CONFIDENCE, UPPER_WIDENING = 0.99, 5.0
 """What Student's t is to hold, and how much wider the upper half is. k3 has a long tail: in one step an episode of 128 had 82 %
 of the gap. A sample more often lacks such episodes than has them, so the variance is no less than that of recent measurements,
 either. Of draws of 19 of 128 episodes such intervals held the true value in 99.5 % or more, in each of six runs; without the
 factor and the memory in 77 to 91 %."""
-AGES, TURNS, PLACES = 8, 16, 8
+STALENESS_BINS, TURN_BINS, POSITION_BINS = 8, 16, 8
 """For so many ages, turns and ranges of positions drift is told apart; the last of each stands for those above, too."""
-FIRST_PLACES = 64
+FIRST_POSITION_BIN = 64
 """Positions in a sample of the first range; each further one is as long as all before it."""
-DRIFT_ROWS = AGES + TURNS + PLACES
-_PARTS = [
-    *(f"age_{age}" for age in range(AGES)),
-    *(f"turn_{turn}" for turn in range(TURNS)),
-    *(f"position_{place}" for place in range(PLACES)),
+DRIFT_BINS = STALENESS_BINS + TURN_BINS + POSITION_BINS
+_BIN_NAMES = [
+    *(f"age_{age}" for age in range(STALENESS_BINS)),
+    *(f"turn_{turn}" for turn in range(TURN_BINS)),
+    *(f"position_{place}" for place in range(POSITION_BINS)),
 ]
-IN_PARTS = (*(f"{MEASURED_DRIFT}_{kind}_" for kind in ("age", "turn", "position")), "served_kl/")
+BINNED_METRIC_PREFIXES = (*(f"{REPLAYED_DRIFT_METRIC}_{kind}_" for kind in ("age", "turn", "position")), "served_kl/")
 """Metrics that follow from `MinibatchResult.drift`."""
 
 
-def drift_sums(
+def sum_drift(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
-    ages: Tensor,
+    staleness: Tensor,
     turns: Tensor,
     positions: Tensor,
-    limit: float = math.inf,
+    token_limit: float = math.inf,
     episodes: Tensor | None = None,
     episode_count: int = 0,
 ) -> Tensor:
@@ -245,20 +245,20 @@ def drift_sums(
 
     Args:
         logprobs: float32 `[M]`; the others int64 `[M]`, on the same device.
-        limit: the most that a token counts, see `measured_k3`.
+        limit: the most that a token counts, see `clamped_k3`.
         episodes: number of each token's episode, below `episode_count`; None: they are not told apart.
     """
-    drift = measured_k3(logprobs.detach().double() - rollout_logprobs.double(), limit)
+    drift = clamped_k3(logprobs.detach().double() - rollout_logprobs.double(), token_limit)
     counted = torch.stack([drift, torch.ones_like(drift)], dim=1)
-    sums = torch.zeros(DRIFT_ROWS + episode_count, 2, dtype=torch.float64, device=logprobs.device)
-    sums.index_add_(0, ages.clamp(0, AGES - 1), counted)
-    sums.index_add_(0, AGES + turns.clamp(0, TURNS - 1), counted)
-    edges = FIRST_PLACES * 2 ** torch.arange(PLACES - 1, device=logprobs.device)
-    sums.index_add_(0, AGES + TURNS + torch.bucketize(positions, edges, right=True), counted)
-    return sums if episodes is None else sums.index_add_(0, DRIFT_ROWS + episodes, counted)
+    sums = torch.zeros(DRIFT_BINS + episode_count, 2, dtype=torch.float64, device=logprobs.device)
+    sums.index_add_(0, staleness.clamp(0, STALENESS_BINS - 1), counted)
+    sums.index_add_(0, STALENESS_BINS + turns.clamp(0, TURN_BINS - 1), counted)
+    edges = FIRST_POSITION_BIN * 2 ** torch.arange(POSITION_BINS - 1, device=logprobs.device)
+    sums.index_add_(0, STALENESS_BINS + TURN_BINS + torch.bucketize(positions, edges, right=True), counted)
+    return sums if episodes is None else sums.index_add_(0, DRIFT_BINS + episodes, counted)
 
 
-def estimated(drift: np.ndarray) -> float:
+def estimate_served_drift(drift: np.ndarray) -> float:
     """Served drift over all trained tokens, from sums float64 `[3, n, 2]` as `MinibatchResult.drift`, whose rows hold every token
     as often: `all replayed + (probed served - probed replayed)`, of means. An unbiased estimate; 0 if it is negative."""
     everything, replayed, served = (sums.sum(axis=0) for sums in drift)
@@ -266,21 +266,22 @@ def estimated(drift: np.ndarray) -> float:
     return float(np.maximum(means[0] + means[2] - means[1], 0.0))
 
 
-def age_gaps(drift: np.ndarray) -> list[float | None]:
+def compute_served_gaps(drift: np.ndarray) -> list[float | None]:
     """Return, for each age, how far served drift is above the replayed one over its probed tokens; None without any."""
-    replayed, served = drift[1, :AGES], drift[2, :AGES]
+    replayed, served = drift[1, :STALENESS_BINS], drift[2, :STALENESS_BINS]
     return [
         float((after - before) / tokens) if tokens else None
         for before, (after, tokens) in zip(replayed[:, 0], served, strict=True)
     ]
 
 
-def gap_moments(by_episode: np.ndarray, usual_variance: float = 0.0) -> np.ndarray:
+def compute_gap_moments(by_episode: np.ndarray, usual_variance: float = 0.0) -> np.ndarray:
     """Return what an interval of served drift needs of the probed episodes, float64 `[5]`, which adds up over minibatches.
 
     Their number, and the sums of `gap^2`, `gap * tokens`, `tokens^2` and the variance that is usual, where `gap` is the sum of
-    served less replayed k3 over an episode's probed tokens. `by_episode` float64 `[3, episodes, 2]`: see `Minibatch.drifts`.
-    `usual_variance`: the mean `gap_variance` of measurements before this one; 0 if there are none.
+    served less replayed k3 over an episode's probed tokens. `by_episode` float64 `[3, episodes, 2]`: see
+    `Minibatch.reduce_drift`. `mean_gap_variance`: the mean `compute_gap_variance` of measurements before this one; 0 if there
+    are none.
     """
     tokens = by_episode[2, :, 1]
     gap = (by_episode[2, :, 0] - by_episode[1, :, 0])[tokens > 0]
@@ -288,75 +289,78 @@ def gap_moments(by_episode: np.ndarray, usual_variance: float = 0.0) -> np.ndarr
     return np.asarray([len(tokens), gap @ gap, gap @ tokens, tokens @ tokens, len(tokens) * usual_variance])
 
 
-def gap_variance(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> float | None:
+def compute_gap_variance(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> float | None:
     """Return the variance over probed episodes of what each adds to the gap above its share of it, squared nats.
 
     The gap is a ratio of sums over episodes: Cochran, Sampling Techniques, 1977, 6.9. None for fewer than two episodes. Args as
-    for `served_interval`.
+    for `compute_served_interval`.
     """
     episodes = moments[0] / epochs
     if episodes < 2:
         return None
-    replayed, served = drift[1, :AGES].sum(axis=0), drift[2, :AGES].sum(axis=0)
+    replayed, served = drift[1, :STALENESS_BINS].sum(axis=0), drift[2, :STALENESS_BINS].sum(axis=0)
     gap = (served[0] - replayed[0]) / served[1]
     squares = moments[1] - 2 * gap * moments[2] + gap**2 * moments[3]
     return max(float(squares / epochs / (episodes - 1)), 0.0)
 
 
-def served_interval(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> tuple[float, float] | None:
-    """Return the interval around `estimated(drift)` in which the served drift of all trained tokens is to be.
+def compute_served_interval(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> tuple[float, float] | None:
+    """Return the interval around `estimate_served_drift(drift)` in which the served drift of all trained tokens is to be.
 
     Episodes are the sample: tokens of one drift together. Their variance is the larger of this sample's and the usual one.
-    `INTERVAL` says how wide. None for fewer than two episodes.
+    `INTERVAL_CONFIDENCE` says how wide. None for fewer than two episodes.
 
     Args:
         drift: sums as `MinibatchResult.drift`.
-        moments: `gap_moments` of the same.
+        moments: `compute_gap_moments` of the same.
         epochs: how often each episode is in them.
     """
-    own = gap_variance(drift, moments, epochs)
+    own = compute_gap_variance(drift, moments, epochs)
     if own is None:
         return None
-    episodes, tokens = moments[0] / epochs, drift[2, :AGES, 1].sum() / epochs
+    episodes, tokens = moments[0] / epochs, drift[2, :STALENESS_BINS, 1].sum() / epochs
     error = math.sqrt(max(own, moments[4] / moments[0]) * episodes) / tokens
-    value, half = estimated(drift), float(t_quantile(round(episodes) - 1, INTERVAL) * error)
-    return max(value - half, 0.0), value + UPPER * half
+    value, half = estimate_served_drift(drift), float(t_quantile(round(episodes) - 1, INTERVAL_CONFIDENCE) * error)
+    return max(value - half, 0.0), value + UPPER_WIDENING * half
 
 
-def drift_metrics(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> dict[str, float]:
+def compute_drift_metrics(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> dict[str, float]:
     """Return drift of the ages, turns and positions of which there are tokens; of what is served, where there are probed ones.
 
-    Args as for `served_interval`.
+    Args as for `compute_served_interval`.
     """
     if not drift.size:
         return {}
     found = {
-        f"{MEASURED_DRIFT}_{part}": float(total / tokens)
-        for part, (total, tokens) in zip(_PARTS, drift[0].tolist(), strict=True)
+        f"{REPLAYED_DRIFT_METRIC}_{part}": float(total / tokens)
+        for part, (total, tokens) in zip(_BIN_NAMES, drift[0].tolist(), strict=True)
         if tokens
     }
     if not drift[2, :, 1].any():
         return found
-    by_part = [(part, drift[:, row : row + 1]) for row, part in enumerate(_PARTS) if drift[2, row, 1]]
-    found |= {f"{SERVED_DRIFT}_{part}": estimated(sums) for part, sums in by_part}
-    found |= {SERVED_DRIFT: estimated(drift), "served_kl/tokens": float(drift[2, :AGES, 1].sum())}
-    if interval := served_interval(drift, moments, epochs):
-        found |= dict(zip(SERVED_BOUNDS, interval, strict=True))
+    by_part = [(part, drift[:, row : row + 1]) for row, part in enumerate(_BIN_NAMES) if drift[2, row, 1]]
+    found |= {f"{SERVED_DRIFT_METRIC}_{part}": estimate_served_drift(sums) for part, sums in by_part}
+    found |= {
+        SERVED_DRIFT_METRIC: estimate_served_drift(drift),
+        "served_kl/tokens": float(drift[2, :STALENESS_BINS, 1].sum()),
+    }
+    if interval := compute_served_interval(drift, moments, epochs):
+        found |= dict(zip(SERVED_BOUND_METRICS, interval, strict=True))
     return found
 
 
-def result_of(
+def build_minibatch_result(
     minibatch: Minibatch,
     total: np.ndarray,
     drift: np.ndarray,
     moments: np.ndarray,
-    update: Update,
+    update: OptimizerUpdate,
     replay: RoutingReplay,
 ) -> MinibatchResult:
-    """The figures of a minibatch, over all ranks: collective. `total`, `drift`: see `Minibatch.total`, `Minibatch.drifts`;
-    `moments`: `gap_moments`. The counts of `replay` are taken.
+    """The figures of a minibatch, over all ranks: collective. `total`, `drift`: see `Minibatch.reduce_loss_sums`,
+    `Minibatch.reduce_drift`; `moments`: `compute_gap_moments`. The counts of `replay` are taken.
 
-    Metrics (means are over trained tokens, log-probs in nats), besides those of `ObjectiveSums.metrics_of`:
+    Metrics (means are over trained tokens, log-probs in nats), besides those of `LossSums.compute_metrics`:
 
     * `rollout_kl/k3_age_N`, `_turn_N`, `_position_N`: means over the tokens of an age, turn or range of positions.
     * `served_kl/k3`, and by age, turn and position: the same with the routers' own choice, from `served_kl/tokens` probed tokens,
@@ -380,44 +384,46 @@ def result_of(
       minibatch is fed forward once more, first.
     * `batch/fill`: tokens fed forward as a share of the micro-batches' token budget.
     """
-    counts, cause, routing, layers = minibatch.counts, update.cause, replay.take_counts(), replay.layers
+    counts, cause, routing, layers = minibatch.counts, update.cause, replay.pop_counts(), replay.num_moe_layers
     mine = np.zeros((layers, 2 + replay.num_experts))
-    if replay.columns:
-        figures = torch.cat([torch.stack([routing.agreed, routing.compared], dim=1), routing.load], dim=1)
-        mine[replay.columns] = figures.cpu().numpy()
-    by_layer = minibatch.ranks.reduce(mine.reshape(-1), "sum").reshape(mine.shape)
-    auxiliary = float(minibatch.ranks.reduce(np.asarray([float(routing.auxiliary)]), "sum")[0])
+    if replay.moe_layer_indices:
+        figures = torch.cat(
+            [torch.stack([routing.agreeing_tokens, routing.compared_tokens], dim=1), routing.expert_load], dim=1
+        )
+        mine[replay.moe_layer_indices] = figures.cpu().numpy()
+    by_layer = minibatch.ranks.all_reduce(mine.reshape(-1), "sum").reshape(mine.shape)
+    auxiliary = float(minibatch.ranks.all_reduce(np.asarray([float(routing.aux_loss)]), "sum")[0])
     agreed, compared, load = by_layer[:, 0], by_layer[:, 1], by_layer[:, 2:]
     agreement = np.divide(agreed, compared, out=np.zeros(layers), where=compared > 0)
     budget = max(counts.micro_batches, 1.0) * minibatch.config.learner.max_tokens_per_micro_batch
     metrics = (
-        ObjectiveSums.metrics_of(total)
-        | drift_metrics(drift, moments)
+        LossSums.compute_metrics(total)
+        | compute_drift_metrics(drift, moments)
         | {
             "loss/router_aux": auxiliary,
-            "rollout_kl/coef": minibatch.coef,
+            "rollout_kl/coef": minibatch.rollout_kl_coef,
             "routing/recorded_fraction": counts.recorded_fraction,
-            "routing/recorded_fraction_fed": counts.recorded_fraction_fed,
+            "routing/recorded_fraction_fed": counts.total_recorded_fraction,
             "grad_norm": update.grad_norm,
             "lr": update.lr,
             "optimizer/updates": float(not cause),
             "optimizer/skipped": float(bool(cause)),
             "optimizer/no_contrast": float(cause == "no_contrast"),
             "optimizer/broken": float(cause == "trust_region"),
-            "optimizer/step_share": 0.0 if cause else update.share,
+            "optimizer/step_share": 0.0 if cause else update.step_share,
             "tokens/dropped_non_finite": counts.dropped,
-            "batch/tokens": counts.fed,
+            "batch/tokens": counts.total,
             "batch/trained_tokens": counts.trained,
             "batch/micro_batches": counts.micro_batches,
-            "batch/split_episodes": float(minibatch.spread.sum()) if minibatch.needs_logprobs else 0.0,
+            "batch/split_episodes": float(minibatch.split_episodes.sum()) if minibatch.needs_global_logprobs else 0.0,
             "batch/shared_tokens": counts.shared,
-            "batch/fill": (counts.fed - counts.shared) / budget,
+            "batch/fill": (counts.total - counts.shared) / budget,
         }
     )
-    if update.predicted is not None:
-        metrics["served_kl/predicted"] = update.predicted
-    if update.served is not None:
-        metrics[SERVED_ESTIMATE] = update.served
+    if update.predicted_drift is not None:
+        metrics["served_kl/predicted"] = update.predicted_drift
+    if update.served_drift_estimate is not None:
+        metrics[SERVED_ESTIMATE_METRIC] = update.served_drift_estimate
     if compared.any():
         metrics["routing/agreement"] = float(agreed.sum() / compared.sum())
         metrics["routing/agreement_min"] = float(agreement[compared > 0].min())
@@ -425,15 +431,15 @@ def result_of(
         worst = load.max(axis=1) / np.maximum(load.mean(axis=1), 1e-9)
         metrics["routing/load_imbalance"] = float(worst.max())
     return MinibatchResult(
-        metrics, agreement.astype(np.float32), load.astype(np.int64), minibatch.traces(), drift, moments
+        metrics, agreement.astype(np.float32), load.astype(np.int64), minibatch.collect_traces(), drift, moments
     )
 
 
-LAST_EPOCH = f"{MEASURED_DRIFT}_last_epoch"
+LAST_EPOCH_METRIC = f"{REPLAYED_DRIFT_METRIC}_last_epoch"
 """Mean drift in the last of several epochs: how far the updates of a step have left what sampled its tokens."""
 
 
-def combined(results: Sequence[MinibatchResult], epochs: int = 1) -> MinibatchResult:
+def combine_results(results: Sequence[MinibatchResult], epochs: int = 1) -> MinibatchResult:
     """The figures of several minibatches as one: counts add up, extremes stay, the rest is averaged over trained tokens.
     `results`: of the minibatches in each of so many `epochs`, one epoch behind the other, whose tokens and load count once.
     """
@@ -445,16 +451,16 @@ def combined(results: Sequence[MinibatchResult], epochs: int = 1) -> MinibatchRe
     drift, moments = np.sum([r.drift for r in results], axis=0), np.sum([r.gap_moments for r in results], axis=0)
     if epochs > 1:
         last = len(results) - len(results) // epochs
-        metrics[LAST_EPOCH] = float(
-            np.average([r.metrics[MEASURED_DRIFT] for r in results[last:]], weights=weights[last:])
+        metrics[LAST_EPOCH_METRIC] = float(
+            np.average([r.metrics[REPLAYED_DRIFT_METRIC] for r in results[last:]], weights=weights[last:])
         )
     for name in dict.fromkeys(name for r in results for name in r.metrics):
-        if name.startswith(IN_PARTS):
+        if name.startswith(BINNED_METRIC_PREFIXES):
             continue
         having = [i for i, r in enumerate(results) if name in r.metrics]  # not all of them recorded routes
         values = [results[i].metrics[name] for i in having]
-        if name in COMBINED:
-            metrics[name] = float(COMBINED[name](values)) / (epochs if name in COUNTED_ONCE else 1)
+        if name in METRIC_REDUCERS:
+            metrics[name] = float(METRIC_REDUCERS[name](values)) / (epochs if name in COUNTED_ONCE_METRICS else 1)
         elif name == "routing/recorded_fraction_fed":
             metrics[name] = float(np.average(values, weights=[max(r.metrics["batch/tokens"], 1) for r in results]))
         else:
@@ -462,10 +468,12 @@ def combined(results: Sequence[MinibatchResult], epochs: int = 1) -> MinibatchRe
             metrics[name] = float(np.average(values, weights=of if of.any() else None))
     if predicted := [r.metrics["served_kl/predicted"] for r in results if "served_kl/predicted" in r.metrics]:
         metrics["served_kl/predicted"] = max(predicted)
-    if all(SERVED_ESTIMATE in r.metrics for r in results):
-        metrics[SERVED_ESTIMATE] = float(np.average([r.metrics[SERVED_ESTIMATE] for r in results], weights=weights))
+    if all(SERVED_ESTIMATE_METRIC in r.metrics for r in results):
+        metrics[SERVED_ESTIMATE_METRIC] = float(
+            np.average([r.metrics[SERVED_ESTIMATE_METRIC] for r in results], weights=weights)
+        )
     return MinibatchResult(
-        metrics | drift_metrics(drift, moments, epochs),
+        metrics | compute_drift_metrics(drift, moments, epochs),
         np.average([r.layer_agreement for r in results], axis=0, weights=weights).astype(np.float32),
         np.sum([r.expert_load for r in results], axis=0) // epochs,
         [t for r in results for t in r.traces],
@@ -474,7 +482,7 @@ def combined(results: Sequence[MinibatchResult], epochs: int = 1) -> MinibatchRe
     )
 
 
-COUNTED_ONCE = (
+COUNTED_ONCE_METRICS = (
     "batch/tokens",
     "batch/trained_tokens",
     "batch/micro_batches",
@@ -482,8 +490,8 @@ COUNTED_ONCE = (
     "batch/split_episodes",
     "tokens/dropped_non_finite",
 )
-COMBINED: dict[str, Callable[[list[float]], float]] = {
-    **dict.fromkeys(COUNTED_ONCE, sum),
+METRIC_REDUCERS: dict[str, Callable[[list[float]], float]] = {
+    **dict.fromkeys(COUNTED_ONCE_METRICS, sum),
     "ratio/max": max,
     "rollout_logprob/abs_diff_max": max,
     "routing/agreement_min": min,

@@ -19,88 +19,88 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3async.data.supports import Supports
+from r3async.data.supports import SupportSets
 
-CHUNK_ELEMENTS = 2**25
+LOGIT_CHUNK_ELEMENTS = 2**25
 """Logits (tokens x vocabulary of this rank) that exist at once in float32: 128 MiB."""
 
 
-class Mask:
+class SupportMask:
     """The supports of M tokens on a device, for this rank's columns of the logits: ids `first .. first + columns - 1`."""
 
-    def __init__(self, supports: Supports, device: torch.device, first: int, columns: int):
-        written = supports.numbers()
+    def __init__(self, supports: SupportSets, device: torch.device, first: int, columns: int):
+        written = supports.encoded_ids()
         here = (written.ids >= first) & (written.ids < first + columns)
         self._columns, self._length = columns, len(supports)
         # Of those who name what is in it, all others are left out.
-        named_in = supports.recorded & ~supports.negative
-        self._rest = torch.from_numpy(named_in).to(device)
+        named_in = supports.recorded_mask & ~supports.complement_mask
+        self._excludes_unnamed = torch.from_numpy(named_in).to(device)
         self._rows = torch.from_numpy(written.rows[here]).to(device)
         self._ids = torch.from_numpy(written.ids[here] - first).to(device)
         begin, end = first // 8, -(-(first + columns) // 8)
-        self._skip = first - 8 * begin
+        self._bit_offset = first - 8 * begin
         self._bits = []
-        for rows, bits in supports.bitmaps():
+        for rows, bits in supports.iter_bitmaps():
             part = np.zeros((len(rows), end - begin), np.uint8)
             part[:, : max(0, min(end, bits.shape[1]) - begin)] = bits[:, begin:end]
             self._bits.append((torch.from_numpy(rows).to(device), torch.from_numpy(part).to(device)))
 
-    def left_out(self) -> Tensor:
+    def build_excluded(self) -> Tensor:
         """bool `[M, columns]`: what could not be sampled. A new tensor."""
-        out = self._rest[:, None].repeat(1, self._columns)
-        out[self._rows, self._ids] = ~self._rest[self._rows]
+        out = self._excludes_unnamed[:, None].repeat(1, self._columns)
+        out[self._rows, self._ids] = ~self._excludes_unnamed[self._rows]
         shifts = torch.arange(8, dtype=torch.uint8, device=out.device)
         for rows, bits in self._bits:
             inside = (bits[:, :, None] >> shifts & 1).flatten(1)
-            out[rows] = inside[:, self._skip : self._skip + self._columns] == 0
+            out[rows] = inside[:, self._bit_offset : self._bit_offset + self._columns] == 0
         return out
 
 
 def token_logprobs(
-    matrix: Tensor,
+    output_weight: Tensor,
     hidden: Tensor,
     targets: Tensor,
     temperatures: Tensor,
     *,
     bias: Tensor | None = None,
-    first: int = 0,
+    first_token_id: int = 0,
     group: dist.ProcessGroup | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int = LOGIT_CHUNK_ELEMENTS,
     entropy_gradient: bool = False,
-    supports: Supports | None = None,
+    supports: SupportSets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """float32 `[M]` log-prob of each target under `softmax(logits / temperature)`, and its entropy, in nats. The logits are
     `hidden @ matrix.T + bias`.
 
-    `matrix [V, H]`, `hidden [M, H]`, `targets` int64 `[M]`, `temperatures` float32 `[M]`. At most `chunk_elements` logits exist
-    at once, but those of a token. The gradient of `matrix` is summed over chunks in float32. Entropies have a gradient only if
-    it is asked for.
+    `output_weight [V, H]`, `hidden [M, H]`, `targets` int64 `[M]`, `temperatures` float32 `[M]`. At most `chunk_elements`
+    logits exist at once, but those of a token. The gradient of `output_weight` is summed over chunks in float32. Entropies
+    have a gradient only if it is asked for.
 
-    `group`: ranks that each have the logits of a part of the ids, this one of `first .. first + V`; every rank gets the
+    `group`: ranks that each have the logits of a part of the ids, this one of `first_token_id .. first + V`; every rank gets the
     result. Two collectives a chunk, in the forward pass only.
 
     `supports`: of M tokens; both are then of the distribution over the tokens in it, and nothing else has a gradient. It takes a
     byte for each logit of a chunk.
     """
-    columns = len(matrix)
+    columns = len(output_weight)
     rows = max(1, chunk_elements // max(1, columns))
-    masks = _masks(supports, rows, len(hidden), hidden.device, first, columns)
-    head = _Head(first, group, rows, masks, entropy_gradient)
-    logprobs, entropies = _LogProbs.apply(hidden, matrix, bias, targets, temperatures, head)
+    masks = _build_masks(supports, rows, len(hidden), hidden.device, first_token_id, columns)
+    head = _ChunkSettings(first_token_id, group, rows, masks, entropy_gradient)
+    logprobs, entropies = _ChunkedLogprobs.apply(hidden, output_weight, bias, targets, temperatures, head)
     return logprobs, entropies
 
 
-class _Head(NamedTuple):
-    """`rows`: tokens of a chunk. `masks`: of each chunk."""
+class _ChunkSettings(NamedTuple):
+    """`chunk_rows`: tokens of a chunk. `masks`: of each chunk."""
 
-    first: int
+    first_token_id: int
     group: dist.ProcessGroup | None
-    rows: int
-    masks: Sequence[Mask | None]
+    chunk_rows: int
+    masks: Sequence[SupportMask | None]
     entropy_gradient: bool
 
 
-class _LogProbs(torch.autograd.Function):
+class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -109,11 +109,11 @@ class _LogProbs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperatures: Tensor,
-        head: _Head,
+        head: _ChunkSettings,
     ) -> tuple[Tensor, Tensor]:
         found = [
-            _forward(_scaled(h, matrix, bias, t, mask), targets_of, head)
-            for h, targets_of, t, mask in _chunks(head, hidden, targets, temperatures)
+            _forward_chunk(_compute_logits(h, matrix, bias, t, mask), targets_of, head)
+            for h, targets_of, t, mask in _iter_chunks(head, hidden, targets, temperatures)
         ]
         logprobs, entropies, norms = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(hidden, matrix, bias, targets, temperatures, entropies, norms)
@@ -125,19 +125,21 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, matrix, bias, targets, temperatures, entropies, norms = ctx.saved_tensors
-        head: _Head = ctx.head
+        head: _ChunkSettings = ctx.head
         of_matrix: Tensor | None = None
         of_hidden, of_bias = [], None if bias is None else bias.new_zeros(len(matrix), dtype=torch.float32)
         given = (hidden, targets, temperatures, norms, entropies, *grads)
-        for h, targets_of, t, norm, entropy, grad, spread, mask in _chunks(head, *given):
-            by_logit = _backward(_scaled(h, matrix, bias, t, mask), norm, targets_of, entropy, grad, spread, head)
+        for h, targets_of, t, norm, entropy, grad, spread, mask in _iter_chunks(head, *given):
+            by_logit = _backward_chunk(
+                _compute_logits(h, matrix, bias, t, mask), norm, targets_of, entropy, grad, spread, head
+            )
             by_logit.div_(t[:, None])
             rounded = by_logit.to(h.dtype)
             of_hidden.append(rounded @ matrix)
             if ctx.needs_input_grad[1]:
                 part = rounded.T @ h
                 if of_matrix is None:
-                    of_matrix = part if len(hidden) <= head.rows else part.float()
+                    of_matrix = part if len(hidden) <= head.chunk_rows else part.float()
                 else:
                     of_matrix += part
                 del part
@@ -149,31 +151,33 @@ class _LogProbs(torch.autograd.Function):
         return torch.cat(of_hidden), of_matrix, of_bias, None, None, None
 
 
-def _chunks(head: _Head, *tensors: Tensor) -> Any:
+def _iter_chunks(head: _ChunkSettings, *tensors: Tensor) -> Any:
     """Of each chunk the rows of every tensor, and its mask."""
-    return zip(*(t.split(head.rows) for t in tensors), head.masks, strict=True)
+    return zip(*(t.split(head.chunk_rows) for t in tensors), head.masks, strict=True)
 
 
-def _scaled(hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperatures: Tensor, mask: Mask | None) -> Tensor:
+def _compute_logits(
+    hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperatures: Tensor, mask: SupportMask | None
+) -> Tensor:
     """float32 `[m, V]`, minus infinity where `mask` leaves tokens out."""
     z = F.linear(hidden, matrix, bias).float().div_(temperatures[:, None])
-    return z if mask is None else z.masked_fill_(mask.left_out(), -torch.inf)
+    return z if mask is None else z.masked_fill_(mask.build_excluded(), -torch.inf)
 
 
-def _own(targets: Tensor, head: _Head, columns: int) -> tuple[Tensor, Tensor]:
+def _find_local_targets(targets: Tensor, head: _ChunkSettings, columns: int) -> tuple[Tensor, Tensor]:
     """The column of each target, and whether it is one of this rank's."""
-    column = targets - head.first
+    column = targets - head.first_token_id
     mine = (column >= 0) & (column < columns)
     return torch.where(mine, column, 0)[:, None], mine
 
 
-def _forward(z: Tensor, targets: Tensor, head: _Head) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_chunk(z: Tensor, targets: Tensor, head: _ChunkSettings) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies, and the logarithm of what `exp(z)` sums to. `z` is lost."""
     top = z.max(dim=-1).values
     if head.group is not None:
         dist.all_reduce(top, dist.ReduceOp.MAX, group=head.group)
     z.sub_(top[:, None])
-    column, mine = _own(targets, head, z.shape[1])
+    column, mine = _find_local_targets(targets, head, z.shape[1])
     picked = torch.where(mine, z.gather(1, column)[:, 0], 0.0)
     weights = z.exp()
     # Where a weight is 0 the logit may be minus infinity, and their product nothing.
@@ -185,12 +189,12 @@ def _forward(z: Tensor, targets: Tensor, head: _Head) -> tuple[Tensor, Tensor, T
     return picked - norm.log(), norm.log() - spread / norm, top + norm.log()
 
 
-def _backward(
-    z: Tensor, norm: Tensor, targets: Tensor, entropies: Tensor, grad: Tensor, spread: Tensor, head: _Head
+def _backward_chunk(
+    z: Tensor, norm: Tensor, targets: Tensor, entropies: Tensor, grad: Tensor, spread: Tensor, head: _ChunkSettings
 ) -> Tensor:
     """`[m, V]`: the gradient by `z`, which is lost. `norm` `[m]`: the logarithm of what `exp(z)` sums to. `grad`, `spread` `[m]`:
     by log-prob and entropy."""
-    column, mine = _own(targets, head, z.shape[1])
+    column, mine = _find_local_targets(targets, head, z.shape[1])
     logs = z.sub_(norm[:, None])
     if head.entropy_gradient:
         out = logs.exp()
@@ -202,19 +206,19 @@ def _backward(
     return out.scatter_add_(1, column, torch.where(mine, grad, 0.0)[:, None])
 
 
-def _masks(
-    supports: Supports | None, rows: int, count: int, device: torch.device, first: int, columns: int
-) -> Sequence[Mask | None]:
+def _build_masks(
+    supports: SupportSets | None, rows: int, count: int, device: torch.device, first: int, columns: int
+) -> Sequence[SupportMask | None]:
     """One for each chunk of `rows` of `count` tokens."""
     starts = range(0, max(1, count), rows)
     if supports is None:
         return [None] * len(starts)
-    return [Mask(supports[start : start + rows], device, first, columns) for start in starts]
+    return [SupportMask(supports[start : start + rows], device, first, columns) for start in starts]
 
 
-def supports_of(column: Supports | None, rows: np.ndarray) -> Supports | None:
+def select_supports(column: SupportSets | None, rows: np.ndarray) -> SupportSets | None:
     """Those of the tokens at `rows`; None if none has one, and logits are of the whole vocabulary."""
     if column is None:
         return None
-    supports = column.take(rows)
-    return supports if supports.recorded.any() else None
+    supports = column.take_rows(rows)
+    return supports if supports.recorded_mask.any() else None

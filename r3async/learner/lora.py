@@ -27,43 +27,43 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Parameter
 
-from r3async.checkpoint.tensors import Place
+from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import LoraConfig
-from r3async.config.training import names_matrix
+from r3async.config.training import matches_target
 from r3async.learner import LearnerError
-from r3async.learner.optimizer import local
-from r3async.learner.state import Held
+from r3async.learner.optimizer import to_local
+from r3async.learner.state import ShardSlice
 
-SIDES = ("lora_A", "lora_B")
-Divided = Literal["rows", "columns", "matrices"] | None
+ADAPTER_NAMES = ("lora_A", "lora_B")
+ShardedDim = Literal["rows", "columns", "matrices"] | None
 """What of a matrix, or stack of them, ranks divide among themselves."""
 
 
-class Candidate(NamedTuple):
-    """A parameter of this rank that may be adapted: matrices, or stacks of them, at the places that `held` names."""
+class AdapterCandidate(NamedTuple):
+    """A parameter of this rank that may be adapted: matrices, or stacks of them, at the places that `shard_slice` names."""
 
     parameter: Parameter
-    held: Held
-    divided: Divided = None
-    router: bool = False
+    shard_slice: ShardSlice
+    sharded_dim: ShardedDim = None
+    is_router: bool = False
 
     @property
-    def names(self) -> list[str]:
-        return [module_of(place.name) for place in self.held.places]
+    def module_names(self) -> list[str]:
+        return [strip_weight_suffix(place.name) for place in self.shard_slice.places]
 
 
-def module_of(name: str) -> str:
+def strip_weight_suffix(name: str) -> str:
     """Of a weight: without `.weight`, which all but stacked ones end with."""
     return name.removesuffix(".weight")
 
 
-def targeted(config: LoraConfig, names: Iterable[tuple[str, bool]]) -> set[str]:
+def select_targets(config: LoraConfig, modules: Iterable[tuple[str, bool]]) -> set[str]:
     """Of the model's matrices, each with whether it is a router's, the names of those that have adapters. Raises `LearnerError`
     for a target that names none."""
-    known = sorted(set(names))
+    known = sorted(set(modules))
     chosen: set[str] = set()
     for target in config.targets:
-        found = {name for name, router in known if names_matrix(target, name, router=router)}
+        found = {name for name, router in known if matches_target(target, name, router=router)}
         if not found:
             there = sorted({".".join(p for p in name.split(".")[3:] if not p.isdigit()) or name for name, _ in known})
             raise LearnerError(
@@ -75,43 +75,47 @@ def targeted(config: LoraConfig, names: Iterable[tuple[str, bool]]) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """Of the matrices at `place`: `a` float32 `[.., rank, columns]` and `b` `[.., rows, rank]`, of this rank's part."""
+class LoraAdapter:
+    """Of the matrices at `place`: `lora_a` float32 `[.., rank, columns]` and `lora_b` `[.., rows, rank]`, of this rank's part."""
 
-    place: Place
-    a: Parameter
-    b: Parameter
+    place: TensorSlice
+    lora_a: Parameter
+    lora_b: Parameter
     scale: float
 
     @staticmethod
-    def of(place: Place, config: LoraConfig, seed: int, device: torch.device) -> Adapter:
+    def initialize(place: TensorSlice, config: LoraConfig, seed: int, device: torch.device) -> LoraAdapter:
         """`B` is 0, and `A` uniform within `1 / sqrt(columns)`, as PEFT has it; the same on any layout of ranks."""
         shape = (*place.shape[:-2], config.rank, place.shape[-1])
         digest = hashlib.sha256(f"{seed} {place.name}".encode()).digest()
         rng = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         whole = torch.rand(shape, generator=rng).mul_(2).sub_(1).div_(math.sqrt(place.shape[-1]))
-        box = _without(place, -2, config.rank)
+        box = _replace_dimension(place, -2, config.rank)
         part = whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))]
         b = torch.zeros(*place.size[:-1], config.rank)
-        return Adapter(place, Parameter(part.clone().to(device)), Parameter(b.to(device)), config.alpha / config.rank)
+        return LoraAdapter(
+            place, Parameter(part.clone().to(device)), Parameter(b.to(device)), config.alpha / config.rank
+        )
 
     @property
-    def places(self) -> tuple[Place, Place]:
-        """Of `a` and `b`."""
-        name = module_of(self.place.name)
-        rank = self.a.shape[-2]
-        a, b = _without(self.place, -2, rank), _without(self.place, -1, rank)
-        return Place(f"{name}.{SIDES[0]}.weight", *a), Place(f"{name}.{SIDES[1]}.weight", *b)
+    def factor_places(self) -> tuple[TensorSlice, TensorSlice]:
+        """Of `lora_a` and `lora_b`."""
+        name = strip_weight_suffix(self.place.name)
+        rank = self.lora_a.shape[-2]
+        a, b = _replace_dimension(self.place, -2, rank), _replace_dimension(self.place, -1, rank)
+        return TensorSlice(f"{name}.{ADAPTER_NAMES[0]}.weight", *a), TensorSlice(
+            f"{name}.{ADAPTER_NAMES[1]}.weight", *b
+        )
 
-    def project(self, gradient: Tensor) -> None:
+    def project_gradient(self, gradient: Tensor) -> None:
         """Add what a gradient of the weight's part is for the adapter."""
         g = gradient.float().mul_(self.scale) if gradient.dtype != torch.float32 else gradient * self.scale
-        for parameter, part in ((self.a, self.b.detach().mT @ g), (self.b, g @ self.a.detach().mT)):
+        for parameter, part in ((self.lora_a, self.lora_b.detach().mT @ g), (self.lora_b, g @ self.lora_a.detach().mT)):
             parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
 
-    def merged(self, base: Tensor) -> Tensor:
+    def merge_weight(self, base: Tensor) -> Tensor:
         """float32: the weight's part, of that of the start model."""
-        return torch.add(base.float(), self.b.detach() @ self.a.detach(), alpha=self.scale)
+        return torch.add(base.float(), self.lora_b.detach() @ self.lora_a.detach(), alpha=self.scale)
 
 
 class _Box(NamedTuple):
@@ -120,7 +124,7 @@ class _Box(NamedTuple):
     size: tuple[int, ...]
 
 
-def _without(place: Place, dimension: int, rank: int) -> _Box:
+def _replace_dimension(place: TensorSlice, dimension: int, rank: int) -> _Box:
     """The box with `rank` in the place of that dimension, which is then whole."""
 
     def put(values: tuple[int, ...], value: int) -> tuple[int, ...]:
@@ -131,89 +135,98 @@ def _without(place: Place, dimension: int, rank: int) -> _Box:
     return _Box(put(place.shape, rank), put(place.offset, 0), put(place.size, rank))
 
 
-class Trained(NamedTuple):
-    """An `A` or `B`, where it lies in the whole, and what is divided of the weight that it is for. `shared`: each rank has all of
-    it, and the gradient of its own rows or columns of the weight only."""
+class AdapterParameter(NamedTuple):
+    """An `A` or `B`, where it lies in the whole, and what is divided of the weight that it is for. `is_replicated`: each rank
+    has all of it, and the gradient of its own rows or columns of the weight only."""
 
     parameter: Parameter
-    held: Held
-    candidate: Candidate
-    shared: bool
+    shard_slice: ShardSlice
+    candidate: AdapterCandidate
+    is_replicated: bool
 
 
-class _Adapted(NamedTuple):
+class _AdaptedParameter(NamedTuple):
     """A parameter, its values in the start model, and the adapters of its parts, None for those that have none."""
 
-    candidate: Candidate
-    base: Tensor
-    adapters: list[Adapter | None]
+    candidate: AdapterCandidate
+    base_weight: Tensor
+    adapters: list[LoraAdapter | None]
 
 
-class Adapters:
+class LoraAdapters:
     """The adapters of this rank's part of a model. Every other parameter is frozen by who builds the model.
 
-    `chosen`: names of the matrices that have one, see `targeted`. From now on a gradient of an adapted parameter becomes one
-    of its adapters when it has been accumulated.
+    `chosen`: names of the matrices that have one, see `select_targets`. From now on a gradient of an adapted parameter
+    becomes one of its adapters when it has been accumulated.
     """
 
     def __init__(
-        self, candidates: Sequence[Candidate], chosen: set[str], config: LoraConfig, *, seed: int, dtype: torch.dtype
+        self,
+        candidates: Sequence[AdapterCandidate],
+        chosen: set[str],
+        config: LoraConfig,
+        *,
+        seed: int,
+        dtype: torch.dtype,
     ):
-        self._adapted: list[_Adapted] = []
+        self._adapted: list[_AdaptedParameter] = []
         for candidate in candidates:
-            parameter, places = candidate.parameter, candidate.held.places
-            device = local(parameter.detach()).device
-            adapters = [Adapter.of(p, config, seed, device) if module_of(p.name) in chosen else None for p in places]
+            parameter, places = candidate.parameter, candidate.shard_slice.places
+            device = to_local(parameter.detach()).device
+            adapters = [
+                LoraAdapter.initialize(p, config, seed, device) if strip_weight_suffix(p.name) in chosen else None
+                for p in places
+            ]
             if any(adapters):
-                base = local(parameter.detach()).to("cpu", dtype, copy=True)
-                one = _Adapted(candidate, base, adapters)
+                base = to_local(parameter.detach()).to("cpu", dtype, copy=True)
+                one = _AdaptedParameter(candidate, base, adapters)
                 self._adapted.append(one)
-                parameter.register_post_accumulate_grad_hook(lambda p, one=one: _project(one, p))
+                parameter.register_post_accumulate_grad_hook(lambda p, one=one: _project_gradient(one, p))
 
-    def trained(self) -> list[Trained]:
+    def list_parameters(self) -> list[AdapterParameter]:
         """Every `A` and `B`, in the optimizer's order."""
         out = []
         for candidate, _, adapters in self._adapted:
             for adapter in filter(None, adapters):
                 for parameter, place, over, whole in (
-                    (adapter.a, adapter.places[0], "rows", adapter.place.offset[-2]),
-                    (adapter.b, adapter.places[1], "columns", adapter.place.offset[-1]),
+                    (adapter.lora_a, adapter.factor_places[0], "rows", adapter.place.offset[-2]),
+                    (adapter.lora_b, adapter.factor_places[1], "columns", adapter.place.offset[-1]),
                 ):
-                    shared = candidate.divided == over
+                    shared = candidate.sharded_dim == over
                     # Of the ranks that have all of it, the one with the first of the weight's rows, or columns.
-                    writes = candidate.held.writes and not (shared and whole)
-                    out.append(Trained(parameter, Held((place,), writes=writes), candidate, shared))
+                    writes = candidate.shard_slice.is_writer and not (shared and whole)
+                    out.append(AdapterParameter(parameter, ShardSlice((place,), is_writer=writes), candidate, shared))
         return out
 
     @torch.no_grad()
-    def merge(self) -> None:
+    def merge_weights(self) -> None:
         """Make the model's weights those that the adapters say."""
         for candidate, base, adapters in self._adapted:
-            target = local(candidate.parameter.detach())
-            parts = zip(candidate.held.split(base.to(target.device)), adapters, strict=True)
+            target = to_local(candidate.parameter.detach())
+            parts = zip(candidate.shard_slice.split(base.to(target.device)), adapters, strict=True)
             # Rounded one at a time: all experts of a layer are one parameter.
-            made = [(part if one is None else one.merged(part)).to(target.dtype) for part, one in parts]
-            target.copy_(candidate.held.join(made))
+            made = [(part if one is None else one.merge_weight(part)).to(target.dtype) for part, one in parts]
+            target.copy_(candidate.shard_slice.join(made))
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """In this block the model is the start model; afterwards itself again, bit by bit. As `state.Reference`."""
+    def use_reference_weights(self) -> Iterator[None]:
+        """In this block the model is the start model; afterwards itself again, bit by bit. As `state.ReferenceWeights`."""
         with torch.no_grad():
             for candidate, base, _ in self._adapted:
-                local(candidate.parameter.detach()).copy_(base)
+                to_local(candidate.parameter.detach()).copy_(base)
         try:
             yield
         finally:
-            self.merge()
+            self.merge_weights()
 
 
 @torch.no_grad()
-def _project(one: _Adapted, parameter: Tensor) -> None:
+def _project_gradient(one: _AdaptedParameter, parameter: Tensor) -> None:
     assert parameter.grad is not None
-    gradient, parameter.grad = local(parameter.grad), None
-    for adapter, part in zip(one.adapters, one.candidate.held.split(gradient), strict=True):
+    gradient, parameter.grad = to_local(parameter.grad), None
+    for adapter, part in zip(one.adapters, one.candidate.shard_slice.split(gradient), strict=True):
         if adapter is not None:
-            adapter.project(part)
+            adapter.project_gradient(part)
 
 
 # -- on disk -----------------------------------------------------------------------------------------------------------
@@ -224,9 +237,9 @@ def save_adapter(
 ) -> None:
     """Write adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-    `tensors`: whole ones, float32, by the names of `Adapter.places`. `base`: the start model, a path or a name. Adapters of
-    stacked experts are PEFT's of parameters (`target_parameters`), all experts' ranks in one dimension; `order` has the model's
-    names of its parameters, in order, for these.
+    `tensors`: whole ones, float32, by the names of `LoraAdapter.factor_places`. `base`: the start model, a path or a name.
+    Adapters of stacked experts are PEFT's of parameters (`target_parameters`), all experts' ranks in one dimension; `order`
+    has the model's names of its parameters, in order, for these.
     """
     stacked: set[str] = set()
     modules: set[str] = set()
@@ -236,8 +249,8 @@ def save_adapter(
         (stacked if tensor.ndim == 3 else modules).add(module)
     for name, tensor in sorted(tensors.items()):
         module, side = name.removesuffix(".weight").rsplit(".", 1)
-        wrapper = _wrapper(module, [n for n in order if n in stacked]) if module in stacked else module
-        out[f"base_model.model.{wrapper}.{side}.weight"] = _flat(tensor, side)
+        wrapper = _peft_module_name(module, [n for n in order if n in stacked]) if module in stacked else module
+        out[f"base_model.model.{wrapper}.{side}.weight"] = _flatten_stack(tensor, side)
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -255,16 +268,16 @@ def save_adapter(
     (directory / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
-def _flat(tensor: Tensor, side: str) -> Tensor:
+def _flatten_stack(tensor: Tensor, side: str) -> Tensor:
     """Of a stack `[experts, ..]` the matrix that PEFT has: ranks of all experts in one dimension."""
     if tensor.ndim == 2:
         return tensor.contiguous()
-    if side == SIDES[0]:
+    if side == ADAPTER_NAMES[0]:
         return tensor.flatten(0, 1).contiguous()
     return tensor.permute(1, 2, 0).flatten(1, 2).contiguous()
 
 
-def _wrapper(name: str, stacked: Sequence[str]) -> str:
+def _peft_module_name(name: str, stacked: Sequence[str]) -> str:
     """PEFT's name of what wraps that parameter: those of one module are around one another, the first parameter's innermost."""
     owner = name.rsplit(".", 1)[0]
     beside = [other for other in stacked if other.rsplit(".", 1)[0] == owner]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-BUCKET_ELEMENTS = 2**26
+OFFLOAD_BUCKET_ELEMENTS = 2**26
 """Elements whose moments are on the device at once, or those of one larger parameter."""
-AWAY = ("exp_avg", "exp_avg_sq")
+OFFLOADED_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class HostMoments:
@@ -21,63 +21,63 @@ class HostMoments:
     parameter is updated by the kernel, and from the numbers, that it would be updated with otherwise.
     """
 
-    def __init__(self, adam: torch.optim.Optimizer, bucket_elements: int = BUCKET_ELEMENTS):
-        self._adam, self._bucket = adam, bucket_elements
-        self._values: dict[Tensor, dict[str, Tensor]] = {}
+    def __init__(self, adam: torch.optim.Optimizer, bucket_elements: int = OFFLOAD_BUCKET_ELEMENTS):
+        self._adam, self._bucket_elements = adam, bucket_elements
+        self._host_values: dict[Tensor, dict[str, Tensor]] = {}
 
     def step(self, parameters: Sequence[Tensor]) -> None:
         """One step of those that have a gradient."""
         gradients = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter, _ in gradients:
             parameter.grad = None
-        for bucket in self._buckets(gradients):
+        for bucket in self._iter_buckets(gradients):
             for parameter, gradient in bucket:
-                self._bring(parameter)
+                self._load_to_device(parameter)
                 parameter.grad = gradient
             self._adam.step()
             for parameter, _ in bucket:
-                self.put_away(parameter)
+                self.offload_moments(parameter)
                 parameter.grad = None
 
-    def of(self, parameter: Tensor) -> dict[str, Tensor]:
+    def get_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """The values of its moments, in host memory; none before its first update."""
-        return self._values.get(parameter, {})
+        return self._host_values.get(parameter, {})
 
     @contextlib.contextmanager
-    def borrowed(self, parameter: Tensor) -> Iterator[None]:
+    def moments_on_device(self, parameter: Tensor) -> Iterator[None]:
         """Inside, its moments are on the device, to be read only."""
-        self._bring(parameter)
+        self._load_to_device(parameter)
         try:
             yield
         finally:
-            for name in AWAY:
-                _part(self._adam.state[parameter][name]).untyped_storage().resize_(0)
+            for name in OFFLOADED_MOMENTS:
+                _local_part(self._adam.state[parameter][name]).untyped_storage().resize_(0)
 
-    def put_away(self, parameter: Tensor) -> None:
+    def offload_moments(self, parameter: Tensor) -> None:
         """Move its moments to the host."""
-        for name in AWAY:
-            moment = _part(self._adam.state[parameter][name])
-            host = self._values.setdefault(parameter, {})
+        for name in OFFLOADED_MOMENTS:
+            moment = _local_part(self._adam.state[parameter][name])
+            host = self._host_values.setdefault(parameter, {})
             if name not in host:
                 host[name] = torch.empty(moment.shape, dtype=moment.dtype, pin_memory=moment.is_cuda)
             host[name].copy_(moment)
             moment.untyped_storage().resize_(0)
 
-    def forget(self) -> None:
+    def clear_moments(self) -> None:
         """There are no moments any more."""
-        self._values.clear()
+        self._host_values.clear()
 
-    def _bring(self, parameter: Tensor) -> None:
-        for name, values in self.of(parameter).items():
-            moment = _part(self._adam.state[parameter][name])
+    def _load_to_device(self, parameter: Tensor) -> None:
+        for name, values in self.get_moments(parameter).items():
+            moment = _local_part(self._adam.state[parameter][name])
             moment.untyped_storage().resize_(values.numel() * values.element_size())
             moment.copy_(values)
 
-    def _buckets(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    def _iter_buckets(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
         bucket: list[tuple[Tensor, Tensor]] = []
         held = 0
         for parameter, gradient in gradients:
-            if bucket and held + parameter.numel() > self._bucket:
+            if bucket and held + parameter.numel() > self._bucket_elements:
                 yield bucket
                 bucket, held = [], 0
             bucket.append((parameter, gradient))
@@ -86,5 +86,5 @@ class HostMoments:
             yield bucket
 
 
-def _part(tensor: Tensor) -> Tensor:
+def _local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,60 +9,63 @@ import numpy as np
 
 from r3async.config import Config
 from r3async.data.records import Sample, Trajectory
-from r3async.learner import Unsound
+from r3async.learner import RejectedTrajectory
 from r3async.learner.losses.advantages import assign_advantages
-from r3async.learner.losses.objective import divided, loss_weights
-from r3async.learner.served import probed_samples
-from r3async.schedule.validation import check_trajectories, refused
+from r3async.learner.losses.objective import compute_loss_weights, split_by_length
+from r3async.learner.served import mark_probed_samples
+from r3async.schedule.validation import check_trajectories, find_invalid
 
 T = TypeVar("T")
 
 
-class Sound(NamedTuple, Generic[T]):
-    """`groups`: those of the step, with stand-ins for what is `unsound`; `made`: of them."""
+class PreparedGroups(NamedTuple, Generic[T]):
+    """`groups`: those of the step, with stand-ins for what is `rejected`; `prepared`: of them."""
 
     groups: list[list[Trajectory]]
-    made: T
-    unsound: list[Unsound]
+    prepared: T
+    rejected: list[RejectedTrajectory]
 
 
-def sound(
+def replace_untrainable(
     groups: Sequence[Sequence[Trajectory]],
-    make: Callable[[Sequence[Sequence[Trajectory]]], T],
-    stand_in: Callable[[Trajectory], Trajectory],
-) -> Sound[T]:
-    """`make(groups)`, without what it cannot take: whatever fails in it does not end the run, nor is it met again.
+    prepare: Callable[[Sequence[Sequence[Trajectory]]], T],
+    make_placeholder: Callable[[Trajectory], Trajectory],
+) -> PreparedGroups[T]:
+    """`prepare(groups)`, without what it cannot take: whatever fails in it does not end the run, nor is it met again.
 
-    A trajectory that is not trainable (`check_trajectories`) has `stand_in` in its place. So have all of a group of which `make`
-    fails though each of its members is: nobody in particular is to blame. Raises what `make` raises on what is left: a defect.
+    A trajectory that is not trainable (`check_trajectories`) has `make_placeholder` in its place. So have all of a group of
+    which `prepare` fails though each of its members is: nobody in particular is to blame. Raises what `prepare` raises on
+    what is left: a defect.
     """
     trajectories = [t for group in groups for t in group]
-    wrong = refused(trajectories, check_trajectories)
-    unsound = [Unsound(trajectories[at], str(error)) for at, error in wrong.items()]
-    each = iter([stand_in(t) if at in wrong else t for at, t in enumerate(trajectories)])
+    wrong = find_invalid(trajectories, check_trajectories)
+    unsound = [RejectedTrajectory(trajectories[at], str(error)) for at, error in wrong.items()]
+    each = iter([make_placeholder(t) if at in wrong else t for at, t in enumerate(trajectories)])
 
     def alone(group: list[Trajectory]) -> list[Trajectory]:
         try:
-            make([group])
+            prepare([group])
         except Exception as error:
             reason = f"its group cannot be trained: {type(error).__name__}: {error}"
             known = {u.trajectory.trajectory_id for u in unsound}
-            unsound.extend(Unsound(t, reason) for t in group if t.trajectory_id not in known)
-            return [stand_in(t) for t in group]
+            unsound.extend(RejectedTrajectory(t, reason) for t in group if t.trajectory_id not in known)
+            return [make_placeholder(t) for t in group]
         return group
 
     kept = [[next(each) for _ in group] for group in groups]
     try:
-        made = make(kept)
+        made = prepare(kept)
     except Exception:
         kept = [alone(group) for group in kept]
-        made = make(kept)
-    return Sound(kept, made, unsound)
+        made = prepare(kept)
+    return PreparedGroups(kept, made, unsound)
 
 
-def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[list[list[Sample]], dict[str, float]]:
-    """The samples of each minibatch, with the columns `advantages`, `loss_weights`, `episode`, `place` and `probed`, and figures
-    about them.
+def prepare_minibatches(
+    groups: Sequence[Sequence[Trajectory]], config: Config
+) -> tuple[list[list[Sample]], dict[str, float]]:
+    """The samples of each minibatch, with the columns `advantages`, `compute_loss_weights`, `episode`, `place` and `probed`,
+    and figures about them.
 
     A group is in one minibatch, with all its episodes and all samples of each: what is compared stays together, and what
     the loss is a mean over is whole.
@@ -73,18 +76,18 @@ def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[lis
     lengths = [len(s.table) for s in samples]
     masks = np.concatenate([s.table["loss_mask"] for s in samples] or [np.zeros(0, bool)])
     finite = np.isfinite(np.concatenate([s.table["rollout_logprobs"] for s in samples] or [np.zeros(0, np.float32)]))
-    trained = divided(masks & finite, lengths)
+    trained = split_by_length(masks & finite, lengths)
     members: list[list[int]] = [[] for _ in groups]
     for i, (group, _) in enumerate(owners):
         members[group].append(i)
     minibatches: list[list[Sample]] = []
     tokens = [sum(int(trained[i].sum()) for i in of) for of in members]
-    for part in divide(tokens, config.schedule.minibatches_per_step):
+    for part in partition_groups(tokens, config.schedule.minibatches_per_step):
         chosen = [i for group in part for i in members[group]]
         numbers: dict[tuple[int, int], int] = {}
         episodes = [numbers.setdefault(owners[i], len(numbers)) for i in chosen]
-        probed = probed_samples([samples[i] for i in chosen], [trained[i] for i in chosen], episodes, config)
-        weights = loss_weights(
+        probed = mark_probed_samples([samples[i] for i in chosen], [trained[i] for i in chosen], episodes, config)
+        weights = compute_loss_weights(
             [trained[i] for i in chosen],
             episodes,
             [owners[i][0] for i in chosen],
@@ -95,11 +98,11 @@ def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[lis
         mask = np.concatenate([trained[i] for i in chosen] or [np.zeros(0, bool)])
         columns = {
             "loss_weights": weights,
-            "episode": divided(np.repeat(np.asarray(episodes, np.int32), sizes), sizes),
-            "place": divided(np.where(mask, np.cumsum(mask) - 1, -1).astype(np.int32), sizes),
+            "episode": split_by_length(np.repeat(np.asarray(episodes, np.int32), sizes), sizes),
+            "place": split_by_length(np.where(mask, np.cumsum(mask) - 1, -1).astype(np.int32), sizes),
         }
         if any(probed):
-            columns["probed"] = divided(np.repeat(probed, sizes), sizes)
+            columns["probed"] = split_by_length(np.repeat(probed, sizes), sizes)
         tables = [
             samples[i].table.with_columns(**{name: values[at] for name, values in columns.items()})
             for at, i in enumerate(chosen)
@@ -110,7 +113,7 @@ def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[lis
     return minibatches, metrics
 
 
-def divide(tokens: Sequence[int], parts: int) -> list[list[int]]:
+def partition_groups(tokens: Sequence[int], parts: int) -> list[list[int]]:
     """Indices of groups in `parts` parts with about the same number of trained tokens, each in order; deterministic.
 
     The longest come first, each to the part that has the least so far. Parts that would be empty are left out.

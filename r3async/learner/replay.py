@@ -1,7 +1,7 @@
 """Replaying recorded experts in a model's routers: what every backend shares (R3, arXiv 2510.11370).
 
 Replay fixes the *selection* of experts. Their gate weights come from the learner's own scores at the replayed ids, so the
-router still receives gradient. A backend's router asks `RoutingReplay.choose` which experts to use, and nothing else.
+router still receives gradient. A backend's router asks `RoutingReplay.choose_experts` which experts to use, and nothing else.
 
 Which micro-batch a router serves is known at every moment, in any order of forward and backward passes: `bound` makes a
 micro-batch current for its forward pass, and a hook on the output of that pass makes it current again as soon as its
@@ -20,27 +20,27 @@ import torch
 from torch import Tensor
 
 from r3async.data.model_shape import RoutingShape
-from r3async.data.routes import RoutingError, sorted_columns, validate_rows
+from r3async.data.routes import RoutingError, iter_sorted_columns, validate_routes
 from r3async.learner import RouteTrace
 from r3async.learner.batch.packing import MicroBatch
 
 
 class RoutingCounts:
-    """What this rank's routers did since the last `RoutingReplay.take_counts`, by local router, on the device.
+    """What this rank's routers did since the last `RoutingReplay.pop_counts`, by local router, on the device.
 
-    `agreed`, `compared` int64 `[R]`: of the recorded tokens, those whose own top-k set is the recorded set. `load` int64
-    `[R, experts]`: tokens sent to each expert. `auxiliary` float64 scalar: the routers' own loss. Padding is in none of
-    them, a recomputed forward pass counts once.
+    `agreeing_tokens`, `compared_tokens` int64 `[R]`: of the recorded tokens, those whose own top-k set is the recorded set.
+    `expert_load` int64 `[R, experts]`: tokens sent to each expert. `aux_loss` float64 scalar: the routers' own loss. Padding
+    is in none of them, a recomputed forward pass counts once.
     """
 
     def __init__(self, routers: int, experts: int, device: torch.device):
-        self.agreed = torch.zeros(routers, dtype=torch.int64, device=device)
-        self.compared = torch.zeros(routers, dtype=torch.int64, device=device)
-        self.load = torch.zeros(routers, experts, dtype=torch.int64, device=device)
-        self.auxiliary = torch.zeros((), dtype=torch.float64, device=device)
+        self.agreeing_tokens = torch.zeros(routers, dtype=torch.int64, device=device)
+        self.compared_tokens = torch.zeros(routers, dtype=torch.int64, device=device)
+        self.expert_load = torch.zeros(routers, experts, dtype=torch.int64, device=device)
+        self.aux_loss = torch.zeros((), dtype=torch.float64, device=device)
 
 
-class _WithLoss(torch.autograd.Function):
+class _AttachLoss(torch.autograd.Function):
     """`x` as it is; in the backward pass `loss` gets the gradient 1, as a term of the step's sum does."""
 
     @staticmethod
@@ -55,36 +55,38 @@ class _WithLoss(torch.autograd.Function):
 
 
 class MicroBatchRoutes:
-    """Routes of one micro-batch for this rank's routers and tokens. Made by `RoutingReplay.bound`.
+    """Routes of one micro-batch for this rank's routers and tokens. Made by `RoutingReplay.bind_routes`.
 
-    `tokens`: of the whole micro-batch, over all ranks. `own`: what each local router would have chosen and `used`: what it
-    did choose, `[n, K]` per router, kept only if `keep` is set.
+    `num_tokens`: of the whole micro-batch, over all ranks. `preferred_experts`: what each local router would have chosen and
+    `used_experts`: what it did choose, `[n, K]` per router, kept only if `keeps_choices` is set.
     """
 
-    def __init__(self, replay: RoutingReplay, micro_batch: MicroBatch, *, keep: bool):
+    def __init__(self, replay: RoutingReplay, micro_batch: MicroBatch, *, keeps_choices: bool):
         self._replay, self._micro_batch = replay, micro_batch
-        self.tokens = micro_batch.tokens
-        part = replay.token_slice(micro_batch.tokens)
-        self.local_tokens = part.stop - part.start
-        self._real = min(max(micro_batch.real_tokens - part.start, 0), self.local_tokens)
-        self._sorted: Tensor | None = None
-        self._recorded: Tensor | None = None
-        self._times: Tensor | None = None
-        if micro_batch.times is not None:
-            self._times = torch.from_numpy(micro_batch.times[part][: self._real]).to(replay.device)
-        self.keep = keep
-        self.own: list[Tensor | None] = [None] * len(replay.columns)
-        self.used: list[Tensor | None] = [None] * len(replay.columns)
-        self.recomputing = self.closed = False
+        self.num_tokens = micro_batch.num_tokens
+        part = replay.slice_tokens(micro_batch.num_tokens)
+        self.num_local_tokens = part.stop - part.start
+        self._num_real_rows = min(max(micro_batch.num_real_tokens - part.start, 0), self.num_local_tokens)
+        self._sorted_experts: Tensor | None = None
+        self._is_recorded: Tensor | None = None
+        self._row_multiplicity: Tensor | None = None
+        if micro_batch.row_multiplicity is not None:
+            self._row_multiplicity = torch.from_numpy(micro_batch.row_multiplicity[part][: self._num_real_rows]).to(
+                replay.device
+            )
+        self.keeps_choices = keeps_choices
+        self.preferred_experts: list[Tensor | None] = [None] * len(replay.moe_layer_indices)
+        self.used_experts: list[Tensor | None] = [None] * len(replay.moe_layer_indices)
+        self.is_recomputing = self.is_closed = False
         table = micro_batch.table
-        if replay.columns and "routed_experts" in table and "routing_recorded" in table:
-            self._load(table["routed_experts"], table["routing_recorded"], part)
+        if replay.moe_layer_indices and "routed_experts" in table and "routing_recorded" in table:
+            self._load_records(table["routed_experts"], table["routing_recorded"], part)
 
-    def _load(self, rows: np.ndarray, recorded: np.ndarray, part: slice) -> None:
+    def _load_records(self, rows: np.ndarray, recorded: np.ndarray, part: slice) -> None:
         replay = self._replay
-        if rows.shape[1:] != (replay.layers, replay.top_k):
+        if rows.shape[1:] != (replay.num_moe_layers, replay.top_k):
             raise RoutingError(
-                f"routed experts have shape {rows.shape}, expected [n, {replay.layers}, {replay.top_k}]: "
+                f"routed experts have shape {rows.shape}, expected [n, {replay.num_moe_layers}, {replay.top_k}]: "
                 "these routes were recorded with another model"
             )
         if not recorded[part].any():
@@ -92,211 +94,223 @@ class MicroBatchRoutes:
         # Only this rank's tokens and layers go to the device, in the narrowest dtype in which torch can do all it has to, and
         # sorted: the order of a record carries nothing, so that no bit of what is replayed may depend on it.
         narrow = np.uint8 if rows.dtype == np.uint8 else np.int16 if replay.num_experts <= 2**15 else np.int32
-        local = np.empty((len(replay.columns), part.stop - part.start, replay.top_k), narrow)
-        for column, layer in zip(local, replay.columns, strict=True):
-            for some, ids in sorted_columns(rows[part, layer]):
+        local = np.empty((len(replay.moe_layer_indices), part.stop - part.start, replay.top_k), narrow)
+        for column, layer in zip(local, replay.moe_layer_indices, strict=True):
+            for some, ids in iter_sorted_columns(rows[part, layer]):
                 for k, of_rank in enumerate(ids):
                     column[some, k] = of_rank
-        self._sorted = torch.from_numpy(local).to(replay.device)
-        self._recorded = torch.from_numpy(recorded[part].copy()).to(replay.device)
-        bad = self._sorted[..., -1].to(torch.int32) >= replay.num_experts
+        self._sorted_experts = torch.from_numpy(local).to(replay.device)
+        self._is_recorded = torch.from_numpy(recorded[part].copy()).to(replay.device)
+        bad = self._sorted_experts[..., -1].to(torch.int32) >= replay.num_experts
         if replay.top_k > 1:
-            bad |= (self._sorted[..., 1:] == self._sorted[..., :-1]).any(dim=-1)
-        if replay.top_k == 1 or bool((bad & self._recorded).any()):
+            bad |= (self._sorted_experts[..., 1:] == self._sorted_experts[..., :-1]).any(dim=-1)
+        if replay.top_k == 1 or bool((bad & self._is_recorded).any()):
             # Slow, but names the row.
-            validate_rows(rows[recorded], layers=replay.layers, top_k=replay.top_k, num_experts=replay.num_experts)
+            validate_routes(
+                rows[recorded], layers=replay.num_moe_layers, top_k=replay.top_k, num_experts=replay.num_experts
+            )
         self._all_recorded = bool(recorded[part].all())
 
     @property
-    def replays(self) -> bool:
-        """Whether `choose` may return anything else than the router's own choice."""
-        return self._sorted is not None and self._replay.enabled
+    def has_replayed_routes(self) -> bool:
+        """Whether `choose_experts` may return anything else than the router's own choice."""
+        return self._sorted_experts is not None and self._replay.is_enabled
 
     @torch.no_grad()
-    def choose(self, router: int, own: Tensor) -> Tensor:
-        """Expert ids `[n, K]` that local router `router` has to use; `own` int64 `[n, K]`: its own top-k.
+    def choose_experts(self, router: int, preferred: Tensor) -> Tensor:
+        """Expert ids `[n, K]` that local router `router` has to use; `preferred` int64 `[n, K]`: its own top-k.
 
         A row whose recorded set is the router's own set comes back in the router's own order, so that replaying what the
         model would do anyway changes no bit. A row that is not recorded is the router's own. Raises `RoutingError` if the
         number of tokens is not the micro-batch's, or if the block of `bound` has ended.
         """
         replay = self._replay
-        if self.closed:
+        if self.is_closed:
             raise RoutingError("a router ran for a micro-batch whose routes have been released")
-        if own.shape != (self.local_tokens, replay.top_k):
+        if preferred.shape != (self.num_local_tokens, replay.top_k):
             raise RoutingError(
-                f"MoE layer {replay.columns[router]}: routes of {self.local_tokens} tokens with {replay.top_k} experts each "
-                f"are bound, but the router chose {tuple(own.shape)}"
+                f"MoE layer {replay.moe_layer_indices[router]}: routes of {self.num_local_tokens} tokens with {replay.top_k} "
+                f"experts each are bound, but the router chose {tuple(preferred.shape)}"
             )
-        used, count = own, not self.recomputing
-        if self._sorted is not None:
-            assert self._recorded is not None
-            rows = self._sorted[router].to(own.dtype)
-            same = (own.sort(dim=1).values == rows).all(dim=1)
-            if replay.enabled:
-                keep = same if self._all_recorded else same | ~self._recorded
-                used = torch.where(keep[:, None], own, rows)
+        used, count = preferred, not self.is_recomputing
+        if self._sorted_experts is not None:
+            assert self._is_recorded is not None
+            rows = self._sorted_experts[router].to(preferred.dtype)
+            same = (preferred.sort(dim=1).values == rows).all(dim=1)
+            if replay.is_enabled:
+                keep = same if self._all_recorded else same | ~self._is_recorded
+                used = torch.where(keep[:, None], preferred, rows)
             if count:
-                recorded = self._recorded[: self._real]
-                replay.counts.agreed[router] += self._each(same[: self._real] & recorded).sum()
-                replay.counts.compared[router] += self._each(recorded).sum()
+                recorded = self._is_recorded[: self._num_real_rows]
+                replay.counts.agreeing_tokens[router] += self._weight_rows(same[: self._num_real_rows] & recorded).sum()
+                replay.counts.compared_tokens[router] += self._weight_rows(recorded).sum()
         if count:
-            chosen = used[: self._real]
-            ones = self._each(torch.ones_like(chosen))
-            replay.counts.load[router].scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
-            if self.keep:
-                self.own[router], self.used[router] = own, used
+            chosen = used[: self._num_real_rows]
+            ones = self._weight_rows(torch.ones_like(chosen))
+            replay.counts.expert_load[router].scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
+            if self.keeps_choices:
+                self.preferred_experts[router], self.used_experts[router] = preferred, used
         return used
 
-    def balance(self, router: int, scores: Tensor, probabilities: Callable[[Tensor], Tensor]) -> Tensor:
+    def add_aux_loss(self, router: int, scores: Tensor, probabilities: Callable[[Tensor], Tensor]) -> Tensor:
         """`scores` `[n, experts]`, with the load-balance term of local router `router` hung on them, if there is one.
 
         `probabilities(scores)`: the router's probability of each expert, rows that add up to 1.
         """
-        weights = self._replay.balance
+        weights = self._replay.aux_loss_weights
         if weights is None:
             return scores
-        loss = self._each(probabilities(scores[: self._real]).float() @ weights[router]).sum()
-        if not self.recomputing:
-            self._replay.counts.auxiliary += loss.detach()
-        return _WithLoss.apply(scores, loss)
+        loss = self._weight_rows(probabilities(scores[: self._num_real_rows]).float() @ weights[router]).sum()
+        if not self.is_recomputing:
+            self._replay.counts.aux_loss += loss.detach()
+        return _AttachLoss.apply(scores, loss)
 
-    def _each(self, of_rows: Tensor) -> Tensor:
+    def _weight_rows(self, of_rows: Tensor) -> Tensor:
         """`of_rows` `[n, ...]` times the number of samples that each row is of."""
-        times = self._times
+        times = self._row_multiplicity
         return of_rows if times is None else of_rows * times.view(-1, *(1 for _ in of_rows.shape[1:]))
 
-    def follow(self, output: Tensor) -> Tensor:
+    def track_backward(self, output: Tensor) -> Tensor:
         """Make these routes current when the backward pass of `output`, this rank's result for the micro-batch, begins."""
         if output.requires_grad:
-            output.register_hook(self._backward_begins)
+            output.register_hook(self._on_backward_start)
         return output
 
-    def _backward_begins(self, _: Tensor) -> None:
-        if self.closed:
+    def _on_backward_start(self, _: Tensor) -> None:
+        if self.is_closed:
             raise RoutingError("the backward pass of a micro-batch began after its routes were released")
-        self.recomputing = True
-        self._replay.current = self
+        self.is_recomputing = True
+        self._replay.current_routes = self
 
-    def trace(self) -> RouteTrace:
-        """What was chosen, padding left out. Only with `keep`, after the forward pass."""
-        chosen = (torch.stack([t for t in kept if t is not None], dim=1) for kept in (self.own, self.used))
-        own, used = (t[: self._real].cpu().numpy().astype(np.uint16) for t in chosen)
+    def build_trace(self) -> RouteTrace:
+        """What was chosen, padding left out. Only with `keeps_choices`, after the forward pass."""
+        chosen = (
+            torch.stack([t for t in kept if t is not None], dim=1)
+            for kept in (self.preferred_experts, self.used_experts)
+        )
+        own, used = (t[: self._num_real_rows].cpu().numpy().astype(np.uint16) for t in chosen)
         samples = self._micro_batch.sample_ids
         cu_seqlens = self._micro_batch.cu_seqlens[: len(samples) + 1]
-        first = self._replay.token_slice(self.tokens).start
+        first = self._replay.slice_tokens(self.num_tokens).start
         prefixes = self._micro_batch.prefixes
         shared = None if prefixes is None else prefixes[: len(samples)]
-        return RouteTrace(samples, cu_seqlens, first, self._replay.columns, own, used, prefixes=shared)
+        return RouteTrace(samples, cu_seqlens, first, self._replay.moe_layer_indices, own, used, prefixes=shared)
 
     def close(self) -> None:
         """Release everything; later use raises."""
-        self.closed = True
-        self._sorted = self._recorded = None
-        self.own, self.used = [], []
+        self.is_closed = True
+        self._sorted_experts = self._is_recorded = None
+        self.preferred_experts, self.used_experts = [], []
 
 
 class RoutingReplay:
     """The replay state of one rank.
 
-    `layers`: MoE layers of the whole model. `columns`: for each of this rank's routers, which of them it is (0-based: its
-    column in a record). `enabled`: whether to use the records, or only to compare with them. `shard`: (index, count) of the
-    equal contiguous parts into which the tokens are split among sequence-parallel ranks.
+    `num_moe_layers`: MoE layers of the whole model. `moe_layer_indices`: for each of this rank's routers, which of them it is
+    (0-based: its column in a record). `is_enabled`: whether to use the records, or only to compare with them. `token_shard`:
+    (index, count) of the equal contiguous parts into which the tokens are split among sequence-parallel ranks.
     """
 
     def __init__(
         self,
         *,
-        layers: int,
-        columns: Sequence[int],
+        num_moe_layers: int,
+        moe_layer_indices: Sequence[int],
         top_k: int,
         num_experts: int,
-        enabled: bool,
+        is_enabled: bool,
         device: torch.device,
-        shard: tuple[int, int] = (0, 1),
+        token_shard: tuple[int, int] = (0, 1),
     ):
-        self.layers, self.columns = layers, list(columns)
+        self.num_moe_layers, self.moe_layer_indices = num_moe_layers, list(moe_layer_indices)
         self.top_k, self.num_experts = top_k, num_experts
-        self.enabled, self.device, self.shard = enabled, device, shard
-        self.current: MicroBatchRoutes | None = None
-        self._open: list[MicroBatchRoutes] = []
-        self.balance: Tensor | None = None
+        self.is_enabled, self.device, self.token_shard = is_enabled, device, token_shard
+        self.current_routes: MicroBatchRoutes | None = None
+        self._open_routes: list[MicroBatchRoutes] = []
+        self.aux_loss_weights: Tensor | None = None
         """float32 `[R, experts]`: what a unit of each expert's probability adds to the loss; None without that term."""
-        self.counts = RoutingCounts(len(self.columns), num_experts, device)
+        self.counts = RoutingCounts(len(self.moe_layer_indices), num_experts, device)
 
     @staticmethod
-    def whole(shape: RoutingShape | None, *, enabled: bool, device: torch.device) -> RoutingReplay:
+    def for_full_model(shape: RoutingShape | None, *, enabled: bool, device: torch.device) -> RoutingReplay:
         """Of a rank that has every router of a model; `shape` None: it has no experts."""
         layers, top_k, experts = (shape.layers, shape.top_k, shape.num_experts) if shape else (0, 1, 1)
         return RoutingReplay(
-            layers=layers, columns=range(layers), top_k=top_k, num_experts=experts, enabled=enabled, device=device
+            num_moe_layers=layers,
+            moe_layer_indices=range(layers),
+            top_k=top_k,
+            num_experts=experts,
+            is_enabled=enabled,
+            device=device,
         )
 
-    def token_slice(self, tokens: int) -> slice:
+    def slice_tokens(self, tokens: int) -> slice:
         """This rank's part of `tokens` packed tokens. Raises `RoutingError` if they cannot be split evenly."""
-        index, count = self.shard
+        index, count = self.token_shard
         if tokens % count:
             raise RoutingError(f"{tokens} tokens cannot be split evenly among {count} sequence-parallel ranks")
         return slice(index * tokens // count, (index + 1) * tokens // count)
 
-    def take_counts(self) -> RoutingCounts:
+    def pop_counts(self) -> RoutingCounts:
         """The counts so far; they start again."""
         taken = self.counts
-        self.counts = RoutingCounts(len(self.columns), self.num_experts, self.device)
+        self.counts = RoutingCounts(len(self.moe_layer_indices), self.num_experts, self.device)
         return taken
 
     @contextmanager
-    def balanced(self, weights: np.ndarray | None) -> Iterator[None]:
+    def use_aux_loss(self, weights: np.ndarray | None) -> Iterator[None]:
         """In this block the routers have a load-balance term: `weights` float64 `[layers, experts]`, of the whole model."""
-        if weights is not None and self.columns:
-            self.balance = torch.from_numpy(weights[self.columns]).to(self.device, torch.float32)
+        if weights is not None and self.moe_layer_indices:
+            self.aux_loss_weights = torch.from_numpy(weights[self.moe_layer_indices]).to(self.device, torch.float32)
         try:
             yield
         finally:
-            self.balance = None
+            self.aux_loss_weights = None
 
     @contextmanager
-    def bound(self, micro_batch: MicroBatch, *, keep: bool = False) -> Iterator[MicroBatchRoutes]:
+    def bind_routes(self, micro_batch: MicroBatch, *, keep: bool = False) -> Iterator[MicroBatchRoutes]:
         """Bind one micro-batch's routes for its forward and backward, and leave nothing behind, whatever happens.
 
         `keep`: remember what each router chose. Raises `RoutingError` if another micro-batch is bound, for records that do
         not fit the model, and for an invalid row.
         """
-        with self.pipelined() as bind:
+        with self.bind_pipelined() as bind:
             yield bind(micro_batch, keep)
 
     @contextmanager
-    def pipelined(self) -> Iterator[Binder]:
-        """Like `bound`, for schedules that begin a forward pass before earlier micro-batches have had their backward.
+    def bind_pipelined(self) -> Iterator[RouteBinder]:
+        """Like `bind_routes`, for schedules that begin a forward pass before earlier micro-batches have had their backward.
 
         Yields a function that binds the next micro-batch to be fed forward. All are released when the block ends.
         """
-        if self._open:
+        if self._open_routes:
             raise RoutingError("routes of another micro-batch are still bound")
         try:
-            yield self._bind
+            yield self._bind_micro_batch
         finally:
-            for routes in self._open:
+            for routes in self._open_routes:
                 routes.close()
-            self._open.clear()
-            self.current = None
+            self._open_routes.clear()
+            self.current_routes = None
 
-    def _bind(self, micro_batch: MicroBatch, keep: bool) -> MicroBatchRoutes:
+    def _bind_micro_batch(self, micro_batch: MicroBatch, keep: bool) -> MicroBatchRoutes:
         # In every schedule backward passes come in the order of the forward passes: when one begins, earlier ones are over.
-        if self.current is not None and self.current.recomputing:
-            last = self._open.index(self.current)
-            for routes in self._open[:last]:
+        if self.current_routes is not None and self.current_routes.is_recomputing:
+            last = self._open_routes.index(self.current_routes)
+            for routes in self._open_routes[:last]:
                 routes.close()
-            del self._open[:last]
-        self.current = MicroBatchRoutes(self, micro_batch, keep=keep)
-        self._open.append(self.current)
-        return self.current
+            del self._open_routes[:last]
+        self.current_routes = MicroBatchRoutes(self, micro_batch, keeps_choices=keep)
+        self._open_routes.append(self.current_routes)
+        return self.current_routes
 
-    def check_tokens(self, tokens: int) -> None:
+    def check_token_count(self, tokens: int) -> None:
         """Raise `RoutingError` if `tokens` are about to be fed forward and another number is bound."""
-        if self.current is not None and self.current.tokens != tokens:
-            raise RoutingError(f"routes of {self.current.tokens} tokens are bound, but {tokens} tokens are fed forward")
+        if self.current_routes is not None and self.current_routes.num_tokens != tokens:
+            raise RoutingError(
+                f"routes of {self.current_routes.num_tokens} tokens are bound, but {tokens} tokens are fed forward"
+            )
 
 
-Binder = Callable[[MicroBatch, bool], MicroBatchRoutes]
+RouteBinder = Callable[[MicroBatch, bool], MicroBatchRoutes]
 """Binds the next micro-batch to be fed forward; whether what each router chooses is kept."""

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ALIGNED = 16
+SHARE_ALIGNMENT = 16
 """Values at which shares begin: torch's AdamW on CPU rounds those that do not fill a vector otherwise than the others."""
-BUCKET_ELEMENTS = 2**26
+COLLECTIVE_BUCKET_ELEMENTS = 2**26
 """Elements that one collective is about: of gradients, 256 MiB in float32."""
 
 # Their names since torch 2.13, and before.
@@ -25,87 +25,87 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def by_rows(tensor: Tensor) -> Tensor:
+def view_rows(tensor: Tensor) -> Tensor:
     """A view `[rows, columns]` of a contiguous tensor of two dimensions or more; a vector is its own rows."""
     return tensor if tensor.ndim < 2 else tensor.view(-1, tensor.shape[-1])
 
 
-class Share(NamedTuple):
-    """What the rank of number `rank` has, where `ranks` divide a parameter."""
+class RowShare(NamedTuple):
+    """What the rank of number `rank` has, where `num_ranks` divide a parameter."""
 
     rank: int = 0
-    ranks: int = 1
+    num_ranks: int = 1
 
-    def rows(self, shape: Sequence[int]) -> slice:
-        """Of a parameter of that shape. Shares begin at multiples of `ALIGNED` values, and are almost alike; small parameters
-        are not on every rank."""
+    def row_range(self, shape: Sequence[int]) -> slice:
+        """Of a parameter of that shape. Shares begin at multiples of `SHARE_ALIGNMENT` values, and are almost alike; small
+        parameters are not on every rank."""
         columns = shape[-1] if len(shape) > 1 else 1
-        count, step = math.prod(shape) // max(columns, 1), ALIGNED // math.gcd(columns, ALIGNED)
+        count, step = math.prod(shape) // max(columns, 1), SHARE_ALIGNMENT // math.gcd(columns, SHARE_ALIGNMENT)
         blocks = -(-count // step)
-        ends = (min(count, at * blocks // self.ranks * step) for at in (self.rank, self.rank + 1))
+        ends = (min(count, at * blocks // self.num_ranks * step) for at in (self.rank, self.rank + 1))
         return slice(*ends)
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """A view: the tensor itself, or its rows, see `by_rows`."""
-        return tensor if self.ranks == 1 else by_rows(tensor)[self.rows(tensor.shape)]
+    def select_rows(self, tensor: Tensor) -> Tensor:
+        """A view: the tensor itself, or its rows, see `view_rows`."""
+        return tensor if self.num_ranks == 1 else view_rows(tensor)[self.row_range(tensor.shape)]
 
-    def all(self) -> list[Share]:
+    def list_shares(self) -> list[RowShare]:
         """Those of every rank, in order."""
-        return [Share(rank, self.ranks) for rank in range(self.ranks)]
+        return [RowShare(rank, self.num_ranks) for rank in range(self.num_ranks)]
 
 
-WHOLE = Share()
+UNSHARDED = RowShare()
 
 
-def sum_into_shares(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def reduce_scatter_shares(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Sum over the group, in place: of each gradient the rows of this rank's share. The others have no meaning then.
     Collective."""
-    for bucket in buckets(gradients):
-        sent = _flat(bucket, group)
+    for bucket in iter_buckets(gradients):
+        sent = _flatten_shares(bucket, group)
         got = torch.empty_like(sent[0])
         _REDUCE_SCATTER(got, sent.view(-1), group=group)
-        _put(bucket, _share_in(group), got)
+        _copy_into_share(bucket, _share_in_group(group), got)
 
 
-def gather_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def all_gather_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Every rank's share of each tensor, in place, on every rank of the group. All are of one dtype. Collective."""
-    for bucket in buckets(tensors):
-        mine = _flat(bucket, group, own=True)[0]
+    for bucket in iter_buckets(tensors):
+        mine = _flatten_shares(bucket, group, local_only=True)[0]
         got = mine.new_empty(dist.get_world_size(group), len(mine))
         _ALL_GATHER(got.view(-1), mine, group=group)
-        for share, values in zip(_share_in(group).all(), got, strict=True):
-            _put(bucket, share, values)
+        for share, values in zip(_share_in_group(group).list_shares(), got, strict=True):
+            _copy_into_share(bucket, share, values)
 
 
-def _share_in(group: dist.ProcessGroup) -> Share:
-    return Share(dist.get_rank(group), dist.get_world_size(group))
+def _share_in_group(group: dist.ProcessGroup) -> RowShare:
+    return RowShare(dist.get_rank(group), dist.get_world_size(group))
 
 
-def _flat(tensors: Sequence[Tensor], group: dist.ProcessGroup, *, own: bool = False) -> Tensor:
+def _flatten_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup, *, local_only: bool = False) -> Tensor:
     """`[ranks, n]`: every rank's shares of the tensors, one after the other, `n` that of the largest; or this rank's alone."""
-    mine = _share_in(group)
-    parts = [[share.of(t) for t in tensors] for share in mine.all()]
+    mine = _share_in_group(group)
+    parts = [[share.select_rows(t) for t in tensors] for share in mine.list_shares()]
     longest = max(sum(p.numel() for p in some) for some in parts)
-    chosen = [parts[mine.rank]] if own else parts
+    chosen = [parts[mine.rank]] if local_only else parts
     out = tensors[0].new_zeros(len(chosen), longest)
     for row, some in zip(out, chosen, strict=True):
         torch.cat([p.reshape(-1) for p in some], out=row[: sum(p.numel() for p in some)])
     return out
 
 
-def _put(tensors: Sequence[Tensor], share: Share, values: Tensor) -> None:
-    parts = [share.of(t) for t in tensors]
+def _copy_into_share(tensors: Sequence[Tensor], share: RowShare, values: Tensor) -> None:
+    parts = [share.select_rows(t) for t in tensors]
     sizes = [p.numel() for p in parts]
     for part, some in zip(parts, values[: sum(sizes)].split(sizes), strict=True):
         part.copy_(some.view_as(part))
 
 
-def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """In order, of at most `BUCKET_ELEMENTS` each, or one larger tensor."""
+def iter_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """In order, of at most `COLLECTIVE_BUCKET_ELEMENTS` each, or one larger tensor."""
     bucket: list[Tensor] = []
     held = 0
     for tensor in tensors:
-        if bucket and held + tensor.numel() > BUCKET_ELEMENTS:
+        if bucket and held + tensor.numel() > COLLECTIVE_BUCKET_ELEMENTS:
             yield bucket
             bucket, held = [], 0
         bucket.append(tensor)

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from r3async.checkpoint.state import CheckpointError
-from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState, Piece, Place
+from r3async.checkpoint.tensors import LearnerMetadata, LearnerStateReader, RankState, SliceValues, TensorSlice
 from r3async.learner.expert_biases import ExpertBias
-from r3async.learner.optimizer import local
-from r3async.learner.shares import Share
+from r3async.learner.optimizer import to_local
+from r3async.learner.shares import RowShare
 from r3async.untrusted import decode_python_json
 from r3async.world.files import make_directory, replace_directory
 
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardSlice:
     """What one parameter of this rank is of the whole model: the values of `places`, in the order in which `split` gives them.
 
-    `join` undoes `split`. `writes`: of the ranks that hold the same, this one hands it in.
+    `join` undoes `split`. `is_writer`: of the ranks that hold the same, this one hands it in.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[TensorSlice, ...]
     split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]
     join: Callable[[list[Tensor]], Tensor] = lambda tensors: tensors[0]
-    writes: bool = True
+    is_writer: bool = True
 
-    def of_share(self, shape: Sequence[int], share: Share) -> Held:
+    def narrow_to_share(self, shape: Sequence[int], share: RowShare) -> ShardSlice:
         """What that share of the parameter, which has `shape`, is of the whole model; places in which it has nothing are left
         out. Rows of each place are in order in the parameter, so what is in a share of them is a box."""
-        if share.ranks == 1:
+        if share.num_ranks == 1:
             return self
         count = math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
-        mine = share.rows(shape)
+        mine = share.row_range(shape)
         numbers = torch.arange(count).view(*shape[:-1], 1) if len(shape) > 1 else torch.arange(count)
         places, rows = [], []
         for place, part in zip(self.places, self.split(numbers), strict=True):
@@ -67,7 +67,7 @@ class Held:
                 places.append(
                     replace(place, offset=(offset, *place.offset[1:]), size=(size, *place.size[1:])),
                 )
-                rows.append(_slice_of(here[inside] - mine.start))
+                rows.append(_as_slice(here[inside] - mine.start))
 
         def join(tensors: list[Tensor]) -> Tensor:
             out = tensors[0].new_empty(mine.stop - mine.start, *tensors[0].shape[1:])
@@ -75,151 +75,160 @@ class Held:
                 out[at] = tensor
             return out
 
-        return Held(tuple(places), lambda tensor: [tensor[at] for at in rows], join, self.writes)
+        return ShardSlice(tuple(places), lambda tensor: [tensor[at] for at in rows], join, self.is_writer)
 
 
-def _slice_of(numbers: Tensor) -> slice | Tensor:
+def _as_slice(numbers: Tensor) -> slice | Tensor:
     """A slice if they follow one another: what it takes is not copied."""
     first, last = int(numbers[0]), int(numbers[-1])
     return slice(first, last + 1) if last - first + 1 == len(numbers) else numbers
 
 
 @torch.no_grad()
-def take(backend: LearnerBackend) -> LearnerState:
+def capture_learner_state(backend: LearnerBackend) -> RankState:
     """A copy, in host memory, of everything of this rank that later steps depend on: float32 weights, Adam's moments and step
     counts, the trust region's controller, random number generators. What several ranks hold, one hands in."""
     pieces = []
-    for held, tensors in zip(backend.own_places(), backend.optimizer.states(), strict=True):
-        if not held.writes:
+    for held, tensors in zip(backend.owned_slices(), backend.optimizer.iter_states(), strict=True):
+        if not held.is_writer:
             continue
         for kind, tensor in tensors.items():
             if kind == "step":
                 # Of the ranks that divide a tensor among them, the one that begins it.
-                pieces += [Piece(_step(place), _copy(tensor)) for place in held.places if not any(place.offset)]
+                pieces += [
+                    SliceValues(_step_place(place), _copy_to_host(tensor))
+                    for place in held.places
+                    if not any(place.offset)
+                ]
                 continue
             for place, part in zip(held.places, held.split(tensor), strict=True):
                 inside = part[tuple(slice(n) for n in place.size)]
-                pieces.append(Piece(replace(place, name=f"{kind}/{place.name}"), _copy(inside)))
-    for bias in backend.biases:
-        if bias.writes:
-            pieces.append(Piece(_bias(bias), _copy(bias.tensor)))
-    for name, numbers in _generators(backend.ranks.rank):
-        pieces.append(Piece(Place.whole(name, numbers.shape), numbers))
-    facts = LearnerFacts(
+                pieces.append(SliceValues(replace(place, name=f"{kind}/{place.name}"), _copy_to_host(inside)))
+    for bias in backend.expert_biases:
+        if bias.is_writer:
+            pieces.append(SliceValues(_bias_place(bias), _copy_to_host(bias.tensor)))
+    for name, numbers in _rng_states(backend.ranks.rank):
+        pieces.append(SliceValues(TensorSlice.full_tensor(name, numbers.shape), numbers))
+    facts = LearnerMetadata(
         backend=backend.name,
-        model=_model(backend),
-        steps=backend.optimizer.steps,
-        world=backend.ranks.world,
-        trust_region=backend.trust_region.state(),
+        model=_config_digest(backend),
+        steps=backend.optimizer.update_count,
+        world=backend.ranks.world_size,
+        trust_region=backend.trust_region.state_dict(),
     )
-    return LearnerState(backend.ranks.rank, facts, pieces)
+    return RankState(backend.ranks.rank, facts, pieces)
 
 
-def restore(backend: LearnerBackend, parts: LearnerParts, *, optimizer: bool = True) -> None:
-    """See `LearnerBackend.restore`. Raises `CheckpointError` if it is of another model or backend, or if a tensor is missing."""
-    facts = parts.facts
+def restore_learner_state(backend: LearnerBackend, parts: LearnerStateReader, *, with_optimizer: bool = True) -> None:
+    """See `LearnerBackend.restore_state`. Raises `CheckpointError` if it is of another model or backend, or if a tensor is
+    missing."""
+    facts = parts.metadata
     if facts.backend != backend.name:
         raise CheckpointError(
             f'it was written by learner.backend = "{facts.backend}", which names tensors in its own way: set that back, or '
             "`r3async export` the model and start from it"
         )
-    if facts.model != _model(backend):
+    if facts.model != _config_digest(backend):
         raise CheckpointError(
-            f"it is of another model: the config.json in {backend.source} is not the one it was written with"
+            f"it is of another model: the config.json in {backend.model_path} is not the one it was written with"
         )
-    backend.optimizer.restore(_read(backend, parts, optimizer), facts.steps if optimizer else 0)
-    for bias in backend.biases:
+    backend.optimizer.load_states(
+        _read_optimizer_states(backend, parts, with_optimizer), facts.steps if with_optimizer else 0
+    )
+    for bias in backend.expert_biases:
         if (
-            _bias(bias).name in parts
+            _bias_place(bias).name in parts
         ):  # checkpoints from before there was an update have none: the start model's are right
-            bias.tensor.copy_(parts.read(_bias(bias)))
-    if not optimizer:
+            bias.tensor.copy_(parts.read_slice(_bias_place(bias)))
+    if not with_optimizer:
         return
-    backend.trust_region.restore(facts.trust_region)
-    if facts.world == backend.ranks.world:
-        _set_generators(backend.ranks.rank, parts)
+    backend.trust_region.load_state_dict(facts.trust_region)
+    if facts.world == backend.ranks.world_size:
+        _restore_rng_states(backend.ranks.rank, parts)
 
 
-def _read(backend: LearnerBackend, parts: LearnerParts, optimizer: bool) -> Iterator[dict[str, Tensor]]:
-    """For each parameter what `MasterAdamW.restore` wants."""
+def _read_optimizer_states(
+    backend: LearnerBackend, parts: LearnerStateReader, optimizer: bool
+) -> Iterator[dict[str, Tensor]]:
+    """For each parameter what `MasterAdamW.load_states` wants."""
 
-    def values(kind: str, held: Held, like: Tensor) -> Tensor:
+    def values(kind: str, held: ShardSlice, like: Tensor) -> Tensor:
         pairs = zip(held.places, held.split(like), strict=True)
-        return held.join([_filled(parts.read(replace(p, name=f"{kind}/{p.name}")), part) for p, part in pairs])
+        return held.join([_pad_rows(parts.read_slice(replace(p, name=f"{kind}/{p.name}")), part) for p, part in pairs])
 
-    own = zip(backend.own_places(), backend.optimizer.states(), strict=True)
-    for held, parameter, (mine, now) in zip(backend.places(), backend.optimizer.parameters, own, strict=True):
-        out = {"master": values("master", held, local(parameter.detach()))}
+    own = zip(backend.owned_slices(), backend.optimizer.iter_states(), strict=True)
+    for held, parameter, (mine, now) in zip(backend.trained_slices(), backend.optimizer.parameters, own, strict=True):
+        out = {"master": values("master", held, to_local(parameter.detach()))}
         if optimizer and mine.places and f"step/{mine.places[0].name}" in parts:
             out |= {kind: values(kind, mine, now["master"]) for kind in ("exp_avg", "exp_avg_sq")}
-            out["step"] = parts.read(_step(mine.places[0]))
+            out["step"] = parts.read_slice(_step_place(mine.places[0]))
         yield out
 
 
-def _filled(values: Tensor, part: Tensor) -> Tensor:
+def _pad_rows(values: Tensor, part: Tensor) -> Tensor:
     """With zeros where a rank has rows that only pad its share: nothing is ever added to those."""
     return F.pad(values, (0, 0, 0, part.shape[0] - values.shape[0])) if values.shape != part.shape else values
 
 
-def _model(backend: LearnerBackend) -> str:
+def _config_digest(backend: LearnerBackend) -> str:
     """SHA-256 of `config.json`: what the tensors' names and shapes follow from."""
-    return hashlib.sha256((backend.source / "config.json").read_bytes()).hexdigest()
+    return hashlib.sha256((backend.model_path / "config.json").read_bytes()).hexdigest()
 
 
-def _bias(bias: ExpertBias) -> Place:
-    return Place.whole(f"expert_bias/{bias.name}", bias.tensor.shape)
+def _bias_place(bias: ExpertBias) -> TensorSlice:
+    return TensorSlice.full_tensor(f"expert_bias/{bias.name}", bias.tensor.shape)
 
 
-def _step(place: Place) -> Place:
-    return Place.whole(f"step/{place.name}", ())
+def _step_place(place: TensorSlice) -> TensorSlice:
+    return TensorSlice.full_tensor(f"step/{place.name}", ())
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy_to_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
-def _generators(rank: int) -> Iterator[tuple[str, Tensor]]:
+def _rng_states(rank: int) -> Iterator[tuple[str, Tensor]]:
     """Torch's random numbers. Nothing draws any today: no model that is trained here has dropout, and weights are loaded."""
     yield f"rng/cpu/{rank}", torch.get_rng_state()
     if torch.cuda.is_available():
         yield f"rng/cuda/{rank}", torch.cuda.get_rng_state()
 
 
-def _set_generators(rank: int, parts: LearnerParts) -> None:
-    for name, now in _generators(rank):
+def _restore_rng_states(rank: int, parts: LearnerStateReader) -> None:
+    for name, now in _rng_states(rank):
         if name in parts:
-            numbers = parts.read(Place.whole(name, now.shape), torch.uint8)
+            numbers = parts.read_slice(TensorSlice.full_tensor(name, now.shape), torch.uint8)
             try:
                 torch.set_rng_state(numbers) if "/cpu/" in name else torch.cuda.set_rng_state(numbers)
             except RuntimeError as error:
                 raise CheckpointError(f"{name}: {error}") from error
 
 
-class Reference:
+class ReferenceWeights:
     """A copy, in host memory, of this rank's weights as they are now: the frozen model that the policy is kept near."""
 
     @torch.no_grad()
     def __init__(self, parameters: Iterable[Parameter]):
         self._parameters = list(parameters)
-        self._copies = self._now()
+        self._copies = self._copy_weights()
 
-    def _now(self) -> list[Tensor]:
-        return [local(p.detach()).to("cpu", copy=True) for p in self._parameters]
+    def _copy_weights(self) -> list[Tensor]:
+        return [to_local(p.detach()).to("cpu", copy=True) for p in self._parameters]
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def use_reference_weights(self) -> Iterator[None]:
         """In this block the model has the reference weights; afterwards its own again, bit by bit."""
-        own = self._now()
-        self._put(self._copies)
+        own = self._copy_weights()
+        self._load_weights(self._copies)
         try:
             yield
         finally:
-            self._put(own)
+            self._load_weights(own)
 
     @torch.no_grad()
-    def _put(self, values: list[Tensor]) -> None:
+    def _load_weights(self, values: list[Tensor]) -> None:
         for parameter, value in zip(self._parameters, values, strict=True):
-            local(parameter.detach()).copy_(value)
+            to_local(parameter.detach()).copy_(value)
 
 
 def save_model(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
@@ -227,18 +236,18 @@ def save_model(directory: Path, source: Path, tensors: Mapping[str, Tensor], dty
 
     It is written aside and renamed; what was at `directory` is replaced.
     """
-    with _model_directory(directory, source, dtype) as aside:
+    with _stage_model_directory(directory, source, dtype) as aside:
         save_torch_state_dict({k: v.cpu() for k, v in tensors.items()}, aside, metadata={"format": "pt"})
 
 
-def save_version(directory: Path, source: Path, weights: Path, dtype: str) -> None:
+def save_version_as_model(directory: Path, source: Path, weights: Path, dtype: str) -> None:
     """The same of `weights`, the file of a published version."""
-    with _model_directory(directory, source, dtype) as aside:
+    with _stage_model_directory(directory, source, dtype) as aside:
         shutil.copyfile(weights, aside / "model.safetensors")
 
 
 @contextmanager
-def _model_directory(directory: Path, source: Path, dtype: str) -> Iterator[Path]:
+def _stage_model_directory(directory: Path, source: Path, dtype: str) -> Iterator[Path]:
     """Aside, for weights; it becomes `directory` at the end."""
     make_directory(directory.parent)
     aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))

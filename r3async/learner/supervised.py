@@ -14,29 +14,29 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from r3async.learner.backend import predicted
+from r3async.learner.backend import find_predicted_rows
 from r3async.learner.batch.packing import MicroBatch
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
 
 
-def supervised_step(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+def run_supervised_step(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
     """One update over this rank's micro-batches, and its metrics. Collective. With a gradient that is not finite, weights and
     moments stay as they are. Whatever a pass fails with leaves nothing behind."""
-    prepared = _answers(backend, micro_batches)
-    if not prepared.trained:
-        update = backend.optimizer.skip("no_contrast")
-        return prepared.metrics(math.nan) | {"grad_norm": 0.0, "lr": update.lr, "optimizer/updates": 0.0}
+    prepared = _prepare_pass(backend, micro_batches)
+    if not prepared.num_trained:
+        update = backend.optimizer.skip_step("no_contrast")
+        return prepared.build_metrics(math.nan) | {"grad_norm": 0.0, "lr": update.lr, "optimizer/updates": 0.0}
     try:
-        loss = prepared.run(backward=True)
+        loss = prepared.run_pass(backward=True)
         update = backend.optimizer.step()
-        backend.replay.take_counts()
+        backend.replay.pop_counts()
     except BaseException:
-        backend.forget()
+        backend.abort_step()
         raise
     made = float(not update.cause)
-    return prepared.metrics(loss) | {
+    return prepared.build_metrics(loss) | {
         "grad_norm": update.grad_norm,
         "lr": update.lr,
         "optimizer/updates": made,
@@ -44,39 +44,39 @@ def supervised_step(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]
     }
 
 
-def supervised_loss(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
+def compute_supervised_loss(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
     """Of a forward-only pass: the sum of -log p over the tokens in `loss_mask`, and how many there are, over all ranks.
     Collective."""
-    prepared = _answers(backend, micro_batches)
+    prepared = _prepare_pass(backend, micro_batches)
     with backend.forward_only():
-        return prepared.run(backward=False) * max(prepared.trained, 1.0), prepared.trained
+        return prepared.run_pass(backward=False) * max(prepared.num_trained, 1.0), prepared.num_trained
 
 
-def _answers(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> _Answers:
+def _prepare_pass(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> _SupervisedPass:
     """Collective."""
-    batches = backend.aligned(micro_batches)
-    rows = [predicted(m, trained=True) for m in batches]
-    real = sum(m.real_tokens + m.shared_tokens for m in batches)
+    batches = backend.pad_for_parallel(micro_batches)
+    rows = [find_predicted_rows(m, trained_only=True) for m in batches]
+    real = sum(m.num_real_tokens + m.num_shared_tokens for m in batches)
     counts = [sum(map(len, rows)), real, sum(bool(m.sample_ids) for m in batches)]
-    mine = np.asarray(counts, np.float64) * backend.ranks.is_first_copy
-    return _Answers(backend, batches, rows, *backend.ranks.reduce(mine, "sum").tolist())
+    mine = np.asarray(counts, np.float64) * backend.ranks.is_batch_reporter
+    return _SupervisedPass(backend, batches, rows, *backend.ranks.all_reduce(mine, "sum").tolist())
 
 
 @dataclass(frozen=True)
-class _Answers:
-    """The micro-batches of one pass, and which rows of each are trained. Of all ranks: `trained` tokens, all `tokens`, and
-    `passes` that are not padding only."""
+class _SupervisedPass:
+    """The micro-batches of one pass, and which rows of each are trained. Of all ranks: `num_trained` tokens, all
+    `num_tokens`, and `num_micro_batches` that are not padding only."""
 
     backend: LearnerBackend
-    batches: list[MicroBatch]
-    rows: list[np.ndarray]
-    trained: float
-    tokens: float
-    passes: float
+    micro_batches: list[MicroBatch]
+    trained_rows: list[np.ndarray]
+    num_trained: float
+    num_tokens: float
+    num_micro_batches: float
 
-    def run(self, *, backward: bool) -> float:
+    def run_pass(self, *, backward: bool) -> float:
         """The mean of -log p over all trained tokens."""
-        total, weight = 0.0, 1 / max(self.trained, 1.0)
+        total, weight = 0.0, 1 / max(self.num_trained, 1.0)
 
         def finish(index: int, logprobs: Tensor, _: Tensor) -> Tensor:
             nonlocal total
@@ -84,14 +84,14 @@ class _Answers:
             total += loss.item()
             return loss
 
-        self.backend.feed(self.batches, self.rows, finish, replay=False, backward=backward)
+        self.backend.run_micro_batches(self.micro_batches, self.trained_rows, finish, replay=False, backward=backward)
         ranks = self.backend.ranks
-        return float(ranks.reduce(np.asarray([total * ranks.holds_loss]), "sum")[0])
+        return float(ranks.all_reduce(np.asarray([total * ranks.is_loss_reporter]), "sum")[0])
 
-    def metrics(self, loss: float) -> dict[str, float]:
+    def build_metrics(self, loss: float) -> dict[str, float]:
         return {
             "loss/answers": loss,
-            "batch/tokens": self.tokens,
-            "batch/trained_tokens": self.trained,
-            "batch/micro_batches": self.passes,
+            "batch/tokens": self.num_tokens,
+            "batch/trained_tokens": self.num_trained,
+            "batch/micro_batches": self.num_micro_batches,
         }

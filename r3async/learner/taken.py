@@ -10,17 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Taken:
-    """`taken(x)`: rows `index` int64 `[P]` of `x [N, ...]`. The gradient of a row is the sum of those at its `slots`, in order.
+class DeterministicGather:
+    """`taken(x)`: rows `source_rows` int64 `[P]` of `x [N, ...]`. The gradient of a row is the sum of those at its
+    `gradient_slots`, in order.
 
-    `offsets` int64 `[N]`: where the slots of each row begin; None if each row has one.
+    `slot_offsets` int64 `[N]`: where the slots of each row begin; None if each row has one.
     """
 
-    def __init__(self, index: Tensor, slots: Tensor, offsets: Tensor | None):
-        self.index, self.slots, self.offsets = index, slots, offsets
+    def __init__(self, source_rows: Tensor, gradient_slots: Tensor, slot_offsets: Tensor | None):
+        self.source_rows, self.gradient_slots, self.slot_offsets = source_rows, gradient_slots, slot_offsets
 
     @staticmethod
-    def of(index: np.ndarray, total: int, device: torch.device) -> Taken:
+    def from_index(index: np.ndarray, total: int, device: torch.device) -> DeterministicGather:
         """`index` int `[P]`, of `total` rows: `-1 - row` where nothing depends on what is taken, and its gradient is 0."""
         (there,) = np.nonzero(index >= 0)
         rows = index[there]
@@ -28,13 +29,15 @@ class Taken:
         counts = np.bincount(rows, minlength=total)
         offsets = None if len(rows) == total and (counts == 1).all() else np.cumsum(counts) - counts
         index = np.where(index < 0, -1 - index, index)
-        return Taken(*(None if x is None else torch.from_numpy(x).to(device) for x in (index, slots, offsets)))
+        return DeterministicGather(
+            *(None if x is None else torch.from_numpy(x).to(device) for x in (index, slots, offsets))
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _Take.apply(x, self.index, self.slots, self.offsets)
+        return _GatherRows.apply(x, self.source_rows, self.gradient_slots, self.slot_offsets)
 
 
-class _Take(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """For slots whose gradient is zero this equals the scatter-add that indexing would do, and is much faster; and where a row
     is taken several times, its sum has an order also on CUDA."""
 

@@ -14,33 +14,33 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from r3async.record.stage_table import ONLY, STAGES
+from r3async.record.stage_table import SINGLE_KIND_STAGES, STAGES_BY_ROLE
 
 
-class Curve(NamedTuple):
-    """`chart`: the title of the one in which it is drawn. `points`: drawn as points, and without effect on the axis."""
+class CurveStyle(NamedTuple):
+    """`chart`: the title of the one in which it is drawn. `is_scatter`: drawn as points, and without effect on the axis."""
 
     chart: str
     label: str
     color: str
     dash: str = ""
-    points: bool = False
+    is_scatter: bool = False
 
 
 class Metric(NamedTuple):
-    """`good`: what is wished for, `high` or `low`, or the value itself; empty if neither is better. `gauge`: the line of the live
-    view that is about it. `figures`: which fields of `Stats` a comparison of runs shows; `parts`: which a report shows of each
-    part of the run."""
+    """`desired`: what is wished for, `high` or `low`, or the value itself; empty if neither is better. `gauge`: the line of
+    the live view that is about it. `comparison_stats`: which fields of `MetricStats` a comparison of runs shows;
+    `part_stats`: which a report shows of each part of the run."""
 
     name: str
     label: str
     unit: str
-    good: str
-    docs: str
-    figures: str = ""
-    curve: Curve | None = None
+    desired: str
+    description: str
+    comparison_stats: str = ""
+    curve: CurveStyle | None = None
     gauge: str = ""
-    parts: str = ""
+    part_stats: str = ""
 
     @property
     def group(self) -> str:
@@ -48,49 +48,49 @@ class Metric(NamedTuple):
         return self.name.partition("/")[0] if "/" in self.name else "step"
 
 
-COLORS = ("blue", "orange", "green", "violet", "red", "amber")
+LINE_COLORS = ("blue", "orange", "green", "violet", "red", "amber")
 """Of lines, in turn."""
 
 
-def _stage_metrics() -> Iterator[Metric]:
-    for who, (of, stages) in STAGES.items():
+def _iter_stage_metrics() -> Iterator[Metric]:
+    for who, (of, stages) in STAGES_BY_ROLE.items():
         for (name, docs), (dash, color) in zip(
-            stages.items(), cycle(product(("", "dash", "dot"), COLORS)), strict=False
+            stages.items(), cycle(product(("", "dash", "dot"), LINE_COLORS)), strict=False
         ):
-            curve = Curve(f"{who.capitalize()} stages", name, color, dash)
-            if ONLY.get(name) != "wall":
+            curve = CurveStyle(f"{who.capitalize()} stages", name, color, dash)
+            if SINGLE_KIND_STAGES.get(name) != "wall":
                 text = f"Processor time since the step before, of {of}: {docs}."
                 yield Metric(f"cpu/{who}_{name}_seconds", f"{who} CPU, {name}", "s", "low", text, curve=curve)
-            if ONLY.get(name) != "cpu":
+            if SINGLE_KIND_STAGES.get(name) != "cpu":
                 text = f"Wall time since the step before, of the event loops of {of}: {docs}."
                 yield Metric(f"wall/{who}_{name}_seconds", f"{who} wall, {name}", "s", "", text)
 
 
 # fmt: off
-_TABLE = (
+_METRIC_TABLE = (
     Metric("step", "step", "", "", "Optimizer step, from 1."),
     Metric("version", "version", "", "", "Version of the weights that this step made."),
     Metric("lineage", "lineage", "", "", "The start of the run in which versions are counted."),
     Metric("time", "time", "unix s", "", "When the row was written, after the step's weights were installed."),
     Metric("reward/mean", "reward", "", "high",
            "Mean reward of the step's trajectories. A trajectory's is the sum of its turns'; failed ones have none.",
-           "first last high", curve=Curve("Reward", "mean", "blue"), gauge="reward"),
+           "first_mean last_mean max", curve=CurveStyle("Reward", "mean", "blue"), gauge="reward"),
     Metric("reward/max", "best reward", "", "high", "Highest reward of the step's trajectories.",
-           curve=Curve("Reward", "best", "green", "dot")),
+           curve=CurveStyle("Reward", "best", "green", "dot")),
     Metric("reward/std", "reward spread", "", "", "Standard deviation of the rewards of all episodes of the step.",
-           curve=Curve("Reward spread", "of all episodes", "violet")),
+           curve=CurveStyle("Reward spread", "of all episodes", "violet")),
     Metric("reward/std_in_group", "reward spread in a group", "", "",
            "Standard deviation of the rewards of a group, mean over groups: what its episodes are compared by.",
-           curve=Curve("Reward spread", "within a group", "orange")),
+           curve=CurveStyle("Reward spread", "within a group", "orange")),
     Metric("episode/tokens_mean", "response length", "tokens", "", "Mean number of tokens sampled in an episode, over its turns.",
-           figures="first last", curve=Curve("Response length", "mean", "blue")),
+           comparison_stats="first_mean last_mean", curve=CurveStyle("Response length", "mean", "blue")),
     Metric("episode/tokens_p95", "response length, p95", "tokens", "", "95th percentile of these.",
-           curve=Curve("Response length", "95th percentile", "orange")),
+           curve=CurveStyle("Response length", "95th percentile", "orange")),
     Metric("episode/tokens_max", "longest response", "tokens", "", "The most of these.",
-           curve=Curve("Response length", "longest", "green", "dot")),
+           curve=CurveStyle("Response length", "longest", "green", "dot")),
     Metric("episode/truncated_share", "truncated", "fraction", "low",
            "Share of episodes of which an answer was cut at its length, or whose context was full.",
-           curve=Curve("Truncated", "share of episodes", "orange")),
+           curve=CurveStyle("Truncated", "share of episodes", "orange")),
     Metric("episode/turns_mean", "turns", "", "", "Mean number of turns of an episode."),
     Metric("episode/rows_mean", "samples", "", "1",
            "Mean number of samples (rows of training) of an episode; 1 where no history is rewritten."),
@@ -103,27 +103,27 @@ _TABLE = (
            "Episodes that ended by `episode.timeout`; rewarded turns are trained."),
     Metric("episode/ended_error", "failed", "episodes", "low", "Episodes that failed for good; nothing of them is trained."),
     Metric("loss/policy", "policy loss", "", "", "Policy loss, a trained token.",
-           curve=Curve("Policy loss", "policy loss", "blue")),
+           curve=CurveStyle("Policy loss", "policy loss", "blue")),
     Metric("loss/answers", "loss of answers", "nats", "low",
            "Of `r3async sft`: mean of -log p over the step's tokens of answers, before its update.",
-           figures="first last", curve=Curve("Answers", "trained", "blue")),
+           comparison_stats="first_mean last_mean", curve=CurveStyle("Answers", "trained", "blue")),
     Metric("loss/answers_held_out", "held-out loss", "nats", "low",
            "Of `r3async sft`: the same over the rows that `data.eval` keeps from training, after the step's update.",
-           figures="final", curve=Curve("Answers", "held out", "orange")),
+           comparison_stats="last_value", curve=CurveStyle("Answers", "held out", "orange")),
     Metric("loss/rollout_kl", "drift loss", "", "low", "Rollout-KL term of the loss, a trained token, before its coefficient."),
     Metric("rollout_kl/k1", "drift k1", "nats", "0",
            "Mean of -Δ, Δ = log π_learner - log μ_rollout. Unbiased; may be negative.",
-           curve=Curve("Drift", "k1", "orange", points=True), parts="mean"),
+           curve=CurveStyle("Drift", "k1", "orange", is_scatter=True), part_stats="mean"),
     Metric("rollout_kl/k2", "drift k2", "nats", "low", "Mean of Δ²/2: low variance.",
-           curve=Curve("Drift", "k2", "violet", "dash"), parts="mean"),
+           curve=CurveStyle("Drift", "k2", "violet", "dash"), part_stats="mean"),
     Metric("rollout_kl/k3", "drift k3", "nats", "low",
            "Mean of e^Δ - 1 - Δ: KL(rollout‖learner) by an estimator that is unbiased and never negative.",
-           figures="last high", curve=Curve("Drift", "k3", "blue"), gauge="drift", parts="mean high"),
+           comparison_stats="last_mean max", curve=CurveStyle("Drift", "k3", "blue"), gauge="drift", part_stats="mean max"),
     Metric("rollout_kl/k3_last_epoch", "drift, last epoch", "nats", "low",
            "Drift k3 in the last of `schedule.epochs_per_step` passes; `rollout_kl/k3` is the mean over all of them."),
     Metric("served_kl/k3", "served drift", "nats", "low",
            "The same with the routers' own choice, as engines serve the weights: measured on a sample, in some steps.",
-           figures="last high", curve=Curve("Drift", "served", "green"), parts="mean high"),
+           comparison_stats="last_mean max", curve=CurveStyle("Drift", "served", "green"), part_stats="mean max"),
     Metric("served_kl/k3_low", "served drift, at least", "nats", "low",
            "Lower end of the interval in which served drift of all trained tokens is, from two probed episodes on."),
     Metric("served_kl/k3_high", "served drift, at most", "nats", "low", "Its upper end."),
@@ -141,11 +141,11 @@ _TABLE = (
     Metric("loss/reference_kl", "reference loss", "", "low", "KL to the frozen reference model, weighted: a term of the loss."),
     Metric("loss/entropy", "entropy bonus", "", "", "Entropy, weighted and negative: a term of the loss."),
     Metric("loss/router_aux", "router loss", "", "low", "Load balance of the routers, weighted: a term of the loss."),
-    Metric("rollout_kl/coef", "drift coefficient", "", "", "Coefficient of the rollout-KL term in this step.", parts="mean"),
+    Metric("rollout_kl/coef", "drift coefficient", "", "", "Coefficient of the rollout-KL term in this step.", part_stats="mean"),
     Metric("reference_kl/k3", "distance to reference", "nats", "low", "KL(learner‖reference), k3, mean over trained tokens."),
     Metric("distillation/reverse_kl", "distance to teacher", "nats", "low",
            "KL(rollout‖teacher): mean of log μ_rollout - log teacher over trained tokens; may be negative.",
-           figures="first last", curve=Curve("Teacher", "reverse KL", "blue")),
+           comparison_stats="first_mean last_mean", curve=CurveStyle("Teacher", "reverse KL", "blue")),
     Metric("rollout_corr/kl", "rollout KL", "nats", "0", "The same as `rollout_kl/k1`."),
     Metric("rollout_corr/k3_kl", "rollout k3", "nats", "low", "The same as `rollout_kl/k3`."),
     Metric("rollout_corr/ess", "rollout ESS", "fraction", "high", "The same as `ratio/ess`."),
@@ -155,12 +155,12 @@ _TABLE = (
     Metric("rollout_corr/rollout_ppl", "rollout perplexity", "", "", "The same under the rollout policy."),
     Metric("rollout_corr/ppl_ratio", "perplexity ratio", "", "1", "Learner over rollout, mean over episodes."),
     Metric("rollout_corr/clipped_fraction", "clipped", "fraction", "low", "Trained tokens held by a bound of the policy loss.",
-           parts="mean"),
+           part_stats="mean"),
     Metric("rollout_corr/clipped_high_fraction", "clipped above", "fraction", "low",
            "Of trained tokens, those held by a bound from above: the ratio was to grow no more.",
-           curve=Curve("Clipped", "from above", "orange")),
+           curve=CurveStyle("Clipped", "from above", "orange")),
     Metric("rollout_corr/clipped_low_fraction", "clipped below", "fraction", "low",
-           "Of trained tokens, those held by a bound from below.", curve=Curve("Clipped", "from below", "blue")),
+           "Of trained tokens, those held by a bound from below.", curve=CurveStyle("Clipped", "from below", "blue")),
     Metric("rollout_corr/masked_fraction", "masked", "fraction", "low", "Trained tokens that a correction left out."),
     Metric("rollout_corr/masked_sequence_fraction", "masked episodes", "fraction", "low",
            "Episodes of which a correction left out every token."),
@@ -178,16 +178,16 @@ _TABLE = (
            "Mean of |log π_learner - log μ_rollout| over trained tokens: 0 with the same weights; age adds to it."),
     Metric("rollout_logprob/abs_diff_max", "largest log-prob difference", "nats", "low",
            "The same of the trained token where it is largest."),
-    Metric("ratio/max", "largest ratio", "", "low", "Largest π_learner/μ_rollout of a trained token.", parts="high"),
+    Metric("ratio/max", "largest ratio", "", "low", "Largest π_learner/μ_rollout of a trained token.", part_stats="max"),
     Metric("ratio/ess", "effective samples", "fraction", "high", "(Σw)²/(n Σw²) of the ratios: 1 when all weigh the same.",
-           parts="mean"),
+           part_stats="mean"),
     Metric("entropy/mean", "entropy", "nats", "", "Mean entropy of the learner's distribution at trained tokens.",
-           curve=Curve("Entropy", "entropy", "blue")),
+           curve=CurveStyle("Entropy", "entropy", "blue")),
     Metric("staleness/mean", "mean age", "versions", "low",
            "Mean age of trained tokens: version of the step less their own.",
-           figures="mean", curve=Curve("Staleness", "mean", "blue"), gauge="age", parts="mean"),
+           comparison_stats="mean", curve=CurveStyle("Staleness", "mean", "blue"), gauge="age", part_stats="mean"),
     Metric("staleness/max", "oldest token", "versions", "low", "Age of the oldest trained token; never over the bound.",
-           figures="high", curve=Curve("Staleness", "oldest token", "orange")),
+           comparison_stats="max", curve=CurveStyle("Staleness", "oldest token", "orange")),
     Metric("staleness/bound", "age allowed", "versions", "", "What the schedule promises: no trained token is older."),
     Metric("staleness/masked_fraction", "too old", "fraction", "low",
            "Trained tokens older than `schedule.max_token_age`: left out of the policy loss."),
@@ -197,12 +197,12 @@ _TABLE = (
            "Trained tokens of that age; so `staleness/age_1`, and on to the oldest."),
     Metric("routing/recorded_fraction", "routes recorded", "fraction", "high",
            "Share of trained tokens' inputs with recorded routes.",
-           figures="mean", curve=Curve("Routing", "recorded", "green")),
+           comparison_stats="mean", curve=CurveStyle("Routing", "recorded", "green")),
     Metric("routing/recorded_fraction_fed", "routes recorded, all inputs", "fraction", "high",
            "Of all tokens fed forward, prompts too. A sample's last token has no route: no engine fed it."),
     Metric("routing/agreement", "routing agreement", "fraction", "high",
            "Share of (recorded token, MoE layer) for which the learner would choose the recorded set of experts.",
-           figures="mean", curve=Curve("Routing", "agreement", "blue"), gauge="routes agree", parts="mean"),
+           comparison_stats="mean", curve=CurveStyle("Routing", "agreement", "blue"), gauge="routes agree", part_stats="mean"),
     Metric("routing/agreement_min", "lowest agreement", "fraction", "high",
            "Routing agreement of the MoE layer where it is lowest."),
     Metric("routing/load_imbalance", "load imbalance", "", "1",
@@ -220,40 +220,47 @@ _TABLE = (
            "Of the batch's tokens, those for which a row of another sample was fed forward: `learner.share_prefixes`."),
     Metric("batch/fill", "fill", "fraction", "high", "Tokens fed forward over the token budget of the micro-batches."),
     Metric("tokens/dropped_non_finite", "dropped tokens", "tokens", "0", "Left out for a log-prob that is not finite."),
-    Metric("grad_norm", "gradient norm", "", "", "Global norm before clipping.", curve=Curve("Gradient norm", "norm", "blue")),
+    Metric(
+        "grad_norm",
+        "gradient norm",
+        "",
+        "",
+        "Global norm before clipping.",
+        curve=CurveStyle("Gradient norm", "norm", "blue"),
+    ),
     Metric("lr", "learning rate", "", "", "Learning rate of the step."),
     Metric("optimizer/step_share", "share of the step", "fraction", "high",
            "Share of an update that was made, mean over the step's updates: less than 1 where "
            "`algorithm.rollout_kl.limit` shortened one, 0 where none was made."),
     Metric("optimizer/broken", "broken", "", "0", "1 if the update was refused: drift beyond `algorithm.rollout_kl.max`.",
-           parts="high"),
+           part_stats="max"),
     Metric("optimizer/updates", "updates", "", "high", "Optimizer updates of the step: at most one a minibatch and epoch."),
     Metric("optimizer/skipped", "skipped", "", "0", "1 if an update was left out, for whatever reason."),
     Metric("optimizer/no_contrast", "no contrast", "", "0",
            "1 if no trained token of the step had an advantage: weights and moments stay."),
     Metric("learner/wait_seconds", "learner waited", "s", "low", "Time the learner waited for a full batch.",
-           curve=Curve("Learner time", "waiting for data", "orange"), gauge="learner"),
+           curve=CurveStyle("Learner time", "waiting for data", "orange"), gauge="learner"),
     Metric("learner/idle_share", "learner idle", "fraction", "low",
            "Share of the last 16 steps' time in which the learner waited for groups.",
-           curve=Curve("Idle", "learner, for want of groups", "blue")),
+           curve=CurveStyle("Idle", "learner, for want of groups", "blue")),
     Metric("generator/idle_share", "generators idle", "fraction", "low",
            "Share of the generators' places for episodes that were empty because every slot was taken, last 16 steps.",
-           curve=Curve("Idle", "generators, for want of a slot", "orange")),
+           curve=CurveStyle("Idle", "generators, for want of a slot", "orange")),
     Metric("generator/engine_idle_share", "engines idle", "fraction", "low",
            "Share of the step's time in which an engine had no request at all."),
     Metric("pace/ratio", "pace", "", "1",
            "Capacity of generation over capacity of training: below 1 generation is the slower side."),
     Metric("learner/step_seconds", "learner step", "s", "low", "Time of forward, backward and optimizer.",
-           curve=Curve("Learner time", "training", "blue")),
+           curve=CurveStyle("Learner time", "training", "blue")),
     Metric("learner/between_seconds", "between steps", "s", "low",
            "From the end of the step before until the learner waits for this one's groups. With the wait, the step and the "
-           "snapshot it is all of the learner's time.", curve=Curve("Learner time", "between steps", "violet", "dot")),
+           "snapshot it is all of the learner's time.", curve=CurveStyle("Learner time", "between steps", "violet", "dot")),
     *(Metric(f"cpu/{who}_seconds", f"{who} CPU", "s", "low", f"Processor time since the step before, of {of}.",
-             curve=Curve("Processor time", who, color))
+             curve=CurveStyle("Processor time", who, color))
       for who, of, color in (("conductor", "the conductor's process", "violet"), ("engine", "the engines' processes", "green"),
                              ("generator", "the generators' processes, without engines", "orange"),
                              ("learner", "the learner's process, without further ranks", "blue"))),
-    *_stage_metrics(),
+    *_iter_stage_metrics(),
     Metric("wall/engine_steps_seconds", "engine wall, steps", "s", "",
            "Wall time since the step before in which the engines had requests, and no new weights."),
     Metric("wall/engine_install_seconds", "engine wall, install", "s", "low",
@@ -266,10 +273,10 @@ _TABLE = (
            "Processor time of the learner's process over the tokens trained."),
     Metric("throughput/generated_tokens_per_second", "generated", "tokens/s", "high",
            "Tokens sampled by all engines, over wall time.",
-           figures="mean", curve=Curve("Throughput", "generated", "green"), gauge="generated"),
+           comparison_stats="mean", curve=CurveStyle("Throughput", "generated", "green"), gauge="generated"),
     Metric("throughput/trained_tokens_per_second", "trained", "tokens/s", "high",
            "Trained tokens over the wall time of the step.",
-           figures="mean", curve=Curve("Throughput", "trained", "blue"), gauge="trained"),
+           comparison_stats="mean", curve=CurveStyle("Throughput", "trained", "blue"), gauge="trained"),
     Metric("throughput/generated_tokens_per_second_per_device", "generated a device", "tokens/s", "high",
            "The same for each device that engines use: a GPU, or on CPU a worker of an engine."),
     Metric("throughput/trained_tokens_per_second_per_device", "trained a device", "tokens/s", "high",
@@ -278,14 +285,14 @@ _TABLE = (
            "Time that training paused to copy the step's weights, and for those before to be written."),
     Metric("weights/write_seconds", "write", "s", "low", "Time to write the step's weights, beside the next step."),
     Metric("weights/update_seconds", "weight update", "s", "low", "Time to deliver the step's weights to all engines.",
-           figures="mean", curve=Curve("Weight updates", "delivery", "blue"), gauge="weights"),
+           comparison_stats="mean", curve=CurveStyle("Weight updates", "delivery", "blue"), gauge="weights"),
     Metric("weights/transfer_seconds", "transfer", "s", "low", "Longest time for a generator to get and check the weights."),
     Metric("weights/bytes", "weights", "bytes", "", "Size of a version as engines get it."),
     Metric("weights/load_seconds", "load", "s", "low", "Longest time for an engine to load them."),
     Metric("weights/paused_share", "paused", "fraction", "low",
            "Share of the generators' time so far in which new weights kept them from generating."),
     Metric("weights/pause_seconds", "engine pause", "s", "low", "Longest pause of an engine for that delivery.",
-           figures="mean", curve=Curve("Weight updates", "engine pause", "orange")),
+           comparison_stats="mean", curve=CurveStyle("Weight updates", "engine pause", "orange")),
     Metric("transport/received", "received", "trajectories", "", "Trajectories that were accepted since the learner started.",
            gauge="arrived"),
     Metric("transport/duplicates", "duplicates", "trajectories", "low", "Arrived again, and were not used again."),
@@ -319,13 +326,13 @@ _TABLE = (
 )
 # fmt: on
 
-METRICS = {metric.name: metric for metric in _TABLE}
+METRICS = {metric.name: metric for metric in _METRIC_TABLE}
 """By name, in the order in which people look at them."""
-BOOKKEEPING = ("step", "version", "lineage", "time")
+ROW_ID_COLUMNS = ("step", "version", "lineage", "time")
 """They say which row it is: no view draws them."""
 
 
-def metric(name: str) -> Metric:
+def find_metric(name: str) -> Metric:
     """What is known of a metric. One that is not in the table, of another release, is called by its name."""
     age = re.fullmatch(r"staleness/age_(\d+)", name)
     if age:
@@ -340,7 +347,7 @@ def metric(name: str) -> Metric:
         return METRICS[name]
     own = re.fullmatch(r"env/([A-Za-z0-9_-]+)/(.+)", name)
     if own:
-        return _of_environment(name, own[1], own[2])
+        return _make_environment_metric(name, own[1], own[2])
     told = re.fullmatch(r"(reward|env)/(.+)_(mean|std)", name)
     if told:
         of = "Standard deviation" if told[3] == "std" else "Mean"
@@ -353,77 +360,77 @@ def metric(name: str) -> Metric:
     return Metric(name, name, "", "", name)
 
 
-def _of_environment(name: str, label: str, figure: str) -> Metric:
+def _make_environment_metric(name: str, label: str, figure: str) -> Metric:
     """`env/LABEL/FIGURE`, where a run has several environments."""
     others = {known.replace("/", "_", 1): known for known in METRICS}
-    known = METRICS["data/epochs"] if figure == "epochs" else metric(others.get(figure, f"env/{figure}"))
-    docs = "Episodes of the step." if figure == "episodes" else known.docs
+    known = METRICS["data/epochs"] if figure == "epochs" else find_metric(others.get(figure, f"env/{figure}"))
+    docs = "Episodes of the step." if figure == "episodes" else known.description
     shown = figure if known.label == known.name else known.label
-    return Metric(name, f"{label}: {shown}", known.unit, known.good, f"Of the environment {label}: {docs}")
+    return Metric(name, f"{label}: {shown}", known.unit, known.desired, f"Of the environment {label}: {docs}")
 
 
-def in_order(names: Iterable[str]) -> list[Metric]:
+def sort_metrics(names: Iterable[str]) -> list[Metric]:
     """Those that are drawn: first by the table's order, then the others by name, each beside its group."""
     order = {name: index for index, name in enumerate(METRICS)}
-    drawn = sorted({*names} - {*BOOKKEEPING}, key=lambda name: (order.get(name, len(order)), name))
-    groups = list(dict.fromkeys(metric(name).group for name in drawn))
-    return sorted(map(metric, drawn), key=lambda found: groups.index(found.group))
+    drawn = sorted({*names} - {*ROW_ID_COLUMNS}, key=lambda name: (order.get(name, len(order)), name))
+    groups = list(dict.fromkeys(find_metric(name).group for name in drawn))
+    return sorted(map(find_metric, drawn), key=lambda found: groups.index(found.group))
 
 
 FIRST_STEPS, LAST_STEPS = 3, 10
 """Steps that a run's beginning and its end are the means of, at most."""
 
 
-def end_windows(steps: int) -> tuple[int, int]:
+def compute_end_windows(steps: int) -> tuple[int, int]:
     """Return how many of so many steps are the beginning of a run and how many its end: of a short run, no step is both."""
     last = min(LAST_STEPS, (steps + 1) // 2)
     return min(FIRST_STEPS, max(steps - last, 1)), last
 
 
-class Stats(msgspec.Struct, frozen=True):
+class MetricStats(msgspec.Struct, frozen=True):
     """Of one metric over the steps of a run, or of a part of it; None where no step has it."""
 
     count: int = 0
     """Steps that have it."""
-    first: float | None = None
-    """Mean of the first of `end_windows` of these steps."""
-    last: float | None = None
+    first_mean: float | None = None
+    """Mean of the first of `compute_end_windows` of these steps."""
+    last_mean: float | None = None
     """Mean of the last of them."""
-    final: float | None = None
+    last_value: float | None = None
     """Of the last of them alone."""
     mean: float | None = None
-    low: float | None = None
-    high: float | None = None
+    min: float | None = None
+    max: float | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[dict[str, Any]], name: str) -> Stats:
+    def from_rows(cls, rows: Sequence[dict[str, Any]], name: str) -> MetricStats:
         """Values that are no finite number are left out."""
-        values = [float(row[name]) for row in rows if finite(row.get(name)) is not None]
+        values = [float(row[name]) for row in rows if finite_or_none(row.get(name)) is not None]
         if not values:
             return cls()
         count = len(values)
-        first, last = end_windows(count)
+        first, last = compute_end_windows(count)
         return cls(
             count=count,
-            first=sum(values[:first]) / first,
-            last=sum(values[-last:]) / last,
-            final=values[-1],
+            first_mean=sum(values[:first]) / first,
+            last_mean=sum(values[-last:]) / last,
+            last_value=values[-1],
             mean=sum(values) / count,
-            low=min(values),
-            high=max(values),
+            min=min(values),
+            max=max(values),
         )
 
 
-def figure_label(known: Metric, figure: str) -> str:
-    """How a field of `Stats` is called: `reward, best step`; a mean by the metric's own name."""
-    if figure == "mean":
-        return known.label
-    extreme = "best step" if (figure == "high") == (known.good == "high") else "worst step"
-    of = {"first": "first steps", "last": "last steps", "final": "last"}
-    return f"{known.label}, {of.get(figure, extreme)}"
+def format_stat_label(metric: Metric, stat: str) -> str:
+    """How a field of `MetricStats` is called: `reward, best step`; a mean by the metric's own name."""
+    if stat == "mean":
+        return metric.label
+    extreme = "best step" if (stat == "max") == (metric.desired == "high") else "worst step"
+    of = {"first_mean": "first steps", "last_mean": "last steps", "last_value": "last"}
+    return f"{metric.label}, {of.get(stat, extreme)}"
 
 
-def finite(value: Any) -> float | None:
+def finite_or_none(value: Any) -> float | None:
     """A number, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None

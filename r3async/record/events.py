@@ -18,15 +18,15 @@ from typing import Any
 import msgspec
 import structlog
 
-from r3async.untrusted import Malformed, decode_object, decode_text
+from r3async.untrusted import MalformedError, decode_json_object, decode_utf8
 from r3async.world import World
-from r3async.world.appending import AppendFile, Keeper
-from r3async.world.real import REAL
+from r3async.world.appending import AppendFile, RecordFlusher
+from r3async.world.real import REAL_WORLD
 
-EVENTS = "events.jsonl"
+EVENTS_FILE = "events.jsonl"
 
 
-def _plain(value: Any) -> Any:
+def _encode_fallback(value: Any) -> Any:
     """For what msgspec does not know: NumPy and torch scalars by value, the rest as text. An event is never refused."""
     item = getattr(value, "item", None)
     if item is not None and getattr(value, "ndim", None) == 0:
@@ -34,14 +34,14 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, (Path, BaseException)) else repr(value)
 
 
-_encoder = msgspec.json.Encoder(enc_hook=_plain)
+_encoder = msgspec.json.Encoder(enc_hook=_encode_fallback)
 
 
-def _encode(event: dict[str, Any]) -> bytes:
+def _encode_event(event: dict[str, Any]) -> bytes:
     try:
         line = _encoder.encode(event)
         if not line.isascii():
-            decode_text(
+            decode_utf8(
                 line
             )  # msgspec writes lone surrogates (a file name, say) as they are: no reader would take the line
         return line
@@ -50,7 +50,7 @@ def _encode(event: dict[str, Any]) -> bytes:
         return json.dumps(plain).encode()
 
 
-class _Renderer:
+class _EventRenderer:
     """A line of JSON, with the time. The last of structlog's processors."""
 
     def __init__(self, clock: Callable[[], float]):
@@ -59,61 +59,61 @@ class _Renderer:
     def __call__(self, _: Any, method: str, event: MutableMapping[str, Any]) -> tuple[tuple[bytes], dict[str, Any]]:
         line = {"time": self._clock(), "level": method, "role": event.pop("role", ""), "event": event.pop("event", "")}
         line.update(event)
-        return (_encode(line),), {}
+        return (_encode_event(line),), {}
 
 
-class _Sink:
+class _EventWriter:
     """Where rendered lines go; structlog calls the method of the event's level."""
 
-    def __init__(self, file: AppendFile, console: bool, also: Callable[[bytes], object] | None):
-        self._file, self._console, self._also = file, console, also
+    def __init__(self, file: AppendFile, console: bool, on_line: Callable[[bytes], object] | None):
+        self._file, self._console, self._also = file, console, on_line
 
-    def _write(self, line: bytes) -> None:
+    def _write_line(self, line: bytes) -> None:
         self._file.append(line)
         if self._also is not None:
             self._also(line)
         if self._console:
-            with contextlib.suppress(OSError, Malformed):
-                sys.stderr.write(format_event(decode_object(line)) + "\n")
+            with contextlib.suppress(OSError, MalformedError):
+                sys.stderr.write(format_event(decode_json_object(line)) + "\n")
 
-    debug = info = warning = warn = error = critical = exception = fatal = msg = log = _write
+    debug = info = warning = warn = error = critical = exception = fatal = msg = log = _write_line
 
 
-def open_events(
+def open_event_log(
     run_dir: Path,
     role: str,
     *,
-    world: World = REAL,
+    world: World = REAL_WORLD,
     console: bool = False,
-    keeper: Keeper | None = None,
-    also: Callable[[bytes], object] | None = None,
+    keeper: RecordFlusher | None = None,
+    on_line: Callable[[bytes], object] | None = None,
 ) -> Any:
     """A structlog bound logger for one process of a run: `events.info("weights_installed", version=3)`.
 
     `role` is on every line; `.bind(…)` adds more. `.exception(…)` adds the traceback as text. Each call is one line,
     written before it returns, or kept by `keeper` (the process's), which reports to this logger what the disk refuses;
-    threads and processes may share the file. `console` also shows the line on stderr. `also(line)` is called with each.
+    threads and processes may share the file. `console` also shows the line on stderr. `on_line(line)` is called with each.
     """
-    keeper = world.keeper if keeper is None else keeper
+    keeper = world.record_flusher if keeper is None else keeper
     logger = structlog.wrap_logger(
-        _Sink(AppendFile(Path(run_dir) / EVENTS, world=world, keeper=keeper), console, also),
-        processors=[structlog.processors.format_exc_info, _Renderer(world.clock.time)],
+        _EventWriter(AppendFile(Path(run_dir) / EVENTS_FILE, world=world, flusher=keeper), console, on_line),
+        processors=[structlog.processors.format_exc_info, _EventRenderer(world.clock.time)],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
         context_class=dict,
         cache_logger_on_first_use=True,
     )
     bound = logger.bind(role=role)
-    keeper.report_to(bound.warning)
+    keeper.set_reporter(bound.warning)
     return bound
 
 
-def event_details(event: dict[str, Any]) -> str:
+def format_event_details(event: dict[str, Any]) -> str:
     """The facts of an event as `key=value …`, without those that every event has."""
     common = ("time", "level", "role", "event", "exception")
-    return " ".join(f"{key}={_short(value)}" for key, value in event.items() if key not in common)
+    return " ".join(f"{key}={_format_value(value)}" for key, value in event.items() if key not in common)
 
 
-def _short(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, str):
         return value if value and " " not in value else json.dumps(value, ensure_ascii=False)
     return f"{value:.6g}" if isinstance(value, float) else msgspec.json.encode(value).decode()
@@ -121,7 +121,7 @@ def _short(value: Any) -> str:
 
 def format_event(event: dict[str, Any], details: str | None = None) -> str:
     """One line for a terminal, and below it a traceback. `details`: instead of its facts."""
-    details = event_details(event) if details is None else details
+    details = format_event_details(event) if details is None else details
     clock = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0.0)))
     text = f"{clock} {event.get('level', ''):7} {event.get('role', '')}: {event.get('event', '')} {details}"
     return text.rstrip() + (f"\n{event['exception']}" if event.get("exception") else "")

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from r3async.data.routes import RoutingError
-from r3async.learner.batch.prefixes import unfolded
+from r3async.learner.batch.prefixes import expand_prefixes
 
 if TYPE_CHECKING:
     from r3async.learner import RouteTrace
@@ -25,10 +25,10 @@ def merge_traces(traces: Iterable[RouteTrace], layers: int) -> list[RouteTrace]:
     for trace in traces:
         if trace.sample_ids:
             parts.setdefault(tuple(trace.sample_ids), []).append(trace)
-    return [_whole(of_one, layers) for of_one in parts.values()]
+    return [_merge_parts(of_one, layers) for of_one in parts.values()]
 
 
-def _whole(parts: list[RouteTrace], layers: int) -> RouteTrace:
+def _merge_parts(parts: list[RouteTrace], layers: int) -> RouteTrace:
     tokens, top_k = int(parts[0].cu_seqlens[-1]), max(part.own.shape[-1] for part in parts)
     merged = np.zeros((2, tokens, layers, top_k), np.uint16)
     have = np.zeros((tokens, layers), bool)
@@ -55,12 +55,12 @@ def _whole(parts: list[RouteTrace], layers: int) -> RouteTrace:
     joined = msgspec.structs.replace(
         parts[0], first=0, columns=list(range(layers)), own=own, used=used, logprobs=logprobs
     )
-    return joined if joined.prefixes is None else _unfolded(joined, joined.prefixes)
+    return joined if joined.prefixes is None else _unfold_prefixes(joined, joined.prefixes)
 
 
-def _unfolded(trace: RouteTrace, prefixes: np.ndarray) -> RouteTrace:
+def _unfold_prefixes(trace: RouteTrace, prefixes: np.ndarray) -> RouteTrace:
     """With the rows of every sample, also those that it shares; these it does not train."""
-    rows, edges = unfolded(trace.cu_seqlens, prefixes)
+    rows, edges = expand_prefixes(trace.cu_seqlens, prefixes)
     logprobs = trace.logprobs
     if logprobs is not None:
         shared = np.arange(len(rows)) - np.repeat(edges[:-1], np.diff(edges)) < np.repeat(

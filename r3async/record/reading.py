@@ -1,5 +1,5 @@
 """The files of a run, read. Several processes may append to one, and be killed meanwhile; disks and people damage them. What
-cannot be read is passed over, and told as an event (`skipped_event`)."""
+cannot be read is passed over, and told as an event (`make_skipped_events`)."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from r3async.config import Config, ScheduleConfig, to_dict
-from r3async.untrusted import Malformed, decode_object, decode_toml
+from r3async.config import Config, ScheduleConfig, config_to_dict
+from r3async.untrusted import MalformedError, decode_json_object, decode_toml
 from r3async.world import File, Files
 from r3async.world.files import read_file
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 
-EVALUATION = "evaluation.jsonl"
+EVALUATION_FILE = "evaluation.jsonl"
 """Of a run: an object an evaluation, with the step after which it began."""
-EPISODES = "episodes.jsonl"
+EPISODES_FILE = "episodes.jsonl"
 """Of a run: examples of episodes, an object each."""
-TIMELINE = "timeline.jsonl"
+TIMELINE_FILE = "timeline.jsonl"
 """Of a run: who did what when; see `record/timeline.py`."""
-QUARANTINE = "quarantine.jsonl"
+QUARANTINE_FILE = "quarantine.jsonl"
 """Of a run: tasks that are not posed any more, because every episode of them failed."""
 CONFIG_FILE = "config.toml"
 """Of a run: its resolved configuration."""
-BLOCK = 2**20
+READ_BLOCK_BYTES = 2**20
 T = TypeVar("T")
-Time = Annotated[float, msgspec.Meta(ge=0, le=2**36)]
+UnixTime = Annotated[float, msgspec.Meta(ge=0, le=2**36)]
 """Unix seconds that a calendar has."""
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class _StepLine(msgspec.Struct):
-    step: Count | None = None
-    version: Count | None = None
-    time: Time | None = None
+    step: NonNegativeInt | None = None
+    version: NonNegativeInt | None = None
+    time: UnixTime | None = None
 
 
 class _EventLine(msgspec.Struct):
     event: str = ""
     level: str = ""
     role: str = ""
-    time: Time = 0.0
+    time: UnixTime = 0.0
 
 
 class _EpisodeLine(msgspec.Struct):
-    step: Count | None = None
+    step: NonNegativeInt | None = None
     turns: list[dict[str, Any]] = []
 
 
 class _SpanLine(msgspec.Struct):
-    start: Time
-    end: Time
-    step: Count | None = None
-    version: Count | None = None
+    start: UnixTime
+    end: UnixTime
+    step: NonNegativeInt | None = None
+    version: NonNegativeInt | None = None
 
 
 class QuarantinedTask(msgspec.Struct, frozen=True):
@@ -70,116 +70,119 @@ class QuarantinedTask(msgspec.Struct, frozen=True):
     time: float
 
 
-SHAPES: dict[str, Any] = {
+LINE_TYPES: dict[str, Any] = {
     "metrics.jsonl": _StepLine,
     "events.jsonl": _EventLine,
-    EVALUATION: _StepLine,
-    EPISODES: _EpisodeLine,
-    TIMELINE: _SpanLine,
-    QUARANTINE: QuarantinedTask,
+    EVALUATION_FILE: _StepLine,
+    EPISODES_FILE: _EpisodeLine,
+    TIMELINE_FILE: _SpanLine,
+    QUARANTINE_FILE: QuarantinedTask,
     "routing.jsonl": _StepLine,
 }
 """By the name of a file: what its readers rely on in each line. Whatever else a line has may be anything."""
 
 
-class Lines(NamedTuple):
-    """`objects`: those of a file of JSON lines, in order. `skipped`: the numbers, from 1, of lines that are none."""
+class JsonLines(NamedTuple):
+    """`objects`: those of a file of JSON lines, in order. `skipped_lines`: the numbers, from 1, of lines that are none."""
 
     objects: list[dict[str, Any]]
-    skipped: list[int]
+    skipped_lines: list[int]
 
 
-def read_lines(path: Path, *, files: Files = REAL.files) -> Lines:
+def read_json_lines(path: Path, *, files: Files = REAL_WORLD.files) -> JsonLines:
     """Read a file of JSON lines; a missing one has none. A last line that is torn may still be written: it is not skipped, but
     not there yet."""
     try:
         file = files.open(path)
     except FileNotFoundError:
-        return Lines([], [])
+        return JsonLines([], [])
     with file:
-        *whole, last = _lines(file)
+        *whole, last = _iter_lines(file)
     values = [decode_line(path.name, line) for line in whole]
     skipped = [
         at for at, (line, value) in enumerate(zip(whole, values, strict=True), 1) if value is None and line.strip()
     ]
     values.append(decode_line(path.name, last))
-    return Lines([value for value in values if value is not None], skipped)
+    return JsonLines([value for value in values if value is not None], skipped)
 
 
-def read_objects(path: Path, *, files: Files = REAL.files) -> list[dict[str, Any]]:
+def read_json_objects(path: Path, *, files: Files = REAL_WORLD.files) -> list[dict[str, Any]]:
     """Read the objects of a file of JSON lines, in order. What is none is passed over; a missing file has none."""
-    return read_lines(path, files=files).objects
+    return read_json_lines(path, files=files).objects
 
 
-def read_files(
-    run_dir: Path, *names: str, files: Files = REAL.files
+def read_run_files(
+    run_dir: Path, *names: str, files: Files = REAL_WORLD.files
 ) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
     """Return the objects of each of a run's files, and the events that say what was passed over, of its `config.toml` too."""
-    read = [read_lines(run_dir / name, files=files) for name in names]
-    told = [skipped_event(name, len(lines.skipped), lines.skipped) for name, lines in zip(names, read, strict=True)]
+    read = [read_json_lines(run_dir / name, files=files) for name in names]
+    told = [
+        make_skipped_events(name, len(lines.skipped_lines), lines.skipped_lines)
+        for name, lines in zip(names, read, strict=True)
+    ]
     told.append(damaged_config_event(run_dir, files=files))
     return [lines.objects for lines in read], [event for events in told for event in events]
 
 
-def decode_line(file: str, line: bytes) -> dict[str, Any] | None:
+def decode_line(file_name: str, line: bytes) -> dict[str, Any] | None:
     """Return the object in a line of the file of that name; None for what none of its writers has written."""
     try:
-        value = decode_object(line)
-        if (shape := SHAPES.get(file)) is not None:
+        value = decode_json_object(line)
+        if (shape := LINE_TYPES.get(file_name)) is not None:
             msgspec.convert(value, shape)
-    except (Malformed, msgspec.ValidationError):
+    except (MalformedError, msgspec.ValidationError):
         return None
     return value
 
 
-def skipped_event(file: str, count: int, numbers: Sequence[int] = ()) -> list[dict[str, Any]]:
+def make_skipped_events(file_name: str, count: int, numbers: Sequence[int] = ()) -> list[dict[str, Any]]:
     """Return what is told of `count` lines of a file that were passed over, as a warning beside the run's own; nothing if there
     are none. `numbers`: of the lines, where they are known."""
     if not count:
         return []
-    told = {"level": "warning", "event": "lines_skipped", "file": file, "lines": count}
+    told = {"level": "warning", "event": "lines_skipped", "file": file_name, "lines": count}
     return [told | ({"first": numbers[0]} if numbers else {})]
 
 
-def converted(objects: Iterable[dict[str, Any]], kind: type[T]) -> Iterator[T]:
+def convert_valid(objects: Iterable[dict[str, Any]], kind: type[T]) -> Iterator[T]:
     """Those that are a `kind`; the others are passed over."""
     for value in objects:
         with contextlib.suppress(msgspec.ValidationError):
             yield msgspec.convert(value, kind)
 
 
-def _lines(file: File) -> Iterator[bytes]:
+def _iter_lines(file: File) -> Iterator[bytes]:
     at, rest = 0, b""
-    while block := file.read(at, BLOCK):
+    while block := file.read(at, READ_BLOCK_BYTES):
         at += len(block)
         *lines, rest = (rest + block).split(b"\n")
         yield from lines
     yield rest
 
 
-def read_run_config(run_dir: Path, *, files: Files = REAL.files) -> dict[str, Any]:
+def read_run_config(run_dir: Path, *, files: Files = REAL_WORLD.files) -> dict[str, Any]:
     """The resolved configuration as it was written, as plain data; {} if there is none, or a damaged one."""
     try:
         found = decode_toml(read_file(run_dir / CONFIG_FILE, files=files))
-    except (OSError, Malformed):
+    except (OSError, MalformedError):
         return {}
-    tables = to_dict(Config())
+    tables = config_to_dict(Config())
     return {key: value for key, value in found.items() if isinstance(value, dict) == isinstance(tables.get(key), dict)}
 
 
-def damaged_config_event(run_dir: Path, *, files: Files = REAL.files) -> list[dict[str, Any]]:
+def damaged_config_event(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[dict[str, Any]]:
     """Return the event of a configuration that is there and cannot be read; nothing of another."""
     try:
         text = read_file(run_dir / CONFIG_FILE, files=files)
         decode_toml(text)
     except OSError:
         return []
-    except Malformed:
-        return skipped_event(CONFIG_FILE, len(text.splitlines()) or 1)
+    except MalformedError:
+        return make_skipped_events(CONFIG_FILE, len(text.splitlines()) or 1)
     return []
 
 
-def read_schedule(config: dict[str, Any]) -> ScheduleConfig | None:
+def parse_schedule(config: dict[str, Any]) -> ScheduleConfig | None:
     """Of a run's configuration; None if it has none."""
     try:
         return msgspec.convert(config["schedule"], ScheduleConfig)
@@ -187,7 +190,7 @@ def read_schedule(config: dict[str, Any]) -> ScheduleConfig | None:
         return None
 
 
-def read_quarantine(run_dir: Path, *, files: Files = REAL.files) -> list[QuarantinedTask]:
+def read_quarantine(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[QuarantinedTask]:
     """In the order in which they failed. Of a task that is named again (after a resume) the last line counts."""
-    tasks = converted(read_objects(run_dir / QUARANTINE, files=files), QuarantinedTask)
+    tasks = convert_valid(read_json_objects(run_dir / QUARANTINE_FILE, files=files), QuarantinedTask)
     return list({task.task_seed: task for task in tasks}.values())

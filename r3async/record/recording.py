@@ -15,26 +15,26 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from r3async.config import Config, ConfigError, config_from_dict, to_dict
-from r3async.data.container import Container, Torn, map_file
+from r3async.config import Config, ConfigError, config_from_dict, config_to_dict
+from r3async.data.container import RecordFormat, TornRecord, map_file
 from r3async.data.records import Trajectory
 from r3async.data.versions import Lineage
-from r3async.transport.codec import checksum
+from r3async.transport.codec import compute_checksum
 from r3async.transport.wire import WireError, decode_trajectory, encode_trajectory
-from r3async.untrusted import Malformed, decode_json, decode_object
+from r3async.untrusted import MalformedError, decode_json, decode_json_object
 from r3async.world import Buffer, Files, World
-from r3async.world.files import make_directory, read_file, replace_file, write_aside
-from r3async.world.real import REAL
-from r3async.world.stages import begin_task
+from r3async.world.files import make_directory, read_file, replace_file, write_atomically
+from r3async.world.real import REAL_WORLD
+from r3async.world.stages import create_stage_task
 
 if TYPE_CHECKING:
-    from r3async.learner.trainer import TrainedGroups
+    from r3async.learner.trainer import StepOutcome
 
-RECORDING = "recording"
-RECORDS = Container(b"r3steps2")
-PART = 2**18
+RECORDING_DIRECTORY = "recording"
+STEP_CONTAINER = RecordFormat(b"r3steps2")
+WRITE_CHUNK_BYTES = 2**18
 """Bytes that are written at once."""
-_NAME = re.compile(r"(\d{9,})-(\d{4,})\.step")
+_STEP_FILE_NAME = re.compile(r"(\d{9,})-(\d{4,})\.step")
 
 
 class RecordingError(ValueError):
@@ -44,7 +44,7 @@ class RecordingError(ValueError):
 class RecordedStep(msgspec.Struct, frozen=True):
     """Step `step` of the run, from 1, made from weights of `version` in `lineage`.
 
-    `minibatches`: of each the digests of its stages (`learner.digests.STAGES`). `metrics`: of the step. `groups`: how many
+    `minibatches`: of each the digests of its stages (`learner.digests.DIGEST_STAGES`). `metrics`: of the step. `groups`: how many
     trajectories each has, in the order in which the step took them. `trajectories`: digest of what is in this file.
     """
 
@@ -57,121 +57,130 @@ class RecordedStep(msgspec.Struct, frozen=True):
     trajectories: int = 0
 
 
-class Recorder:
+class StepRecorder:
     """Of one start of a run. Writes each step in a thread of its own. It never ends the run: what cannot be written is reported,
     and a replay names the step that is missing."""
 
     def __init__(
-        self, run_dir: Path, config: Config, lineage: Lineage, report: Callable[..., object], *, world: World = REAL
+        self,
+        run_dir: Path,
+        config: Config,
+        lineage: Lineage,
+        report_event: Callable[..., object],
+        *,
+        world: World = REAL_WORLD,
     ):
         self._enabled, self._lineage = config.observe.record == "full", lineage.number
-        self._directory, self._report = run_dir / RECORDING, report
-        self._files, self._lane = world.files, world.threads.lane("recording")
+        self._directory, self._report = run_dir / RECORDING_DIRECTORY, report_event
+        self._files, self._lane = world.files, world.threads.new_worker("recording")
         self._writing: set[asyncio.Task[None]] = set()
         self._config, self._settings_written = config, False
 
-    def add(self, step: int, version: int, done: TrainedGroups) -> None:
+    def add(self, step: int, version: int, outcome: StepOutcome) -> None:
         """Begin to write step `step`, which was made from weights of `version`. Its trajectories must not change."""
         if not self._enabled:
             return
         if not self._settings_written:
             self._settings_written = True
-            self._begin("settings", write_settings, self._directory, self._config, self._lineage)
-        sizes = [len(group) for group in done.groups]
-        made = RecordedStep(step, version, self._lineage, done.digests, done.metrics, sizes)
-        self._begin(step, write_step, self._directory, made, [t for group in done.groups for t in group])
+            self._start_write("settings", write_recorded_settings, self._directory, self._config, self._lineage)
+        sizes = [len(group) for group in outcome.groups]
+        made = RecordedStep(step, version, self._lineage, outcome.digests, outcome.metrics, sizes)
+        self._start_write(
+            step, write_recorded_step, self._directory, made, [t for group in outcome.groups for t in group]
+        )
 
-    def _begin(self, what: object, write: Callable[..., object], *args: Any) -> None:
-        task = begin_task("recording", self._write(what, write, *args))
+    def _start_write(self, name: object, write: Callable[..., object], *args: Any) -> None:
+        task = create_stage_task("recording", self._write_reported(name, write, *args))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
 
-    async def settle(self) -> None:
+    async def wait_written(self) -> None:
         """Wait for all that was added."""
         await asyncio.gather(*self._writing)
 
     async def close(self) -> None:
-        await self.settle()
+        await self.wait_written()
         await self._lane.close()
 
-    async def _write(self, what: object, write: Callable[..., object], *args: Any) -> None:
+    async def _write_reported(self, name: object, write: Callable[..., object], *args: Any) -> None:
         try:
             await self._lane.run(write, *args, self._files)
         except (OSError, WireError) as error:
             hint = "the run continues; `r3async replay` will name what is missing"
-            self._report("not_recorded", step=what, error=str(error), hint=hint)
+            self._report("not_recorded", step=name, error=str(error), hint=hint)
 
 
-def write_settings(directory: Path, config: Config, lineage: int, files: Files = REAL.files) -> None:
+def write_recorded_settings(directory: Path, config: Config, lineage: int, files: Files = REAL_WORLD.files) -> None:
     """What the steps of `lineage` are made with, without secrets. Raises `OSError`."""
     make_directory(directory, files=files)
-    replace_file(directory / f"settings-{lineage:04d}.json", msgspec.json.encode(to_dict(config)), files=files)
+    replace_file(directory / f"settings-{lineage:04d}.json", msgspec.json.encode(config_to_dict(config)), files=files)
 
 
-def read_settings(run_dir: Path, lineage: int, files: Files = REAL.files) -> Config:
+def read_recorded_settings(run_dir: Path, lineage: int, files: Files = REAL_WORLD.files) -> Config:
     """Raises `RecordingError`."""
-    path = run_dir / RECORDING / f"settings-{lineage:04d}.json"
+    path = run_dir / RECORDING_DIRECTORY / f"settings-{lineage:04d}.json"
     try:
-        return config_from_dict(decode_object(read_file(path, files=files)))
-    except (OSError, Malformed, ConfigError) as error:
+        return config_from_dict(decode_json_object(read_file(path, files=files)))
+    except (OSError, MalformedError, ConfigError) as error:
         raise RecordingError(f"{path}: {error}") from error
 
 
-def write_step(
-    directory: Path, step: RecordedStep, trajectories: Sequence[Trajectory], files: Files = REAL.files
+def write_recorded_step(
+    directory: Path, step: RecordedStep, trajectories: Sequence[Trajectory], files: Files = REAL_WORLD.files
 ) -> Path:
     """Returns the file. Raises `OSError`, or `WireError`."""
     make_directory(directory, files=files)
     frames: list[Sequence[Buffer]] = [encode_trajectory(t) for t in trajectories]
-    step = msgspec.structs.replace(step, trajectories=_digest(frames))
+    step = msgspec.structs.replace(step, trajectories=_digest_frames(frames))
     records = [[msgspec.json.encode(step)], *frames]
     path = directory / f"{step.step:09d}-{step.lineage:04d}.step"
-    pieces = (piece for record in records for piece in RECORDS.pieces(record))
-    write_aside(path, _joined(pieces), sync=True, files=files)
-    files.sync_directory(directory)
+    pieces = (piece for record in records for piece in STEP_CONTAINER.encode_record(record))
+    write_atomically(path, _join_pieces(pieces), fsync=True, files=files)
+    files.fsync_directory(directory)
     return path
 
 
-def _joined(pieces: Iterable[Buffer]) -> Iterator[bytes]:
-    """In parts of about `PART` bytes: a short trajectory has five pieces, and a call of the system costs more than their copy."""
+def _join_pieces(pieces: Iterable[Buffer]) -> Iterator[bytes]:
+    """In parts of about `WRITE_CHUNK_BYTES` bytes: a short trajectory has five pieces, and a call of the system costs more
+    than their copy."""
     waiting: list[Buffer] = []
     size = 0
     for piece in pieces:
         waiting.append(piece)
         size += len(piece)
-        if size >= PART:
+        if size >= WRITE_CHUNK_BYTES:
             yield b"".join(waiting)
             waiting, size = [], 0
     if waiting:
         yield b"".join(waiting)
 
 
-def read_step(path: Path, files: Files = REAL.files) -> tuple[RecordedStep, list[list[Trajectory]]]:
+def read_recorded_step(path: Path, files: Files = REAL_WORLD.files) -> tuple[RecordedStep, list[list[Trajectory]]]:
     """Raises `RecordingError`."""
     frames: list[list[memoryview]] = []
     try:
-        for record in RECORDS.records(map_file(path, files=files)):
-            if isinstance(record, Torn):
+        for record in STEP_CONTAINER.iter_records(map_file(path, files=files)):
+            if isinstance(record, TornRecord):
                 raise RecordingError(f"{path}: at byte {record.offset}: {record.reason}")
             frames.append(record.frames)
         if not frames:
             raise RecordingError(f"{path} is empty")
         step = decode_json(frames[0][0], RecordedStep)
-        if _digest(frames[1:]) != step.trajectories:
+        if _digest_frames(frames[1:]) != step.trajectories:
             raise RecordingError(f"{path}: its trajectories are not those that were written")
         each = iter([decode_trajectory(some) for some in frames[1:]])
         return step, [[next(each) for _ in range(count)] for count in step.groups]
-    except (OSError, Malformed, WireError, RuntimeError) as error:
+    except (OSError, MalformedError, WireError, RuntimeError) as error:
         raise RecordingError(f"{path}: {error}") from error
 
 
-def find_steps(run_dir: Path, after: int = 0, files: Files = REAL.files) -> list[Path]:
+def find_recorded_steps(run_dir: Path, after: int = 0, files: Files = REAL_WORLD.files) -> list[Path]:
     """The files of the steps behind `after` that made the run's weights, in order: of a step that a resume took back, that of the
     newest lineage. Raises `RecordingError` naming a step that is missing."""
-    directory = run_dir / RECORDING
+    directory = run_dir / RECORDING_DIRECTORY
     found: dict[int, dict[int, Path]] = {}
-    for name in files.list(directory) if files.stat(directory) else ():
-        if named := _NAME.fullmatch(name):
+    for name in files.list_names(directory) if files.stat(directory) else ():
+        if named := _STEP_FILE_NAME.fullmatch(name):
             found.setdefault(int(named[2]), {})[int(named[1])] = directory / name
     if not found:
         raise RecordingError(f'{run_dir} has no recording: `observe.record = "full"` makes one while a run trains')
@@ -188,5 +197,5 @@ def find_steps(run_dir: Path, after: int = 0, files: Files = REAL.files) -> list
     return [chosen[step] for step in range(after + 1, end + 1)]
 
 
-def _digest(frames: Sequence[Sequence[Buffer]]) -> int:
-    return checksum(frame for some in frames for frame in some)
+def _digest_frames(frames: Sequence[Sequence[Buffer]]) -> int:
+    return compute_checksum(frame for some in frames for frame in some)

@@ -15,40 +15,40 @@ from typing import Any
 
 from r3async.config.operation import ObserveConfig
 from r3async.config.section import ConfigError
-from r3async.record.backends import BACKENDS, Backend, Example, Row, missing_package
+from r3async.record.backends import SINK_BACKENDS, EpisodeExample, MetricsRow, SinkBackend, find_missing_package
 
-Report = Callable[[str], object]
-ROWS_WAITING = 1024
+PrintLine = Callable[[str], object]
+MAX_QUEUED_ROWS = 1024
 """For a slow sink. Further ones are left out for it, counted, and reported once."""
-FINISH_SECONDS = 15.0
+CLOSE_TIMEOUT_SECONDS = 15.0
 """The end of a run waits so long for sinks to write what they have."""
-FAILURES_ALLOWED = 3
+MAX_CONSECUTIVE_FAILURES = 3
 """Rows in a row that a sink may fail to take before it is closed."""
 
 
 class Sink:
-    """One backend behind a queue. `report` is called, at most once each, when it failed and when rows were left out."""
+    """One backend behind a queue. `print_line` is called, at most once each, when it failed and when rows were left out."""
 
-    def __init__(self, name: str, make: Callable[[], Backend], capacity: int, report: Report):
-        self.name, self._make, self._report = name, make, report
-        self._queue: queue.Queue[Row | Sequence[Example] | None] = queue.Queue(capacity)
-        self.dropped = 0
-        self.written = 0
+    def __init__(self, name: str, make_backend: Callable[[], SinkBackend], capacity: int, print_line: PrintLine):
+        self.name, self._make, self._report = name, make_backend, print_line
+        self._queue: queue.Queue[MetricsRow | Sequence[EpisodeExample] | None] = queue.Queue(capacity)
+        self.dropped_rows = 0
+        self.written_rows = 0
         self._failed = threading.Event()
         # A daemon: an interpreter that ends does not wait for a sink that hangs.
-        self._thread = threading.Thread(target=self._work, name=f"sink-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
-    def write(self, row: Row | Sequence[Example]) -> None:
+    def write(self, row: MetricsRow | Sequence[EpisodeExample]) -> None:
         """Queue a row, or examples to show; returns at once."""
         if self._failed.is_set():
-            self.dropped += 1
+            self.dropped_rows += 1
             return
         try:
             self._queue.put_nowait(row)
         except queue.Full:
-            self.dropped += 1
-            if self.dropped == 1:
+            self.dropped_rows += 1
+            if self.dropped_rows == 1:
                 self._report(f"sink {self.name} is slower than the run: it will miss rows, metrics.jsonl will not")
 
     def close(self, deadline: float) -> None:
@@ -62,38 +62,38 @@ class Sink:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._report(f"sink {self.name} did not finish in time; it may lack the last rows")
-        if self.dropped:
-            self._report(f"sink {self.name} missed {self.dropped} rows")
+        if self.dropped_rows:
+            self._report(f"sink {self.name} missed {self.dropped_rows} rows")
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         try:
             backend = self._make()
         except Exception as error:  # a service that does not answer, a full disk, a wrong login
-            self._fail(error)
+            self._mark_failed(error)
             return
         failures = 0
         while (row := self._queue.get()) is not None:
             try:
                 if isinstance(row, Mapping):
-                    backend.write(row)
+                    backend.write_metrics(row)
                 else:
-                    backend.show(row)
-                self.written += 1
+                    backend.write_examples(row)
+                self.written_rows += 1
                 failures = 0
             except Exception as error:
-                self.dropped += 1
+                self.dropped_rows += 1
                 failures += 1
-                if failures == FAILURES_ALLOWED:
-                    self._fail(error)
+                if failures == MAX_CONSECUTIVE_FAILURES:
+                    self._mark_failed(error)
                     break
         try:
             backend.close()
         except Exception as error:
             self._report(f"sink {self.name} could not be closed: {type(error).__name__}: {error}")
 
-    def _fail(self, error: Exception) -> None:
+    def _mark_failed(self, error: Exception) -> None:
         self._failed.set()
-        self.dropped += self._queue.qsize()
+        self.dropped_rows += self._queue.qsize()
         self._report(f"sink {self.name} failed and is left out from here on: {type(error).__name__}: {error}")
 
 
@@ -103,7 +103,7 @@ class SinkSet:
     def __init__(self, sinks: Sequence[Sink], timeout: float):
         self.sinks, self._timeout = list(sinks), timeout
 
-    def write(self, row: Row | Sequence[Example]) -> None:
+    def write(self, row: MetricsRow | Sequence[EpisodeExample]) -> None:
         """A step's row of `metrics.jsonl`, or one of `evaluation.jsonl`, or examples of episodes; returns at once. It must not be
         changed afterwards."""
         for sink in self.sinks:
@@ -124,19 +124,23 @@ class SinkSet:
 def check_sinks(config: ObserveConfig) -> None:
     """Raise `ConfigError`, with the pip command, for a sink whose package is not installed."""
     for name in config.sinks:
-        if package := missing_package(name):
+        if package := find_missing_package(name):
             raise ConfigError(f"`observe.sinks` has {name!r}, whose package is not installed: pip install {package}")
 
 
 def open_sinks(
-    config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any], report: Report, timeout: float = FINISH_SECONDS
+    config: ObserveConfig,
+    run_dir: Path,
+    settings: Mapping[str, Any],
+    print_line: PrintLine,
+    timeout: float = CLOSE_TIMEOUT_SECONDS,
 ) -> SinkSet:
-    """The sinks that `config` names. `settings`: the run's configuration, resolved, for those that show it. `report`: takes a
+    """The sinks that `config` names. `settings`: the run's configuration, resolved, for those that show it. `print_line`: takes a
     line for the person who watches, from any thread."""
     check_sinks(config)
 
-    def maker(name: str) -> Callable[[], Backend]:
-        return lambda: BACKENDS[name](config, run_dir, settings)
+    def maker(name: str) -> Callable[[], SinkBackend]:
+        return lambda: SINK_BACKENDS[name](config, run_dir, settings)
 
-    sinks = [Sink(name, maker(name), ROWS_WAITING, report) for name in config.sinks]
+    sinks = [Sink(name, maker(name), MAX_QUEUED_ROWS, print_line) for name in config.sinks]
     return SinkSet(sinks, timeout)

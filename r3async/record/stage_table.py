@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_ANY_LOOP = {
+_COMMON_STAGES = {
     "metrics": "what is measured, and written of it",
     "calls": "tasks that were made outside of any stage, as for calls of other actors",
     "loop": "the event loop itself, with callbacks",
@@ -10,7 +10,7 @@ _ANY_LOOP = {
     "runtime": "all other threads: of Ray, ZeroMQ, torch",
     "idle": "the event loop has nothing to do, or waits for a core",
 }
-STAGES = {
+STAGES_BY_ROLE = {
     "generator": (
         "the generators' processes, without engines",
         {
@@ -23,7 +23,7 @@ STAGES = {
             "lease": "calls to the conductor",
             "install": "new weights",
             "evaluation": "episodes of evaluations",
-            **_ANY_LOOP,
+            **_COMMON_STAGES,
         },
     ),
     "learner": (
@@ -44,7 +44,7 @@ STAGES = {
             "writer": "new weights written",
             "checkpoint": "a checkpoint copied and written",
             "torch": "the model loaded, and whatever else its thread does",
-            **_ANY_LOOP,
+            **_COMMON_STAGES,
         },
     ),
     "conductor": (
@@ -54,12 +54,12 @@ STAGES = {
             "steps": "steps, versions, checkpoints in order",
             "deliver": "new weights, and restarts",
             "watch": "stalls and failed tasks",
-            **_ANY_LOOP,
+            **_COMMON_STAGES,
         },
     ),
 }
 """By role, where a process's time goes: what each stage of `world/stages.py` is. Both kinds add up to all there is."""
-ONLY = {"threads": "cpu", "runtime": "cpu", "idle": "wall"} | dict.fromkeys(
+SINGLE_KIND_STAGES = {"threads": "cpu", "runtime": "cpu", "idle": "wall"} | dict.fromkeys(
     [
         "prepare",
         "pack",

@@ -14,15 +14,15 @@ from typing import Any, cast
 
 import msgspec
 
-from r3async.record.reading import TIMELINE, converted, read_objects
-from r3async.record.routes import RouteId, parse_id
+from r3async.record.reading import TIMELINE_FILE, convert_valid, read_json_objects
+from r3async.record.routes import EpisodeId, parse_episode_id
 from r3async.rollout.engines import Engine, Generation, GenerationRequest
 from r3async.world import Files, Processes, World
 from r3async.world.appending import AppendFile
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 
-FILE = TIMELINE
-LAG_SAMPLES = 1200
+FILE = TIMELINE_FILE
+LAG_WINDOW_SAMPLES = 1200
 """How late an event loop was, of which so many are looked at together: a minute."""
 
 
@@ -44,7 +44,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Timeline:
-    """Writes the spans of one process, each when it ends. Where it is not `enabled` nothing is measured, opened or written.
+    """Writes the spans of one process, each when it ends. Where it is not `is_enabled` nothing is measured, opened or written.
 
     `clock`: unix seconds, so that processes agree; the world's if not given.
     """
@@ -52,53 +52,55 @@ class Timeline:
     def __init__(
         self,
         run_dir: Path,
-        who: str,
+        actor: str,
         *,
         enabled: bool = True,
-        world: World = REAL,
+        world: World = REAL_WORLD,
         clock: Callable[[], float] | None = None,
     ):
-        self.who, self._clock = who, clock or world.clock.time
+        self.actor, self._clock = actor, clock or world.clock.time
         self._file = AppendFile(Path(run_dir) / FILE, world=world) if enabled else None
 
     @property
-    def enabled(self) -> bool:
+    def is_enabled(self) -> bool:
         return self._file is not None
 
     def now(self) -> float:
         """Unix seconds, as its spans have them."""
         return self._clock()
 
-    def span(self, what: str, *, step: int | None = None, version: int | None = None) -> AbstractContextManager[None]:
+    def measure_span(
+        self, activity: str, *, step: int | None = None, version: int | None = None
+    ) -> AbstractContextManager[None]:
         """What is done inside: `with timeline.span("train", step=3): …`. Written also where it raises."""
-        return nullcontext() if self._file is None else self._measured(what, step, version)
+        return nullcontext() if self._file is None else self._record_span(activity, step, version)
 
     @contextmanager
-    def _measured(self, what: str, step: int | None, version: int | None) -> Iterator[None]:
+    def _record_span(self, activity: str, step: int | None, version: int | None) -> Iterator[None]:
         start = self._clock()
         try:
             yield
         finally:
-            self.add(what, start, self._clock(), step=step, version=version)
+            self.add_span(activity, start, self._clock(), step=step, version=version)
 
-    def add(self, what: str, start: float, end: float, *, who: str = "", **facts: Any) -> None:
-        """What was measured elsewhere; `who`: somebody else than this process. `facts`: further fields of `Span`."""
+    def add_span(self, activity: str, start: float, end: float, *, actor: str = "", **facts: Any) -> None:
+        """What was measured elsewhere; `actor`: somebody else than this process. `facts`: further fields of `Span`."""
         if self._file is not None:
-            self._file.append(msgspec.json.encode(Span(who or self.who, what, start, end, **facts)))
+            self._file.append(msgspec.json.encode(Span(actor or self.actor, activity, start, end, **facts)))
 
 
-def read_timeline(run_dir: Path, *, files: Files = REAL.files) -> list[Span]:
+def read_timeline(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[Span]:
     """Read the spans of a run, in order of their beginning; what is none is passed over."""
-    return sorted_spans(read_objects(Path(run_dir) / FILE, files=files))
+    return parse_spans(read_json_objects(Path(run_dir) / FILE, files=files))
 
 
-def sorted_spans(lines: Iterable[dict[str, Any]]) -> list[Span]:
+def parse_spans(lines: Iterable[dict[str, Any]]) -> list[Span]:
     """Return those of the lines that are spans, in order of their beginning."""
-    spans = [span for span in converted(lines, Span) if span.start <= span.end]
+    spans = [span for span in convert_valid(lines, Span) if span.start <= span.end]
     return sorted(spans, key=lambda span: span.start)
 
 
-def busy_shares(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
+def compute_busy_shares(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
     """By (who, what): the share of the time from the first span to the last end. Spans of one kind that overlap count once."""
     if not spans:
         return {}
@@ -116,10 +118,10 @@ def busy_shares(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
 # -- engine calls ------------------------------------------------------------------------------------------------------
 
 
-def timed(engine: Engine, timeline: Timeline) -> Engine:
+def time_engine_calls(engine: Engine, timeline: Timeline) -> Engine:
     """`engine`, whose calls go to the timeline, and when it has any (`busy`); or `engine` itself, if that is off. Of each group
     the calls of one episode are measured."""
-    return cast(Engine, _TimedEngine(engine, timeline)) if timeline.enabled else engine
+    return cast(Engine, _TimedEngine(engine, timeline)) if timeline.is_enabled else engine
 
 
 class _TimedEngine:
@@ -128,59 +130,65 @@ class _TimedEngine:
     def __init__(self, engine: Engine, timeline: Timeline):
         self._engine, self._timeline = engine, timeline
         self._running = 0
-        self._busy_from = self._since = timeline.now()
-        self._beside = 0.0
-        """Running requests times seconds, up to `_since`."""
-        self._answered: dict[str, tuple[RouteId, float, int]] = {}
+        self._busy_from = self._counted_until = timeline.now()
+        self._request_seconds = 0.0
+        """Running requests times seconds, up to `_counted_until`."""
+        self._last_calls: dict[str, tuple[EpisodeId, float, int]] = {}
         """By trajectory: its last call, when that was answered, and how many tokens the engine had of it then."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        which = parse_id(request.request_id)
-        self._changes(1)
+        which = parse_episode_id(request.request_id)
+        self._change_running(1)
         try:
             if which is None or which.episode_index:
                 return await self._engine.generate(request)
-            return await self._measured(which, request)
+            return await self._generate_timed(which, request)
         finally:
-            self._changes(-1)
+            self._change_running(-1)
 
-    def _changes(self, more: int) -> float:
+    def _change_running(self, delta: int) -> float:
         """So many requests more run from now on. Returns now."""
         now = self._timeline.now()
-        self._beside += self._running * (now - self._since)
+        self._request_seconds += self._running * (now - self._counted_until)
         if not self._running:
             self._busy_from = now
-        self._running, self._since = self._running + more, now
+        self._running, self._counted_until = self._running + delta, now
         if not self._running:
-            self._timeline.add("busy", self._busy_from, now)
+            self._timeline.add_span("busy", self._busy_from, now)
         return now
 
-    async def _measured(self, which: RouteId, request: GenerationRequest) -> Generation:
-        began, fed = self._changes(0), 0
-        beside = self._beside
-        before = self._answered.pop(which.trajectory_id, None)
-        if before is not None and before[0].number == which.number - 1:
-            self._timeline.add("environment", before[1], began)
+    async def _generate_timed(self, episode_id: EpisodeId, request: GenerationRequest) -> Generation:
+        began, fed = self._change_running(0), 0
+        beside = self._request_seconds
+        before = self._last_calls.pop(episode_id.trajectory_id, None)
+        if before is not None and before[0].sample_or_turn == episode_id.sample_or_turn - 1:
+            self._timeline.add_span("environment", before[1], began)
             fed = before[2]
         generation = await self._engine.generate(request)
-        ended, prompt, tokens = self._changes(0), len(request.prompt_ids), len(generation.token_ids)
-        running = (self._beside - beside) / (ended - began) if ended > began else self._running
-        self._timeline.add(
-            "call", began, ended, turn=which.number, tokens=tokens, prompt=max(0, prompt - fed), running=running
+        ended, prompt, tokens = self._change_running(0), len(request.prompt_ids), len(generation.token_ids)
+        running = (self._request_seconds - beside) / (ended - began) if ended > began else self._running
+        self._timeline.add_span(
+            "call",
+            began,
+            ended,
+            turn=episode_id.sample_or_turn,
+            tokens=tokens,
+            prompt=max(0, prompt - fed),
+            running=running,
         )
-        self._answered[which.trajectory_id] = which, ended, prompt + tokens
-        while len(self._answered) > 1024:  # their last answer has no call behind it
-            del self._answered[next(iter(self._answered))]
+        self._last_calls[episode_id.trajectory_id] = episode_id, ended, prompt + tokens
+        while len(self._last_calls) > 1024:  # their last answer has no call behind it
+            del self._last_calls[next(iter(self._last_calls))]
         return generation
 
 
 # -- processor time ----------------------------------------------------------------------------------------------------
 
 
-class Growth:
+class CounterGrowth:
     """What counters of processes have grown by since they were first seen. One that restarts with its process, is seen first
     again."""
 
@@ -188,32 +196,32 @@ class Growth:
         self._last: dict[str, float] = {}
         self.totals: dict[str, float] = {}
 
-    def add(self, name: str, value: float, of: str) -> None:
-        """The counter `name` is at `value`; what it grew by counts for `of`."""
+    def add(self, name: str, value: float, role: str) -> None:
+        """The counter `name` is at `value`; what it grew by counts for `role`."""
         before = self._last.get(name, value)
         self._last[name] = value
-        self.totals[of] = self.totals.get(of, 0.0) + max(0.0, value - before)
+        self.totals[role] = self.totals.get(role, 0.0) + max(0.0, value - before)
 
 
-class StageSeconds:
+class StageTimer:
     """What this process spends by stage (`world/stages.py`), as metrics of its `role`: `cpu/ROLE_STAGE_seconds`, which add up to
     its processor time, and of its event loop `wall/ROLE_STAGE_seconds`."""
 
-    def __init__(self, role: str, processes: Processes = REAL.processes):
+    def __init__(self, role: str, processes: Processes = REAL_WORLD.processes):
         self._role, self._processes = role, processes
-        self._taken: dict[str, float] = {}
+        self._last_totals: dict[str, float] = {}
 
-    def totals(self) -> dict[str, float]:
+    def total_seconds(self) -> dict[str, float]:
         """Since its loop was first measured. None of a simulated process."""
         kinds = zip(("cpu", "wall"), self._processes.stage_seconds(), strict=True)
         return {
             f"{kind}/{self._role}_{name}_seconds": seconds for kind, spent in kinds for name, seconds in spent.items()
         }
 
-    def take(self) -> dict[str, float]:
+    def read_increment(self) -> dict[str, float]:
         """Since the last call."""
-        before, self._taken = self._taken, self.totals()
-        return {name: seconds - before.get(name, 0.0) for name, seconds in self._taken.items()}
+        before, self._last_totals = self._last_totals, self.total_seconds()
+        return {name: seconds - before.get(name, 0.0) for name, seconds in self._last_totals.items()}
 
 
 # -- event loops -------------------------------------------------------------------------------------------------------
@@ -223,31 +231,31 @@ class LagMeter:
     """Gathers how much later than asked a sleeping task wakes up, and how much of it was computed on the loop (`own`). Figures
     are of the last minute. Meanwhile the loop's time is accounted for by stage."""
 
-    NAMES = ("p50_ms", "p99_ms", "max_ms", "own_p99_ms", "own_max_ms")
+    METRIC_NAMES = ("p50_ms", "p99_ms", "max_ms", "own_p99_ms", "own_max_ms")
 
-    def __init__(self, processes: Processes = REAL.processes):
+    def __init__(self, processes: Processes = REAL_WORLD.processes):
         self._processes = processes
-        self._lags: deque[float] = deque(maxlen=LAG_SAMPLES)
-        self._own: deque[float] = deque(maxlen=LAG_SAMPLES)
-        self._end: Callable[[], None] | None = None
+        self._lags: deque[float] = deque(maxlen=LAG_WINDOW_SAMPLES)
+        self._computing: deque[float] = deque(maxlen=LAG_WINDOW_SAMPLES)
+        self._stop_measuring: Callable[[], None] | None = None
 
     def start(self) -> None:
         """Measure on the running event loop until `stop`. Idempotent."""
-        if self._end is None:
-            self._end = self._processes.measure_loop(self.add)
+        if self._stop_measuring is None:
+            self._stop_measuring = self._processes.measure_event_loop(self.add)
 
     def stop(self) -> None:
-        if self._end is not None:
-            self._end()
-            self._end = None
+        if self._stop_measuring is not None:
+            self._stop_measuring()
+            self._stop_measuring = None
 
-    def add(self, seconds: float, own: float = 0.0) -> None:
+    def add(self, seconds: float, computing_seconds: float = 0.0) -> None:
         self._lags.append(max(0.0, seconds))
-        self._own.append(max(0.0, own))
+        self._computing.append(max(0.0, computing_seconds))
 
-    def figures(self) -> dict[str, float]:
-        """By `NAMES`; zeros before the first measurement."""
-        lags, own = sorted(self._lags) or [0.0], sorted(self._own) or [0.0]
+    def collect_metrics(self) -> dict[str, float]:
+        """By `METRIC_NAMES`; zeros before the first measurement."""
+        lags, own = sorted(self._lags) or [0.0], sorted(self._computing) or [0.0]
 
         def quantile(values: list[float], q: float) -> float:
             return 1000 * values[round(q * (len(values) - 1))]
@@ -259,4 +267,4 @@ class LagMeter:
             quantile(own, 0.99),
             quantile(own, 1.0),
         )
-        return dict(zip(self.NAMES, found, strict=True))
+        return dict(zip(self.METRIC_NAMES, found, strict=True))

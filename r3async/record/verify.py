@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from r3async.data.records import UNSAMPLED_VERSION
-from r3async.record.routes import EngineCall, RouteFileError, RouteIndex, TrainedRoutes, load
+from r3async.record.routes import EngineCall, RouteFileError, RouteIndex, TrainedRoutes, load_route_record
 
 
-class Difference(msgspec.Struct, frozen=True):
+class RouteDifference(msgspec.Struct, frozen=True):
     """A token that a router sent elsewhere. `expected`: the engine's experts; if the engine returned none for that
     position (`recorded` is False), the learner's own, which it then has to use."""
 
@@ -27,7 +27,7 @@ class Difference(msgspec.Struct, frozen=True):
     expected: list[int]
     used: list[int]
 
-    def describe(self) -> str:
+    def to_text(self) -> str:
         whose = "the engine chose" if self.recorded else "the engine recorded nothing; the router itself chose"
         return (
             f"step {self.step}, sample {self.sample_id}, position {self.position}, MoE layer {self.layer}: "
@@ -35,7 +35,7 @@ class Difference(msgspec.Struct, frozen=True):
         )
 
 
-class Comparison(msgspec.Struct):
+class RouteComparison(msgspec.Struct):
     """Counts are of rows: one position in one MoE layer. `unrecorded`: positions of which the engine returned no row in the
     call that first fed them (the last token, an aborted call); there the router's own choice is right."""
 
@@ -45,13 +45,13 @@ class Comparison(msgspec.Struct):
     unrecorded: int = 0
     unmatched: list[str] = []
     """Samples that no attempt in the engine's record sampled."""
-    first: Difference | None = None
+    first: RouteDifference | None = None
 
     @property
-    def verified(self) -> bool:
+    def is_verified(self) -> bool:
         return self.equal > 0 and not self.different and not self.unmatched
 
-    def add(self, other: Comparison) -> None:
+    def add(self, other: RouteComparison) -> None:
         self.samples += other.samples
         self.equal += other.equal
         self.different += other.different
@@ -60,7 +60,7 @@ class Comparison(msgspec.Struct):
         self.first = self.first or other.first
 
 
-def engine_rows(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> tuple[np.ndarray, np.ndarray] | None:
+def find_engine_routes(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> tuple[np.ndarray, np.ndarray] | None:
     """`[T, L, K]` experts of the engine and bool `[T]`, where there are any; None if no attempt sampled these tokens.
 
     `calls`: of the sample's trajectory, in order of time. An episode that failed was tried again under the same ids; the
@@ -68,13 +68,13 @@ def engine_rows(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> tuple[np
     to the first call *of this sample* that fed it; what other calls returned for it does not count. Only what the sample's first
     call was not asked for comes from an earlier call: one that fed the same tokens under the same weights.
     """
-    for attempt in reversed(list(_attempts(calls))):
-        if _sampled(attempt, trained):
-            return _owned_rows(attempt, trained)
+    for attempt in reversed(list(_split_attempts(calls))):
+        if _is_source_attempt(attempt, trained):
+            return _assign_rows(attempt, trained)
     return None
 
 
-def _attempts(calls: Sequence[EngineCall]) -> Iterator[list[EngineCall]]:
+def _split_attempts(calls: Sequence[EngineCall]) -> Iterator[list[EngineCall]]:
     # Calls are numbered as they are asked, and written as they are answered: those of an agent may overtake each other, but
     # only another attempt uses a number again.
     attempt: list[EngineCall] = []
@@ -87,7 +87,7 @@ def _attempts(calls: Sequence[EngineCall]) -> Iterator[list[EngineCall]]:
         yield attempt
 
 
-def _shared(call: EngineCall, tokens: np.ndarray) -> int:
+def _common_prefix_length(call: EngineCall, tokens: np.ndarray) -> int:
     """How many tokens the call has in common with the beginning of `tokens`."""
     mine = np.concatenate([call.prompt_ids, call.token_ids])
     n = min(len(mine), len(tokens))
@@ -95,37 +95,39 @@ def _shared(call: EngineCall, tokens: np.ndarray) -> int:
     return int(unlike.argmax()) if unlike.any() else n
 
 
-def _is_of(call: EngineCall, trained: TrainedRoutes) -> bool:
+def _is_source_call(call: EngineCall, trained: TrainedRoutes) -> bool:
     """Whether this call sampled tokens of the sample; an algorithm may have left them out of its loss."""
     rows = slice(len(call.prompt_ids), len(call.prompt_ids) + len(call.token_ids))
-    if not len(call.token_ids) or _shared(call, trained.token_ids) != rows.stop:
+    if not len(call.token_ids) or _common_prefix_length(call, trained.token_ids) != rows.stop:
         return False
     # By their bits: a NaN is itself.
     same = call.logprobs.view(np.int32) == trained.rollout_logprobs[rows].view(np.int32)
-    return bool((same & _is_sampled(trained)[rows]).all())
+    return bool((same & _make_sampled_mask(trained)[rows]).all())
 
 
-def _sampled(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> bool:
-    found, wanted = np.zeros(len(trained.token_ids), bool), _is_sampled(trained)
+def _is_source_attempt(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> bool:
+    found, wanted = np.zeros(len(trained.token_ids), bool), _make_sampled_mask(trained)
     for call in attempt:
-        if _is_of(call, trained):
+        if _is_source_call(call, trained):
             found[len(call.prompt_ids) : len(call.prompt_ids) + len(call.token_ids)] = True
     return bool(wanted.any() and found[wanted].all())
 
 
-def _is_sampled(trained: TrainedRoutes) -> np.ndarray:
+def _make_sampled_mask(trained: TrainedRoutes) -> np.ndarray:
     """bool `[T]`. The loss mask says less: an algorithm takes out groups without contrast, and episodes that were cut."""
     return trained.policy_version > UNSAMPLED_VERSION
 
 
-def _owned_rows(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> tuple[np.ndarray, np.ndarray]:
+def _assign_rows(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> tuple[np.ndarray, np.ndarray]:
     rows = np.zeros_like(trained.used)
     recorded = np.zeros(len(rows), bool)
-    own = [index for index, call in enumerate(attempt) if _is_of(call, trained)]
+    own = [index for index, call in enumerate(attempt) if _is_source_call(call, trained)]
     first = attempt[own[0]]
     for call in attempt[: own[0]]:
-        if _entered_under(call) == _entered_under(first):
-            part, returned = _returned(call, trained, 0, min(first.routes_from, _fed_by_one_version(call)))
+        if _find_first_version(call) == _find_first_version(first):
+            part, returned = _select_returned_rows(
+                call, trained, 0, min(first.routes_from, _count_first_version_tokens(call))
+            )
             # Two calls of the same weights may have fed the same tokens, in other batches: a row of either will do.
             new = ~recorded[part] | same_experts(returned, trained.used[part]).all(axis=-1)
             rows[part][new] = returned[new]
@@ -134,20 +136,20 @@ def _owned_rows(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> tuple[
     for index in own:
         call = attempt[index]
         fed = len(call.prompt_ids) + len(call.token_ids) - 1  # the last sampled token was not fed
-        part, returned = _returned(call, trained, done, fed)
+        part, returned = _select_returned_rows(call, trained, done, fed)
         rows[part] = returned
         recorded[part] = True
         done = fed
     return rows, recorded
 
 
-def _entered_under(call: EngineCall) -> int | None:
+def _find_first_version(call: EngineCall) -> int | None:
     """The version whose weights, and whose prefix cache, the call began with."""
     versions = call.policy_version
     return int(versions[0]) if len(versions) else None
 
 
-def _fed_by_one_version(call: EngineCall) -> int:
+def _count_first_version_tokens(call: EngineCall) -> int:
     """Positions that the call fed before newer weights came, if they did."""
     versions, fed = call.policy_version, len(call.prompt_ids) + len(call.token_ids) - 1
     if (versions == versions[:1]).all():
@@ -155,10 +157,10 @@ def _fed_by_one_version(call: EngineCall) -> int:
     return len(call.prompt_ids) + int((versions != versions[0]).argmax()) - 1
 
 
-def _returned(call: EngineCall, trained: TrainedRoutes, start: int, stop: int) -> tuple[slice, np.ndarray]:
+def _select_returned_rows(call: EngineCall, trained: TrainedRoutes, start: int, stop: int) -> tuple[slice, np.ndarray]:
     """Those of the sample's positions `start..stop` that the call has rows for, and these. Raises `RouteFileError`."""
     first = max(start, call.routes_from)
-    stop = min(stop, call.routes_from + len(call.rows), _shared(call, trained.token_ids))
+    stop = min(stop, call.routes_from + len(call.rows), _common_prefix_length(call, trained.token_ids))
     if stop <= first:
         return slice(0, 0), trained.used[:0]
     if call.rows.shape[1:] != trained.used.shape[1:]:
@@ -174,15 +176,15 @@ def same_experts(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return (np.sort(one, axis=-1) == np.sort(other, axis=-1)).all(axis=-1)
 
 
-def compare_routes(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> Comparison:
+def compare_routes(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> RouteComparison:
     """Compare what was used in training with what the engine chose, for every position and every MoE layer."""
-    found = engine_rows(trained, calls)
+    found = find_engine_routes(trained, calls)
     if found is None:
-        return Comparison(samples=1, unmatched=[trained.sample_id])
+        return RouteComparison(samples=1, unmatched=[trained.sample_id])
     rows, recorded = found
     expected = np.where(recorded[:, None, None], rows, trained.own)
     same = same_experts(expected, trained.used)
-    result = Comparison(
+    result = RouteComparison(
         samples=1,
         equal=int(same[recorded].sum()),
         different=int((~same).sum()),
@@ -191,14 +193,14 @@ def compare_routes(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> Compa
     if result.different:
         at, layer = (int(i) for i in np.argwhere(~same)[0])
         chosen, used = expected[at, layer].tolist(), trained.used[at, layer].tolist()
-        result.first = Difference(trained.step, trained.sample_id, at, layer, bool(recorded[at]), chosen, used)
+        result.first = RouteDifference(trained.step, trained.sample_id, at, layer, bool(recorded[at]), chosen, used)
     return result
 
 
-def verify_routes(index: RouteIndex) -> Comparison:
+def verify_routes(index: RouteIndex) -> RouteComparison:
     """Compare all samples that the run kept, one at a time. Raises `RouteFileError` for a damaged record."""
-    total = Comparison()
-    for entry in index.trained:
-        trained = load(entry, TrainedRoutes)
-        total.add(compare_routes(trained, index.calls_of(trained.trajectory_id)))
+    total = RouteComparison()
+    for entry in index.trained_entries:
+        trained = load_route_record(entry, TrainedRoutes)
+        total.add(compare_routes(trained, index.load_calls(trained.trajectory_id)))
     return total

@@ -22,18 +22,18 @@ import msgspec
 import numpy as np
 
 from r3async.data.records import GrowingTokens
-from r3async.envs import OPENED_THOUGHT, THOUGHTS, Message
-from r3async.rollout.growing import GrowingText, TemplateHabits
+from r3async.envs import REASONING_KEYS, THINK_OPEN_TAG, Message
+from r3async.rollout.growing import GrowingText, TemplateAnalysis
 
-REMEMBERED = 32
+CACHE_ENTRIES = 32
 """Texts whose tokens, and beginnings of conversations whose text, are remembered."""
-BEGINNING = 3
+MAX_CACHED_MESSAGES = 3
 """Messages of the beginning of a conversation, at most."""
-CHANGING = ("strftime_now", "now(", "random", "uuid")
+NONDETERMINISTIC_NAMES = ("strftime_now", "now(", "random", "uuid")
 """What a template may call whose text changes with time or by luck."""
-MARKS = range(0xF0000, 0xFFFFE)
+MARKER_CHARACTERS = range(0xF0000, 0xFFFFE)
 """Characters for private use: each behind one answer, they show where a template writes it."""
-_ANSWER, _NEXT = "quokka", "wombat"
+_PROBE_ANSWER, _PROBE_NEXT = "quokka", "wombat"
 """Contents whose places in a template's text are found again."""
 
 
@@ -41,11 +41,11 @@ class TemplateError(ValueError):
     """A tokenizer or chat template that cannot be used."""
 
 
-class TextTooLong(ValueError):
+class TextTooLongError(ValueError):
     """A prompt's text that cannot be within the limit of tokens, whatever they are; it was not tokenised."""
 
-    def __init__(self, characters: int, most_tokens: int):
-        super().__init__(f"{characters} characters are more than {most_tokens} tokens")
+    def __init__(self, characters: int, max_tokens: int):
+        super().__init__(f"{characters} characters are more than {max_tokens} tokens")
         self.characters = characters
 
 
@@ -67,56 +67,56 @@ class ChatRenderer:
             raise TemplateError("the tokenizer has no chat template; add chat_template.jinja to the model directory")
         if tokenizer.eos_token_id is None:
             raise TemplateError("the tokenizer has no end-of-sequence token")
-        self.end_id: int = tokenizer.eos_token_id
-        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        self.eos_token_id: int = tokenizer.eos_token_id
+        self.max_token_characters = max(map(len, tokenizer.get_vocab()), default=1)
         """Characters that one token may stand for."""
         template = tokenizer.chat_template
         self._template = template if isinstance(template, str) else "\n".join(template.values())
-        self.habits = TemplateHabits(self._template)
+        self.template_analysis = TemplateAnalysis(self._template)
         """Of the template, as far as its conversations have shown them."""
         # The episodes of a group begin with the same prompt, at about the same time.
-        self._reads_thoughts = re.search(rf"""['".]({"|".join(THOUGHTS)})\b""", self._template) is not None
-        self._changing = any(name in str(template) for name in CHANGING)
-        self._render_beginning = functools.lru_cache(REMEMBERED)(self._render_plain)
-        self.token_ids = functools.lru_cache(REMEMBERED)(self._token_ids)
+        self._reads_thoughts = re.search(rf"""['".]({"|".join(REASONING_KEYS)})\b""", self._template) is not None
+        self._is_nondeterministic = any(name in str(template) for name in NONDETERMINISTIC_NAMES)
+        self._render_cached = functools.lru_cache(CACHE_ENTRIES)(self._render_plain)
+        self.encode_cached = functools.lru_cache(CACHE_ENTRIES)(self._encode_readonly)
         """Of a text: int32 `[T]`, read-only; special tokens are found in it, none is added."""
-        self._with_args: dict[bytes, ChatRenderer] = {}
+        self._renderers_by_args: dict[bytes, ChatRenderer] = {}
         self.render([Message("user", "hello")])
-        ends = [self.end_id, *stop_token_ids]
-        if own := self._own_end([self.decode([token]) for token in ends]):
+        ends = [self.eos_token_id, *stop_token_ids]
+        if own := self._find_end_token([self.decode([token]) for token in ends]):
             ends.append(tokenizer.convert_tokens_to_ids(own))
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
-        self._end_texts = {i: self.decode([i]) for i in self.stop_token_ids}
-        texts = sorted(filter(None, self._end_texts.values()), key=len, reverse=True)
-        self.ends = re.compile("|".join(map(re.escape, texts)))
+        self._stop_texts = {i: self.decode([i]) for i in self.stop_token_ids}
+        texts = sorted(filter(None, self._stop_texts.values()), key=len, reverse=True)
+        self.stop_pattern = re.compile("|".join(map(re.escape, texts)))
         """The texts of these tokens."""
 
     @functools.cached_property
-    def variables(self) -> frozenset[str]:
+    def template_variables(self) -> frozenset[str]:
         """Of the template, that `template_args` may set."""
         theirs = inspect.signature(self.tokenizer.apply_chat_template).parameters
-        return template_variables(self._template) - {*theirs, *self.tokenizer.special_tokens_map}
+        return find_template_variables(self._template) - {*theirs, *self.tokenizer.special_tokens_map}
 
-    def with_args(self, args: Mapping[str, Any]) -> ChatRenderer:
+    def with_template_args(self, args: Mapping[str, Any]) -> ChatRenderer:
         """Of the same tokenizer, with `args` beside the `template_args`. Raises `TemplateError` for one that the template does
         not have, or refuses."""
         args = {name: value for name, value in args.items() if self.template_args.get(name) != value}
         if not args:
             return self
-        if unknown := sorted(set(args) - self.variables):
-            known = f"only {', '.join(sorted(self.variables))}" if self.variables else "and no other"
+        if unknown := sorted(set(args) - self.template_variables):
+            known = f"only {', '.join(sorted(self.template_variables))}" if self.template_variables else "and no other"
             raise TemplateError(f"the chat template has no variable {unknown[0]!r}, {known}")
         key = msgspec.json.encode(args, order="sorted")
-        if key not in self._with_args:
+        if key not in self._renderers_by_args:
             other = copy.copy(self)
             other.template_args = {**self.template_args, **args}
-            other.habits, other._with_args = TemplateHabits(self._template), {}
-            other._render_beginning = functools.lru_cache(REMEMBERED)(other._render_plain)
+            other.template_analysis, other._renderers_by_args = TemplateAnalysis(self._template), {}
+            other._render_cached = functools.lru_cache(CACHE_ENTRIES)(other._render_plain)
             other.render([Message("user", "hello")])
-            while len(self._with_args) >= REMEMBERED:
-                self._with_args.pop(next(iter(self._with_args)))
-            self._with_args[key] = other
-        return self._with_args[key]
+            while len(self._renderers_by_args) >= CACHE_ENTRIES:
+                self._renderers_by_args.pop(next(iter(self._renderers_by_args)))
+            self._renderers_by_args[key] = other
+        return self._renderers_by_args[key]
 
     @classmethod
     def from_model(cls, path: str | Path, template_args: Mapping[str, Any] | None = None) -> ChatRenderer:
@@ -132,41 +132,41 @@ class ChatRenderer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The template's text, ready for an answer. Raises `TemplateError` with what the template raised."""
-        if self._changing or tools or len(messages) > BEGINNING:
-            return self._render(messages, tools)
+        if self._is_nondeterministic or tools or len(messages) > MAX_CACHED_MESSAGES:
+            return self._apply_template(messages, tools)
         if any(m != Message(m.role, m.content) for m in messages):
-            return self._render(messages, tools)
-        return self._render_beginning(*((m.role, m.content) for m in messages))
+            return self._apply_template(messages, tools)
+        return self._render_cached(*((m.role, m.content) for m in messages))
 
     def _render_plain(self, *messages: tuple[str, str]) -> str:
-        return self._render([Message(role, content) for role, content in messages], ())
+        return self._apply_template([Message(role, content) for role, content in messages], ())
 
-    def render_answered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render_finished(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The template's text of a conversation that nobody is to go on with. Raises `TemplateError`."""
-        return self._render(messages, tools, ready=False)
+        return self._apply_template(messages, tools, add_generation_prompt=False)
 
-    def end_of_answer(self, role: str = "") -> str:
+    def find_answer_end(self, role: str = "") -> str:
         """What the template writes behind an answer, up to its first special token, where a message of `role` follows, or none.
         "" if it writes other text there, or refuses such messages."""
-        return self.special_at(self._behind_answer(role))
+        return self.match_special_token(self._render_behind_answer(role))
 
-    def _own_end(self, known: Sequence[str]) -> str:
-        """The token with which the template ends an answer; "" if it writes one of those that are `known` to."""
-        between = self._behind_answer("user")
-        own = (self.special_at(self._behind_answer()) or self.special_at(between)).strip()
-        return "" if own in known or any(end in between for end in known) else own
+    def _find_end_token(self, stop_texts: Sequence[str]) -> str:
+        """The token with which the template ends an answer; "" if it writes one of those that are `stop_texts` to."""
+        between = self._render_behind_answer("user")
+        own = (self.match_special_token(self._render_behind_answer()) or self.match_special_token(between)).strip()
+        return "" if own in stop_texts or any(end in between for end in stop_texts) else own
 
-    def _behind_answer(self, role: str = "") -> str:
+    def _render_behind_answer(self, role: str = "") -> str:
         """What the template writes between an answer and the content of a message of `role`, or the end."""
-        behind = [Message(role, _NEXT)] if role else []
+        behind = [Message(role, _PROBE_NEXT)] if role else []
         try:
-            text = self.render_answered([Message("user", "hello"), Message("assistant", _ANSWER), *behind])
+            text = self.render_finished([Message("user", "hello"), Message("assistant", _PROBE_ANSWER), *behind])
         except TemplateError:
             return ""
-        _, found, rest = text.rpartition(_ANSWER)
-        return rest.partition(_NEXT)[0] if found else ""
+        _, found, rest = text.rpartition(_PROBE_ANSWER)
+        return rest.partition(_PROBE_NEXT)[0] if found else ""
 
-    def special_at(self, text: str) -> str:
+    def match_special_token(self, text: str) -> str:
         """The special token that `text` begins with, and white space before it. "" if it begins otherwise."""
         rest = text.lstrip()
         found = max(
@@ -174,33 +174,36 @@ class ChatRenderer:
         )
         return text[: len(text) - len(rest)] + found if found else ""
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], ready: bool = True) -> str:
+    def _apply_template(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
         if not self._reads_thoughts and any(m.reasoning_content for m in messages):
             raise TemplateError(
-                f"the chat template reads no `{THOUGHTS[0]}`: write the thought into `content`, as the model is to say it"
+                f"the chat template reads no `{REASONING_KEYS[0]}`: write the thought into `content`, as the model is to say it"
             )
         try:
             return self.tokenizer.apply_chat_template(
-                [_for_template(m) for m in messages],
+                [_build_template_message(m) for m in messages],
                 tools=list(tools) or None,
                 tokenize=False,
-                add_generation_prompt=ready,
+                add_generation_prompt=add_generation_prompt,
                 **self.template_args,
             )
         except Exception as error:  # whatever a template raises: jinja's errors, raise_exception, a missing key
             roles = ", ".join(m.role for m in messages)
             raise TemplateError(f"the chat template refuses messages of roles {roles}: {error}") from error
 
-    def check_length(self, characters: int, most_tokens: int | None) -> None:
-        """Raise `TextTooLong` for a text of more than `most_tokens` tokens of the longest kind: at no cost, before `encode`."""
-        if most_tokens is not None and characters > most_tokens * self.longest_token:
-            raise TextTooLong(characters, most_tokens)
+    def check_length(self, characters: int, max_tokens: int | None) -> None:
+        """Raise `TextTooLongError` for a text of more than `max_tokens` tokens of the longest kind: at no cost, before
+        `encode`."""
+        if max_tokens is not None and characters > max_tokens * self.max_token_characters:
+            raise TextTooLongError(characters, max_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Token ids; special tokens are found in the text, none is added."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _token_ids(self, text: str) -> np.ndarray:
+    def _encode_readonly(self, text: str) -> np.ndarray:
         token_ids = np.asarray(self.encode(text), np.int32)
         token_ids.flags.writeable = False
         return token_ids
@@ -208,89 +211,90 @@ class ChatRenderer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def text(self, token_ids: Sequence[int]) -> str:
+    def decode_answer(self, token_ids: Sequence[int]) -> str:
         """The answer's text, its stop token left out."""
         ids = list(token_ids)
-        return self.decode(ids[:-1] if ids and ids[-1] in self._end_texts else ids)
+        return self.decode(ids[:-1] if ids and ids[-1] in self._stop_texts else ids)
 
-    def end_text(self, token_ids: Sequence[int]) -> str:
+    def find_stop_text(self, token_ids: Sequence[int]) -> str:
         """Of the stop token that an answer ends in; "" if it was cut."""
-        return self._end_texts.get(token_ids[-1], "") if len(token_ids) else ""
+        return self._stop_texts.get(token_ids[-1], "") if len(token_ids) else ""
 
 
-def _for_template(message: Message) -> dict[str, Any]:
+def _build_template_message(message: Message) -> dict[str, Any]:
     """With its thought under each name that templates have for it."""
-    shown = message.for_template()
-    return shown | dict.fromkeys(THOUGHTS, message.reasoning_content) if message.reasoning_content else shown
+    shown = message.to_template_dict()
+    return shown | dict.fromkeys(REASONING_KEYS, message.reasoning_content) if message.reasoning_content else shown
 
 
-_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+_GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Blocks of transformers' own, which jinja does not know."""
-_GIVEN = ("messages", "raise_exception", "strftime_now")
+_TRANSFORMERS_VARIABLES = ("messages", "raise_exception", "strftime_now")
 """What transformers gives a template, beside the parameters of `apply_chat_template` and special tokens."""
 
 
-def template_variables(template: str) -> frozenset[str]:
+def find_template_variables(template: str) -> frozenset[str]:
     """What a template looks up beside what it is given in any case; nothing of one that cannot be read."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        names = jinja2.meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
+        names = jinja2.meta.find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", template)))
     except jinja2.TemplateSyntaxError:
         return frozenset()
-    return frozenset(names - {*environment.globals, *_GIVEN})
+    return frozenset(names - {*environment.globals, *_TRANSFORMERS_VARIABLES})
 
 
-_BLANKS = re.compile(r"\s*")
+_WHITESPACE = re.compile(r"\s*")
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """`token_ids` int32 `[P]`, not to be written to. Its first `shared` tokens are known to be those of the sample in which the
-    answer of turn `turn` stands; -1 and 0 where nobody has compared. `thinking`: its text ends within a thought, which the
-    template has opened."""
+    """`token_ids` int32 `[P]`, not to be written to. Its first `shared_tokens` tokens are known to be those of the sample in
+    which the answer of turn `shared_turn` stands; -1 and 0 where nobody has compared. `opens_thought`: its text ends within a
+    thought, which the template has opened."""
 
     token_ids: np.ndarray
-    turn: int = -1
-    shared: int = 0
-    thinking: bool = False
+    shared_turn: int = -1
+    shared_tokens: int = 0
+    opens_thought: bool = False
 
 
-class Piece(msgspec.Struct, frozen=True):
-    """A stretch of the prompt, as text and as tokens. `spoken`: messages of the assistant that end in it. Of an answer that was
-    sampled, `stop` is the text of its stop token, if it has one, and `asked` the message that it answered."""
+class PromptPiece(msgspec.Struct, frozen=True):
+    """A stretch of the prompt, as text and as tokens. `assistant_messages`: messages of the assistant that end in it. Of an
+    answer that was sampled, `stop_text` is the text of its stop token, if it has one, and `answered_message` the message that
+    it answered."""
 
     text: str
     token_ids: np.ndarray
-    spoken: int = 0
-    sampled: bool = False
-    stop: str = ""
-    asked: Message | None = None
+    assistant_messages: int = 0
+    is_sampled: bool = False
+    stop_text: str = ""
+    answered_message: Message | None = None
 
-    def end_in(self, rendered: str, at: int) -> int:
+    def find_end(self, rendered: str, at: int) -> int:
         """Where it ends in `rendered` if it stands at `at`, else -1. White space that a template puts or takes around an answer
         is not a difference: the model's own stays."""
-        if not self.sampled:
+        if not self.is_sampled:
             return at + len(self.text) if rendered.startswith(self.text, at) else -1
-        stripped, at = self.text.strip(), _after_blanks(rendered, at)
+        stripped, at = self.text.strip(), _skip_whitespace(rendered, at)
         if not rendered.startswith(stripped, at):
             return -1
         at += len(stripped)
-        if not self.stop:
+        if not self.stop_text:
             # A cut answer ends where its own white space does, if the template has not taken that.
             own = self.text[len(self.text.rstrip()) :]
             return at + len(own) if rendered.startswith(own, at) else at
-        at = _after_blanks(rendered, at)
-        return at + len(self.stop) if rendered.startswith(self.stop, at) else -1
+        at = _skip_whitespace(rendered, at)
+        return at + len(self.stop_text) if rendered.startswith(self.stop_text, at) else -1
 
 
-def _after_blanks(text: str, at: int) -> int:
-    blanks = _BLANKS.match(text, at)
+def _skip_whitespace(text: str, at: int) -> int:
+    blanks = _WHITESPACE.match(text, at)
     return blanks.end() if blanks else at
 
 
 class Conversation:
     """One episode's messages, and the token ids of its next prompt.
 
-    In turns: `prompt`, `answered`, then `observe` (or `rewrite`). Not for concurrent use.
+    In turns: `build_prompt`, `add_answer`, then `add_messages` (or `replace_messages`). Not for concurrent use.
     """
 
     def __init__(
@@ -298,150 +302,168 @@ class Conversation:
         renderer: ChatRenderer,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
-        most_tokens: int | None = None,
-        answers: dict[str, list[Piece]] | None = None,
+        max_tokens: int | None = None,
+        answers_by_text: dict[str, list[PromptPiece]] | None = None,
     ):
-        """`most_tokens`: a text that must have more is not tokenised, but raises `TextTooLong`. `answers`: one dictionary for all
-        conversations that may repeat each other's answers."""
-        self.renderer, self.tools, self._most_tokens = renderer, tools, most_tokens
-        self._text = GrowingText(lambda shown: renderer.render(shown, tools), renderer.habits)
-        self._new, self._follows = list(messages), False
+        """`max_tokens`: a text that must have more is not tokenised, but raises `TextTooLongError`. `answers_by_text`: one
+        dictionary for all conversations that may repeat each other's answers."""
+        self.renderer, self.tools, self._max_tokens = renderer, tools, max_tokens
+        self._growing_text = GrowingText(lambda shown: renderer.render(shown, tools), renderer.template_analysis)
+        self._new_messages, self._is_continuation = list(messages), False
         """Messages that are in no prompt yet; whether they follow others, or are the whole conversation."""
-        self._pieces: list[Piece] = []
+        self._pieces: list[PromptPiece] = []
         self._tokens = GrowingTokens()
         """Those of the pieces."""
-        self._answers = {} if answers is None else answers
+        self._answers_by_text = {} if answers_by_text is None else answers_by_text
         """By text: how each answer of that text was sampled, the newest last."""
-        self._awaited = False
+        self._has_unrendered_answer = False
         """The newest piece is an answer that no rendered text has shown."""
-        self._turn, self._shared = -1, 0
+        self._shared_turn, self._shared_tokens = -1, 0
         """See `Prompt`."""
 
     @property
     def messages(self) -> list[Message]:
-        return [*(self._text.messages if self._follows else ()), *self._new]
+        return [*(self._growing_text.messages if self._is_continuation else ()), *self._new_messages]
 
-    def begin_like(self, others: Sequence[Conversation]) -> None:
-        """Before the first `prompt`: take over the tokens of that one of `others` which shares most with these messages. Among
-        equals the newest counts, which is the last.
+    def adopt_closest(self, others: Sequence[Conversation]) -> None:
+        """Before the first `build_prompt`: take over the tokens of that one of `others` which shares most with these
+        messages. Among equals the newest counts, which is the last.
 
         For whoever is handed whole conversations: requests that branch, run beside each other, or edit history. Raises what
-        `prompt` raises.
+        `build_prompt` raises.
         """
         rendered, _ = self._render_new()
         like, kept, furthest = self, self._pieces, 0
         for other in others:
-            pieces, at = other._seen(rendered)
+            pieces, at = other._match_pieces(rendered)
             if at >= furthest:
                 like, kept, furthest = other, pieces, at
-        self._take(like, kept)
-        self._read(rendered, furthest, self._spoken_later())
+        self._adopt_pieces(like, kept)
+        self._append_text(rendered, furthest, self._count_later_answers())
 
-    def prompt(self) -> Prompt:
-        """The prompt for the next answer. Raises `TemplateError` if the template refuses the messages, and `TextTooLong`; the
-        conversation is then as before."""
-        if self._new or not self._follows:
-            spoken = sum(m.role == "assistant" for m in self._new)
+    def build_prompt(self) -> Prompt:
+        """The prompt for the next answer. Raises `TemplateError` if the template refuses the messages, and
+        `TextTooLongError`; the conversation is then as before."""
+        if self._new_messages or not self._is_continuation:
+            spoken = sum(m.role == "assistant" for m in self._new_messages)
             rendered, extends = self._render_new()
             if extends:
-                at = self._pieces[-1].end_in(rendered, 0) if self._awaited else -1
-                if self._awaited and at < 0:
-                    self._take(self, self._pieces[:-1])
-                self._read(rendered, max(0, at), spoken - (at >= 0))
+                at = self._pieces[-1].find_end(rendered, 0) if self._has_unrendered_answer else -1
+                if self._has_unrendered_answer and at < 0:
+                    self._adopt_pieces(self, self._pieces[:-1])
+                self._append_text(rendered, max(0, at), spoken - (at >= 0))
             else:
-                kept, at = self._seen(rendered)
+                kept, at = self._match_pieces(rendered)
                 if len(kept) < len(self._pieces):
-                    self._take(self, kept)
-                self._read(rendered, at, self._spoken_later())
-            self._awaited = False
-        thinking = bool(self._pieces) and self._pieces[-1].text.rstrip().endswith(OPENED_THOUGHT)
-        return Prompt(self._tokens.array, self._turn, self._shared, thinking)
+                    self._adopt_pieces(self, kept)
+                self._append_text(rendered, at, self._count_later_answers())
+            self._has_unrendered_answer = False
+        thinking = bool(self._pieces) and self._pieces[-1].text.rstrip().endswith(THINK_OPEN_TAG)
+        return Prompt(self._tokens.array, self._shared_turn, self._shared_tokens, thinking)
 
-    def answered(self, token_ids: Sequence[int], message: Message | None = None, turn: int = -1) -> str:
-        """Take the answer to the last `prompt`; returns its text. `message`: how it stands in the conversation, if not as
-        that text (with tool calls taken out of it, say). `turn`: in the episode's samples (`EpisodeSamples.end`)."""
+    def add_answer(self, token_ids: Sequence[int], message: Message | None = None, turn: int = -1) -> str:
+        """Take the answer to the last `build_prompt`; returns its text. `message`: how it stands in the conversation, if not as
+        that text (with tool calls taken out of it, say). `turn`: in the episode's samples (`EpisodeSamples.finish_call`)."""
         ids = list(token_ids)
-        text = self.renderer.text(ids)
-        stop = self.renderer.end_text(ids)
-        piece = Piece(text, np.asarray(ids, np.int32), 1, sampled=True, stop=stop, asked=self._text.last_message)
-        self._add(piece)
-        self._answers.setdefault(text, []).append(piece)
-        self._new.append(message or Message("assistant", text))
-        self._awaited = True
-        self._turn, self._shared = turn, len(self._tokens) if turn >= 0 else 0
+        text = self.renderer.decode_answer(ids)
+        stop = self.renderer.find_stop_text(ids)
+        piece = PromptPiece(
+            text,
+            np.asarray(ids, np.int32),
+            1,
+            is_sampled=True,
+            stop_text=stop,
+            answered_message=self._growing_text.last_message,
+        )
+        self._append_piece(piece)
+        self._answers_by_text.setdefault(text, []).append(piece)
+        self._new_messages.append(message or Message("assistant", text))
+        self._has_unrendered_answer = True
+        self._shared_turn, self._shared_tokens = turn, len(self._tokens) if turn >= 0 else 0
         return text
 
-    def observe(self, messages: Sequence[Message]) -> None:
+    def add_messages(self, messages: Sequence[Message]) -> None:
         """What follows the last answer."""
-        self._new += messages
+        self._new_messages += messages
 
-    def rewrite(self, messages: Sequence[Message]) -> None:
+    def replace_messages(self, messages: Sequence[Message]) -> None:
         """Replace the whole conversation."""
-        self._new, self._follows = list(messages), False
+        self._new_messages, self._is_continuation = list(messages), False
 
     def _render_new(self) -> tuple[str, bool]:
         """The text of the messages that are in no prompt, and True if it follows the text before; else the whole text."""
-        rendered, extends = self._text.follow(self._new) if self._follows else (self._text.begin(self._new), False)
+        rendered, extends = (
+            self._growing_text.render_next(self._new_messages)
+            if self._is_continuation
+            else (self._growing_text.render_first(self._new_messages), False)
+        )
         try:
-            self.renderer.check_length(self._text.length, self._most_tokens)
-        except TextTooLong:
-            self._new, self._follows = self._text.messages, False
+            self.renderer.check_length(self._growing_text.text_length, self._max_tokens)
+        except TextTooLongError:
+            self._new_messages, self._is_continuation = self._growing_text.messages, False
             raise
-        self._new, self._follows = [], True
+        self._new_messages, self._is_continuation = [], True
         return rendered, extends
 
-    def _seen(self, rendered: str) -> tuple[list[Piece], int]:
+    def _match_pieces(self, rendered: str) -> tuple[list[PromptPiece], int]:
         """The pieces that `rendered` begins with, and where the rest begins."""
         at = 0
         for i, piece in enumerate(self._pieces):
-            end = piece.end_in(rendered, at)
+            end = piece.find_end(rendered, at)
             if end < 0:
                 return self._pieces[:i], at
             at = end
         return list(self._pieces), at
 
-    def _take(self, other: Conversation, pieces: list[Piece]) -> None:
+    def _adopt_pieces(self, other: Conversation, pieces: list[PromptPiece]) -> None:
         """Go on from `pieces`, which are the first of `other`."""
         length = sum(len(piece.token_ids) for piece in pieces)
         self._pieces, self._tokens = pieces, GrowingTokens(other._tokens.array[:length])
-        self._turn, self._shared = other._turn, min(other._shared, length)
+        self._shared_turn, self._shared_tokens = other._shared_turn, min(other._shared_tokens, length)
 
-    def _spoken_later(self) -> int:
+    def _count_later_answers(self) -> int:
         """Messages of the assistant behind the pieces."""
-        spoken = sum(m.role == "assistant" for m in self._text.messages)
-        return spoken - sum(piece.spoken for piece in self._pieces)
+        spoken = sum(m.role == "assistant" for m in self._growing_text.messages)
+        return spoken - sum(piece.assistant_messages for piece in self._pieces)
 
-    def _read(self, rendered: str, at: int, spoken: int) -> None:
-        """Append `rendered[at:]`, in which `spoken` messages of the assistant are, in pieces: answers that were sampled and ended
-        keep their tokens, the rest is encoded."""
+    def _append_text(self, rendered: str, at: int, assistant_messages: int) -> None:
+        """Append `rendered[at:]`, in which `assistant_messages` messages of the assistant are, in pieces: answers that were
+        sampled and ended keep their tokens, the rest is encoded."""
         passed = 0
-        for repeated in self._repeated(rendered, at, spoken):
+        for repeated in self._find_repeated_answers(rendered, at, assistant_messages):
             passed += 1
             if repeated is None or repeated[0] < at:
                 continue
             start, piece = repeated
             if start > at:
-                self._add(self._encoded(rendered[at:start]))
-            self._add(msgspec.structs.replace(piece, spoken=passed))
-            at, passed = start + len(piece.text) + len(piece.stop), 0
+                self._append_piece(self._encode_piece(rendered[at:start]))
+            self._append_piece(msgspec.structs.replace(piece, assistant_messages=passed))
+            at, passed = start + len(piece.text) + len(piece.stop_text), 0
         if at < len(rendered):
-            self._add(self._encoded(rendered[at:], passed))
+            self._append_piece(self._encode_piece(rendered[at:], passed))
 
-    def _repeated(self, rendered: str, at: int, spoken: int) -> list[tuple[int, Piece] | None]:
-        """Of each of the last `spoken` messages of the assistant, where it stands in `rendered` and how it was sampled; None for
-        one that was not, or is not written word for word behind `at`. No answer stands twice: of equal ones those count that
-        answered the same message, then the newest."""
-        messages = self._text.messages
-        last = [i for i, message in enumerate(messages) if message.role == "assistant"][-spoken:] if spoken else []
+    def _find_repeated_answers(
+        self, rendered: str, at: int, assistant_messages: int
+    ) -> list[tuple[int, PromptPiece] | None]:
+        """Of each of the last `assistant_messages` messages of the assistant, where it stands in `rendered` and how it was
+        sampled; None for one that was not, or is not written word for word behind `at`. No answer stands twice: of equal ones
+        those count that answered the same message, then the newest."""
+        messages = self._growing_text.messages
+        last = (
+            [i for i, message in enumerate(messages) if message.role == "assistant"][-assistant_messages:]
+            if assistant_messages
+            else []
+        )
         known = {
-            text: self._answers[text] for text in {messages[i].content for i in last} & self._answers.keys() - {""}
+            text: self._answers_by_text[text]
+            for text in {messages[i].content for i in last} & self._answers_by_text.keys() - {""}
         }
-        stops = {(text, piece.stop) for text, pieces in known.items() for piece in pieces if piece.stop}
+        stops = {(text, piece.stop_text) for text, pieces in known.items() for piece in pieces if piece.stop_text}
         written = {(text, stop) for text, stop in stops if rendered.find(text + stop, at) >= 0}
         texts = {text for text, _ in written}
-        ends = self._ends_of([i for i in last if messages[i].content in texts], rendered) if written else {}
+        ends = self._find_content_ends([i for i in last if messages[i].content in texts], rendered) if written else {}
         used = {id(piece.token_ids) for piece in self._pieces}
-        found: dict[int, tuple[int, Piece]] = {}
+        found: dict[int, tuple[int, PromptPiece]] = {}
         for same in (True, False):
             for i in sorted(ends.keys() - found.keys(), reverse=True):
                 text, asked = messages[i].content, messages[i - 1] if i else None
@@ -449,22 +471,22 @@ class Conversation:
                 fitting = (
                     (start, piece)
                     for piece in reversed(known[text])
-                    if id(piece.token_ids) not in used and (text, piece.stop) in written
-                    if not same or piece.asked == asked
+                    if id(piece.token_ids) not in used and (text, piece.stop_text) in written
+                    if not same or piece.answered_message == asked
                     for start in starts
-                    if start >= at and rendered.startswith(text + piece.stop, start)
+                    if start >= at and rendered.startswith(text + piece.stop_text, start)
                 )
                 if (first := next(fitting, None)) is not None:
                     found[i] = first
                     used.add(id(first[1].token_ids))
         return [found.get(i) for i in last]
 
-    def _ends_of(self, indices: Sequence[int], rendered: str) -> dict[int, list[int]]:
+    def _find_content_ends(self, indices: Sequence[int], rendered: str) -> dict[int, list[int]]:
         """Where in `rendered`, the end of the whole text, the contents of messages end, without blanks behind them. Nowhere, if
         the template writes something else when each has a mark behind it."""
-        messages, whole = self._text.messages, self._text.text
+        messages, whole = self._growing_text.messages, self._growing_text.text
         used = set(whole)
-        marks = dict(zip((mark for mark in map(chr, MARKS) if mark not in used), indices, strict=False))
+        marks = dict(zip((mark for mark in map(chr, MARKER_CHARACTERS) if mark not in used), indices, strict=False))
         for mark, i in marks.items():
             content = messages[i].content.rstrip()
             marked = content + mark + messages[i].content[len(content) :]
@@ -482,9 +504,9 @@ class Conversation:
             ends.setdefault(marks[mark], []).append(end)
         return ends
 
-    def _encoded(self, text: str, spoken: int = 0) -> Piece:
-        return Piece(text, self.renderer.token_ids(text), spoken)
+    def _encode_piece(self, text: str, assistant_messages: int = 0) -> PromptPiece:
+        return PromptPiece(text, self.renderer.encode_cached(text), assistant_messages)
 
-    def _add(self, piece: Piece) -> None:
+    def _append_piece(self, piece: PromptPiece) -> None:
         self._pieces.append(piece)
         self._tokens.extend(piece.token_ids)

@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RECENT = 2
+RECENT_TURNS = 2
 """Turns at the end of a conversation that are always rendered."""
-LARGEST_NUMBER = 2
+MAX_HARMLESS_CONSTANT = 2
 """Templates compare with 0, 1 and 2 (`loop.index0 % 2`); one that compares with more may count messages."""
 
-Shape = tuple[object, ...]
+MessageShape = tuple[object, ...]
 
 
-class TemplateHabits:
+class TemplateAnalysis:
     """What a template's source says of how it reads messages; and whether a part of a conversation may be rendered for all of it.
 
-    `marks`: literals that it compares with or searches for, apart from roles and white space.
+    `searched_literals`: literals that it compares with or searches for, apart from roles and white space.
     """
 
     def __init__(self, source: str):
-        self.marks: tuple[str, ...] = ()
-        self.whole = ""
+        self.searched_literals: tuple[str, ...] = ()
+        self.full_render_reason = ""
         """Why every conversation is rendered whole; "" if none has to be."""
         from jinja2 import Environment, TemplateError
 
@@ -56,22 +56,22 @@ class TemplateHabits:
         try:
             tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
         except TemplateError as error:
-            self.render_whole(f"its source cannot be read: {error}")
+            self.require_full_render(f"its source cannot be read: {error}")
             return
-        constants = list(dict.fromkeys(_constants(tree)))
-        self.marks = tuple(text for text in constants if isinstance(text, str) and text.strip())
-        if numbers := [n for n in constants if type(n) is int and n > LARGEST_NUMBER]:
-            self.render_whole(f"it compares with {numbers[0]}, and may count messages")
-        elif _counts(tree):
-            self.render_whole("it counts")
+        constants = list(dict.fromkeys(_iter_constants(tree)))
+        self.searched_literals = tuple(text for text in constants if isinstance(text, str) and text.strip())
+        if numbers := [n for n in constants if type(n) is int and n > MAX_HARMLESS_CONSTANT]:
+            self.require_full_render(f"it compares with {numbers[0]}, and may count messages")
+        elif _has_counter(tree):
+            self.require_full_render("it counts")
 
-    def render_whole(self, reason: str) -> None:
+    def require_full_render(self, reason: str) -> None:
         """From now on, all conversations of this template."""
-        if not self.whole:
-            self.whole = reason
+        if not self.full_render_reason:
+            self.full_render_reason = reason
             logger.warning("with this chat template each turn renders its whole conversation: %s", reason)
 
-    def shape(self, message: Message) -> Shape:
+    def classify_message(self, message: Message) -> MessageShape:
         """What the template can tell it by."""
         calls = tuple(type(c.get("function", c).get("arguments")) for c in message.tool_calls[:2])
         return (
@@ -81,11 +81,11 @@ class TemplateHabits:
             bool(message.name),
             bool(message.reasoning_content),
             bool(message.content),
-            *(mark in message.content for mark in self.marks),
+            *(mark in message.content for mark in self.searched_literals),
         )
 
 
-def _constants(tree: nodes.Node) -> Iterator[object]:
+def _iter_constants(tree: nodes.Node) -> Iterator[object]:
     """Of everything by which a template can decide: comparisons, tests, slices, remainders, arguments of calls and filters; but
     not what `==` compares with names, which are roles."""
     from jinja2 import nodes
@@ -99,7 +99,7 @@ def _constants(tree: nodes.Node) -> Iterator[object]:
         yield from (constant.value for argument in node.args for constant in argument.find_all(nodes.Const))
 
 
-def _counts(tree: nodes.Node) -> bool:
+def _has_counter(tree: nodes.Node) -> bool:
     """Whether it adds a number to what it remembers from message to message."""
     from jinja2 import nodes
 
@@ -111,7 +111,7 @@ def _counts(tree: nodes.Node) -> bool:
     )
 
 
-class _Turn(msgspec.Struct, frozen=True):
+class _RenderedTurn(msgspec.Struct, frozen=True):
     """An answer with the messages that followed it, and the text that the template wrote for them; or several turns as one."""
 
     messages: list[Message]
@@ -119,90 +119,93 @@ class _Turn(msgspec.Struct, frozen=True):
 
 
 class GrowingText:
-    """The text of a conversation. `render` is the template; `habits` are those of all conversations of that template.
+    """The text of a conversation. `render` is the template; `analysis` are those of all conversations of that template.
 
-    Begins with `begin`. Not for concurrent use.
+    Begins with `render_first`. Not for concurrent use.
     """
 
-    def __init__(self, render: Callable[[Sequence[Message]], str], habits: TemplateHabits):
-        self._render, self._habits = render, habits
-        self._head = self._window_all = _Turn([], "")
+    def __init__(self, render: Callable[[Sequence[Message]], str], analysis: TemplateAnalysis):
+        self._render, self._analysis = render, analysis
+        self._first_prompt = self._rendered_window = _RenderedTurn([], "")
         """The first prompt, and what is rendered: it and the window together."""
-        self._turns: list[_Turn] = []
+        self._turns: list[_RenderedTurn] = []
         self._window: list[int] = []
         """Turns that are rendered, in order."""
-        self._newest: dict[Shape, int] = {}
+        self._newest_by_shape: dict[MessageShape, int] = {}
         """Turn with a message of that shape."""
-        self._messages = self._audited = 0
-        self.length = 0
+        self._message_count = self._audited_count = 0
+        self.text_length = 0
         """Characters of the whole text."""
 
     @property
     def text(self) -> str:
-        return "".join([self._head.text, *(turn.text for turn in self._turns)])
+        return "".join([self._first_prompt.text, *(turn.text for turn in self._turns)])
 
     @property
     def messages(self) -> list[Message]:
-        return [m for turn in (self._head, *self._turns) for m in turn.messages]
+        return [m for turn in (self._first_prompt, *self._turns) for m in turn.messages]
 
     @property
     def last_message(self) -> Message | None:
-        return self._window_all.messages[-1] if self._window_all.messages else None
+        return self._rendered_window.messages[-1] if self._rendered_window.messages else None
 
-    def begin(self, messages: Sequence[Message]) -> str:
+    def render_first(self, messages: Sequence[Message]) -> str:
         """Render a conversation, which takes the place of the one before. Returns its text. Raises what `render` raises."""
-        return self._restart(list(messages), self._render(messages))
+        return self._reset_to(list(messages), self._render(messages))
 
-    def follow(self, messages: Sequence[Message]) -> tuple[str, bool]:
+    def render_next(self, messages: Sequence[Message]) -> tuple[str, bool]:
         """`messages` follow those before. Returns what the template writes behind its text before, and True; or, where that is no
         longer how its text begins, the whole text and False. If `render` raises `ValueError`, so does this, changing nothing."""
-        if self._habits.whole:
-            self._show_all()
-        shown, whole = [*self._window_all.messages, *messages], len(self._window) == len(self._turns)
+        if self._analysis.full_render_reason:
+            self._widen_window()
+        shown, whole = [*self._rendered_window.messages, *messages], len(self._window) == len(self._turns)
         try:
             text = self._render(shown)
         except ValueError as error:
             if whole:
                 raise
-            return self._follow_whole(messages, f"without earlier turns it says: {error}")
-        if not text.startswith(self._window_all.text):
-            return (self._split(messages, text), False) if whole else self._follow_whole(messages)
-        added = text[len(self._window_all.text) :]
-        shapes = list(map(self._habits.shape, messages))
-        if not whole and (self._messages >= 2 * self._audited or any(shape not in self._newest for shape in shapes)):
+            return self._render_everything(messages, f"without earlier turns it says: {error}")
+        if not text.startswith(self._rendered_window.text):
+            return (self._reset_rewritten(messages, text), False) if whole else self._render_everything(messages)
+        added = text[len(self._rendered_window.text) :]
+        shapes = list(map(self._analysis.classify_message, messages))
+        if not whole and (
+            self._message_count >= 2 * self._audited_count
+            or any(shape not in self._newest_by_shape for shape in shapes)
+        ):
             everything = self._render([*self.messages, *messages])
             if everything != self.text + added:
-                self._habits.render_whole("text of a turn depends on turns long before it")
-                return self._split(messages, everything), False
-            self._audited = self._messages
-        self._window_all = _Turn(shown, text)
-        self._append(_Turn(list(messages), added), shapes)
-        self._elide()
+                self._analysis.require_full_render("text of a turn depends on turns long before it")
+                return self._reset_rewritten(messages, everything), False
+            self._audited_count = self._message_count
+        self._rendered_window = _RenderedTurn(shown, text)
+        self._append_turn(_RenderedTurn(list(messages), added), shapes)
+        self._shrink_window()
         return added, True
 
-    def _follow_whole(self, messages: Sequence[Message], reason: str = "") -> tuple[str, bool]:
+    def _render_everything(self, messages: Sequence[Message], reason: str = "") -> tuple[str, bool]:
         text = self._render([*self.messages, *messages])
         if reason:
-            self._habits.render_whole(reason)
-        return self._split(messages, text), False
+            self._analysis.require_full_render(reason)
+        return self._reset_rewritten(messages, text), False
 
-    def _show_all(self) -> None:
+    def _widen_window(self) -> None:
         if len(self._window) < len(self._turns):
-            self._window, self._window_all = list(range(len(self._turns))), _Turn(self.messages, self.text)
+            self._window, self._rendered_window = list(range(len(self._turns))), _RenderedTurn(self.messages, self.text)
 
-    def _restart(self, messages: list[Message], text: str) -> str:
-        self._head = self._window_all = _Turn(messages, text)
-        self._turns, self._window, self._newest = [], [], {}
-        self._messages = self._audited = len(messages)
-        self.length = len(text)
+    def _reset_to(self, messages: list[Message], text: str) -> str:
+        self._first_prompt = self._rendered_window = _RenderedTurn(messages, text)
+        self._turns, self._window, self._newest_by_shape = [], [], {}
+        self._message_count = self._audited_count = len(messages)
+        self.text_length = len(text)
         return text
 
-    def _split(self, messages: Sequence[Message], text: str) -> str:
+    def _reset_rewritten(self, messages: Sequence[Message], text: str) -> str:
         """`text` is that of the whole conversation, `messages` included, and does not extend the one before: the template has
         changed earlier turns. They are one turn from now on, if its text can be told from what comes before and behind it."""
-        head, between = self._head, self.messages[len(self._head.messages) :]
-        self._restart([*head.messages, *between, *messages], text)
-        if self._habits.whole or not between or not text.startswith(head.text):
+        head, between = self._first_prompt, self.messages[len(self._first_prompt.messages) :]
+        self._reset_to([*head.messages, *between, *messages], text)
+        if self._analysis.full_render_reason or not between or not text.startswith(head.text):
             return text
         try:
             alone = self._render([*head.messages, *messages])
@@ -210,36 +213,36 @@ class GrowingText:
             return text
         last, at = alone[len(head.text) :], len(text) - len(alone) + len(head.text)
         if alone.startswith(head.text) and at >= len(head.text) and text.endswith(last):
-            self._head = head
-            for turn in (_Turn(between, text[len(head.text) : at]), _Turn(list(messages), last)):
-                self._append(turn, list(map(self._habits.shape, turn.messages)))
-            self._messages = len(self._window_all.messages)
-            self.length = len(text)
+            self._first_prompt = head
+            for turn in (_RenderedTurn(between, text[len(head.text) : at]), _RenderedTurn(list(messages), last)):
+                self._append_turn(turn, list(map(self._analysis.classify_message, turn.messages)))
+            self._message_count = len(self._rendered_window.messages)
+            self.text_length = len(text)
         return text
 
-    def _append(self, turn: _Turn, shapes: Sequence[Shape]) -> None:
+    def _append_turn(self, turn: _RenderedTurn, shapes: Sequence[MessageShape]) -> None:
         self._window.append(len(self._turns))
-        self._newest |= dict.fromkeys(shapes, len(self._turns))
+        self._newest_by_shape |= dict.fromkeys(shapes, len(self._turns))
         self._turns.append(turn)
-        self._messages += len(turn.messages)
-        self.length += len(turn.text)
+        self._message_count += len(turn.messages)
+        self.text_length += len(turn.text)
 
-    def _elide(self) -> None:
+    def _shrink_window(self) -> None:
         """Let turns leave the window, if that halves it and the template writes the same without them."""
-        kept = sorted({*self._newest.values(), *self._window[-RECENT:]})
-        turns = [self._head, *(self._turns[i] for i in kept)]
+        kept = sorted({*self._newest_by_shape.values(), *self._window[-RECENT_TURNS:]})
+        turns = [self._first_prompt, *(self._turns[i] for i in kept)]
         messages = sum(len(turn.messages) for turn in turns)
-        if self._habits.whole or len(self._window_all.messages) < 2 * messages:
+        if self._analysis.full_render_reason or len(self._rendered_window.messages) < 2 * messages:
             return
         if len(self._window) == len(self._turns):
-            self._audited = self._messages  # all of it was rendered just now
-        window = _Turn([m for turn in turns for m in turn.messages], "".join(turn.text for turn in turns))
+            self._audited_count = self._message_count  # all of it was rendered just now
+        window = _RenderedTurn([m for turn in turns for m in turn.messages], "".join(turn.text for turn in turns))
         try:
             same = self._render(window.messages) == window.text
         except ValueError as error:
-            self._habits.render_whole(f"without earlier turns it says: {error}")
+            self._analysis.require_full_render(f"without earlier turns it says: {error}")
             return
         if same:
-            self._window, self._window_all = kept, window
+            self._window, self._rendered_window = kept, window
         else:
-            self._habits.render_whole("text of a turn depends on turns before it")
+            self._analysis.require_full_render("text of a turn depends on turns before it")

@@ -6,36 +6,36 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, TypeVar
 
-from r3async.envs import WrongEnvironment
-from r3async.world.real import REAL
+from r3async.envs import EnvironmentProtocolError
+from r3async.world.real import REAL_WORLD
 
-LIMIT_SECONDS = 0.5
+BLOCKING_SECONDS = 0.5
 """Between two waits of a call. All episodes of the generator, its leases and its heartbeat wait meanwhile."""
 
 T = TypeVar("T")
 
 
-class HeldUp:
+class BlockingDetector:
     """Names environments that hold up the loop: `report(event, **fields)` gets the first time of each, and then each that took
     twice as long as any before."""
 
-    def __init__(self, report: Callable[..., object], clock: Callable[[], float] = REAL.clock.time):
+    def __init__(self, report: Callable[..., object], clock: Callable[[], float] = REAL_WORLD.clock.time):
         self._report, self._clock = report, clock
-        self._longest: dict[str, float] = {}
+        self._longest_seconds: dict[str, float] = {}
 
-    async def watched(self, environment: object, method: str, call: Awaitable[T]) -> T:
+    async def run(self, environment: object, method: str, call: Awaitable[T]) -> T:
         """What `call`, to `method` of `environment`, returns or raises."""
         if not asyncio.iscoroutine(call):
             return await call
         kind = type(environment)
-        return await _Watched(
-            call, self._clock, lambda took: self._took(f"{kind.__module__}:{kind.__name__}", method, took)
+        return await _TimedAwaitable(
+            call, self._clock, lambda took: self._record_stretch(f"{kind.__module__}:{kind.__name__}", method, took)
         )
 
-    def _took(self, name: str, method: str, seconds: float) -> None:
-        if seconds < max(LIMIT_SECONDS, 2 * self._longest.get(name, 0.0)):
+    def _record_stretch(self, name: str, method: str, seconds: float) -> None:
+        if seconds < max(BLOCKING_SECONDS, 2 * self._longest_seconds.get(name, 0.0)):
             return
-        self._longest[name] = seconds
+        self._longest_seconds[name] = seconds
         self._report(
             "environment_blocks",
             environment=name,
@@ -45,11 +45,11 @@ class HeldUp:
         )
 
 
-class _Watched(Awaitable[T]):
-    """A coroutine; `took` gets the seconds of each stretch in which it did not wait."""
+class _TimedAwaitable(Awaitable[T]):
+    """A coroutine; `record_seconds` gets the seconds of each stretch in which it did not wait."""
 
-    def __init__(self, call: Any, clock: Callable[[], float], took: Callable[[float], None]):
-        self._call, self._clock, self._took = call, clock, took
+    def __init__(self, call: Any, clock: Callable[[], float], record_seconds: Callable[[float], None]):
+        self._call, self._clock, self._record_seconds = call, clock, record_seconds
 
     def __await__(self) -> Generator[Any, Any, T]:
         inner = self._call.__await__()
@@ -61,9 +61,9 @@ class _Watched(Awaitable[T]):
             except StopIteration as ended:
                 return ended.value
             except SystemExit as error:  # which would end this process, and every episode in it
-                raise WrongEnvironment(f"the environment called sys.exit({error.code!r})") from error
+                raise EnvironmentProtocolError(f"the environment called sys.exit({error.code!r})") from error
             finally:
-                self._took(self._clock() - began)
+                self._record_seconds(self._clock() - began)
             try:
                 given, go = (yield waits_for), inner.send
             except BaseException as error:  # a cancellation, which is the call's to handle

@@ -13,26 +13,26 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.config.evaluation import ks_of
+from r3async.config.evaluation import list_pass_ks
 from r3async.data.records import Trajectory
 from r3async.data.statistics import mean_interval
 
-SLACK = 1e-6
+REWARD_TOLERANCE = 1e-6
 """Of a reward that is a sum of decimals."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """What came of one episode. `tokens` were sampled; versions are those that sampled them, -1 if nobody knows; `metrics`: what
-    the environment told; `task`: its task seed."""
+class EpisodeOutcome(msgspec.Struct, frozen=True):
+    """What came of one episode. `sampled_tokens` were sampled; versions are those that sampled them, -1 if nobody knows;
+    `metrics`: what the environment told; `task_seed`: its task seed."""
 
     reward: float
-    turns: int
+    turn_count: int
     stop_reason: str
-    tokens: int = 0
+    sampled_tokens: int = 0
     version_min: int = -1
     version_max: int = -1
     metrics: dict[str, float] = {}
-    task: int | None = None
+    task_seed: int | None = None
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -76,11 +76,13 @@ def pass_at_k(episodes: int, passed: int, k: int) -> float:
     return 1.0 - math.comb(episodes - passed, k) / math.comb(episodes, k)
 
 
-def summarize_outcomes(outcomes: Sequence[Outcome], seconds: float, pass_reward: float = 1.0) -> Evaluation:
+def summarize_outcomes(outcomes: Sequence[EpisodeOutcome], seconds: float, pass_reward: float = 1.0) -> Evaluation:
     """`pass_reward`: an episode passes with that, or more. Outcomes without a task are one of their own each."""
     by_task: dict[int | str, list[float]] = {}
     for at, outcome in enumerate(outcomes):
-        by_task.setdefault(f"episode {at}" if outcome.task is None else outcome.task, []).append(outcome.reward)
+        by_task.setdefault(f"episode {at}" if outcome.task_seed is None else outcome.task_seed, []).append(
+            outcome.reward
+        )
     rewards = np.array([o.reward for o in outcomes], np.float64)
     mean, error, low, high = mean_interval([float(np.mean(each)) for each in by_task.values()])
     told = sorted({name for o in outcomes for name in o.metrics})
@@ -94,8 +96,8 @@ def summarize_outcomes(outcomes: Sequence[Outcome], seconds: float, pass_reward:
         reward_error=error,
         reward_min=float(rewards.min()),
         reward_max=float(rewards.max()),
-        turns_mean=float(np.mean([o.turns for o in outcomes])),
-        tokens_mean=float(np.mean([o.tokens for o in outcomes])),
+        turns_mean=float(np.mean([o.turn_count for o in outcomes])),
+        tokens_mean=float(np.mean([o.sampled_tokens for o in outcomes])),
         version_min=min(o.version_min for o in outcomes),
         version_max=max(o.version_max for o in outcomes),
         stop_reasons={reason: (len(r), float(np.mean(r))) for reason, r in by_reason.items()},
@@ -104,24 +106,24 @@ def summarize_outcomes(outcomes: Sequence[Outcome], seconds: float, pass_reward:
         tasks=len(by_task),
         reward_low=low,
         reward_high=high,
-        passes=_passes(by_task.values(), pass_reward),
+        passes=_estimate_pass_at_k(by_task.values(), pass_reward),
         rewards={str(task): each for task, each in by_task.items()},
     )
 
 
-def _passes(
+def _estimate_pass_at_k(
     by_task: Iterable[Sequence[float]], pass_reward: float
 ) -> dict[str, tuple[float, float | None, float | None]]:
     """A task that was posed several times has more episodes than others: the fewest say which k there are."""
-    counts = [(len(rewards), sum(r >= pass_reward - SLACK for r in rewards)) for rewards in by_task]
+    counts = [(len(rewards), sum(r >= pass_reward - REWARD_TOLERANCE for r in rewards)) for rewards in by_task]
     found: dict[str, tuple[float, float | None, float | None]] = {}
-    for k in ks_of(min(episodes for episodes, _ in counts)):
+    for k in list_pass_ks(min(episodes for episodes, _ in counts)):
         mean, _, low, high = mean_interval([pass_at_k(episodes, passed, k) for episodes, passed in counts])
         found[str(k)] = mean, low, high
     return found
 
 
-def joined(sets: Mapping[str, Evaluation]) -> Evaluation:
+def join_sets(sets: Mapping[str, Evaluation]) -> Evaluation:
     """One evaluation of several sets, or that of the only one, which has no name."""
     first = next(iter(sets.values()))
     if list(sets) == [""]:
@@ -135,33 +137,33 @@ def joined(sets: Mapping[str, Evaluation]) -> Evaluation:
     )
 
 
-def figures_of(result: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_evaluation(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """By name, the figures of an `Evaluation` in plain data that a row has: `pass@K`, and those of its sets as `SET/NAME`.
 
     The rewards of single tasks are left out, for they are many.
     """
     figures: dict[str, Any] = {}
-    for name, value in result.items():
+    for name, value in evaluation.items():
         if name == "passes":
             figures |= {f"pass@{k}": estimate[0] for k, estimate in value.items()}
         elif name == "sets":
             for of, each in value.items():
-                figures |= {f"{of}/{inner}": figure for inner, figure in figures_of(each).items()}
+                figures |= {f"{of}/{inner}": figure for inner, figure in flatten_evaluation(each).items()}
         elif name != "rewards":
             figures[name] = value
     return figures
 
 
-def outcome_of(trajectory: Trajectory) -> Outcome:
+def summarize_trajectory(trajectory: Trajectory) -> EpisodeOutcome:
     """Raises `ValueError` for a trajectory without samples."""
     versions = [s.table["policy_version"][s.table["loss_mask"]] for s in trajectory.samples]
-    return Outcome(
+    return EpisodeOutcome(
         reward=trajectory.reward,
-        turns=len(trajectory.turns),
+        turn_count=len(trajectory.turns),
         stop_reason=trajectory.stop_reason,
-        tokens=sum(turn.stop - turn.start for turn in trajectory.turns),
+        sampled_tokens=sum(turn.stop - turn.start for turn in trajectory.turns),
         version_min=int(min(v.min() for v in versions)),
         version_max=int(max(v.max() for v in versions)),
         metrics=trajectory.metrics,
-        task=trajectory.task_seed,
+        task_seed=trajectory.task_seed,
     )

@@ -11,12 +11,12 @@ from r3async.config import RowsMode
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import SCHEMA, GrowingTokens, Sample, TokenTable, Turn
 from r3async.data.routes import RoutingTrace
-from r3async.data.supports import Supports
-from r3async.data.versions import expand
+from r3async.data.supports import SupportSets
+from r3async.data.versions import expand_version_spans
 from r3async.rollout.engines import Generation
 
 
-class PrefixBroken(ValueError):
+class PrefixMismatchError(ValueError):
     """A prompt that does not extend the episode's sample, where only one sample is allowed."""
 
 
@@ -29,20 +29,20 @@ class SampleBuilder:
     keeps them only if that call entered under the very weights that made them.
     """
 
-    def __init__(self, routing: RoutingShape | None, masks: bool = False):
-        """`masks`: whether each sampled token has its support with it."""
+    def __init__(self, routing: RoutingShape | None, with_supports: bool = False):
+        """`with_supports`: whether each sampled token has its support with it."""
         self._tokens = GrowingTokens()
-        self.trace = (
+        self.routing_trace = (
             RoutingTrace(layers=routing.layers, top_k=routing.top_k, num_experts=routing.num_experts)
             if routing
             else None
         )
-        self.version = -1
+        self.entry_version = -1
         """Weights that the first call entered under; of a sample without an answer, those that made the borrowed routes."""
-        self.uniform = 0
+        self.shareable_length = 0
         """Positions from the first on whose routes are recorded and were made by that version, onto keys and values of it:
         what a new call under that version would find in the engine's prefix cache."""
-        self._masks = masks
+        self._with_supports = with_supports
         self._answers: list[tuple[int, int, Generation]] = []
         self._rewards: list[tuple[int, float]] = []
 
@@ -57,22 +57,22 @@ class SampleBuilder:
     @property
     def routes_from(self) -> int:
         """First position that the engine is to be asked for; see `GenerationRequest`."""
-        return self.trace.fed if self.trace is not None else 0
+        return self.routing_trace.positions_fed if self.routing_trace is not None else 0
 
     @property
     def routes_version(self) -> int | None:
         """Under which version alone that holds; None if under any."""
-        return None if self.trained or not self.routes_from else self.version
+        return None if self.has_sampled_tokens or not self.routes_from else self.entry_version
 
     @property
-    def trained(self) -> bool:
+    def has_sampled_tokens(self) -> bool:
         """Whether any token of it was sampled."""
         return bool(self._answers)
 
-    def observe(self, token_ids: Sequence[int] | np.ndarray) -> None:
+    def append_context(self, token_ids: Sequence[int] | np.ndarray) -> None:
         self._tokens.extend(token_ids)
 
-    def answer(self, turn: int, generation: Generation) -> tuple[int, int]:
+    def append_answer(self, turn: int, generation: Generation) -> tuple[int, int]:
         """Append what the policy sampled when it was fed all tokens so far. Returns its positions `start, stop`.
 
         A call that sampled nothing (an abort) owns nothing: its prompt is fed again by the call that is answered.
@@ -82,73 +82,75 @@ class SampleBuilder:
             return start, start
         self._tokens.extend(generation.token_ids)
         stop = len(self)
-        if self.trace is not None:
-            self._record(self.trace, generation, start, stop)
+        if self.routing_trace is not None:
+            self._record_routes(self.routing_trace, generation, start, stop)
         self._answers.append((turn, start, generation))
         return start, stop
 
-    def _record(self, trace: RoutingTrace, generation: Generation, start: int, stop: int) -> None:
+    def _record_routes(self, trace: RoutingTrace, generation: Generation, start: int, stop: int) -> None:
         rows, first, span = generation.routed_experts, generation.routes_from, generation.version_spans[0]
-        if not self.trained:
+        if not self.has_sampled_tokens:
             # Of what is borrowed, nothing that other weights made, and nothing that this call returned itself.
-            self.trace = trace = trace.branch(first if span.version == self.version else 0)
-            self.version, self.uniform = span.version, trace.fed
+            self.routing_trace = trace = trace.branch_at(first if span.version == self.entry_version else 0)
+            self.entry_version, self.shareable_length = span.version, trace.positions_fed
         # The last sampled token has not been fed: its route belongs to the next call that feeds it.
-        known = trace.fed
-        trace.record(first, rows, fed=stop - 1)
-        if rows is not None and first <= known == self.uniform and span.version == self.version:
+        known = trace.positions_fed
+        trace.record_rows(first, rows, positions_fed=stop - 1)
+        if rows is not None and first <= known == self.shareable_length and span.version == self.entry_version:
             # The step that sampled the first token of newer weights fed the one before it, under these weights.
-            self.uniform = max(known, min(first + len(rows), start + span.stop - 1))
+            self.shareable_length = max(known, min(first + len(rows), start + span.stop - 1))
 
-    def branch(self, length: int) -> SampleBuilder:
+    def branch_at(self, length: int) -> SampleBuilder:
         """A new sample whose context is the first `length` tokens of this one. It borrows those of their routes that one version
-        made (`uniform`).
+        made (`shareable_length`).
 
         For a context that is rewritten from there on, and for step-wise samples. None of the shared tokens is trained in
         the new sample: the one that has them sampled does that. Raises `ValueError` if there are not so many tokens.
         """
         if not 0 <= length <= len(self):
             raise ValueError(f"a branch cannot share {length} of {len(self)} tokens")
-        other = SampleBuilder(None, self._masks)
+        other = SampleBuilder(None, self._with_supports)
         other._tokens = GrowingTokens(self.token_ids[:length])
-        if self.trace is not None:
-            other.trace = self.trace.branch(min(length, self.uniform))
-            other.version, other.uniform = self.version, other.trace.fed
+        if self.routing_trace is not None:
+            other.routing_trace = self.routing_trace.branch_at(min(length, self.shareable_length))
+            other.entry_version, other.shareable_length = self.entry_version, other.routing_trace.positions_fed
         return other
 
-    def reward(self, at: int, reward: float) -> None:
+    def add_reward(self, at: int, reward: float) -> None:
         self._rewards.append((at, reward))
 
-    def build(self, length: int | None = None) -> TokenTable:
+    def build_table(self, length: int | None = None) -> TokenTable:
         """The first `length` tokens (default: all). The last one has no route: no trained token depends on it."""
         n = len(self)
         length = n if length is None else length
-        columns = {name: column.filled(n) for name, column in SCHEMA.columns.items() if not column.optional}
+        columns = {name: column.filled_rows(n) for name, column in SCHEMA.columns.items() if not column.optional}
         columns["token_ids"] = self.token_ids.copy()
         for turn, start, generation in self._answers:
             sampled = slice(start, start + len(generation.token_ids))
             columns["loss_mask"][sampled] = True
             columns["turn"][sampled] = turn
             columns["rollout_logprobs"][sampled] = generation.logprobs
-            columns["policy_version"][sampled] = expand(generation.version_spans, len(generation.token_ids))
+            columns["policy_version"][sampled] = expand_version_spans(
+                generation.version_spans, len(generation.token_ids)
+            )
         for at, reward in self._rewards:
             columns["rewards"][at] += reward
-        if self._masks:
+        if self._with_supports:
             sets = [(start, g.supports) for _, start, g in self._answers if g.supports is not None]
-            columns["support"] = Supports.placed(n, sets)
-        if self.trace is not None:
-            fed = self.trace.branch(max(0, length - 1))
-            columns["routed_experts"], columns["routing_recorded"] = fed.materialise(n)
-        return TokenTable(columns).slice(0, length)
+            columns["support"] = SupportSets.from_parts(n, sets)
+        if self.routing_trace is not None:
+            fed = self.routing_trace.branch_at(max(0, length - 1))
+            columns["routed_experts"], columns["routing_recorded"] = fed.to_arrays(n)
+        return TokenTable(columns).slice_rows(0, length)
 
 
-class EngineCall(msgspec.Struct, frozen=True, eq=False):
+class PendingCall(msgspec.Struct, frozen=True, eq=False):
     """A prompt `[P]` that waits for its answer, and the sample in which both will be: until then, nothing of them is there.
-    `alike`: how many tokens of the prompt each sample of the episode begins with."""
+    `common_prefix_lengths`: how many tokens of the prompt each sample of the episode begins with."""
 
     prompt_ids: np.ndarray
     sample: SampleBuilder
-    alike: list[int]
+    common_prefix_lengths: list[int]
 
     @property
     def routes_from(self) -> int:
@@ -161,7 +163,7 @@ class EngineCall(msgspec.Struct, frozen=True, eq=False):
         return self.sample.routes_version
 
 
-class _Answer(msgspec.Struct):
+class _RecordedAnswer(msgspec.Struct):
     sample: SampleBuilder
     start: int
     stop: int
@@ -176,116 +178,125 @@ class EpisodeSamples:
     episode, once. Any other prompt **branches**: a new sample that trains only what is sampled in it. Its own call computes the
     whole prompt again, so it has that call's routes. Those of a common prefix that an earlier call recorded under the same
     weights and the same cache salt are shared; all others are asked for. With `stepwise` every prompt branches: one sample a
-    turn. With `merged` a prompt that does not extend the one sample raises `PrefixBroken`.
+    turn. With `merged` a prompt that does not extend the one sample raises `PrefixMismatchError`.
 
     Calls may overlap (an agent that asks twice at once): a sample that waits for its answer is branched from, not continued.
     One that gets no answer leaves nothing. Pure; owns nothing but memory.
     """
 
-    def __init__(self, routing: RoutingShape | None, mode: RowsMode = "auto", masks: bool = False):
-        """`masks`: see `SampleBuilder`."""
-        self._routing, self._mode, self._masks = routing, mode, masks
+    def __init__(self, routing: RoutingShape | None, rows_mode: RowsMode = "auto", with_supports: bool = False):
+        """`with_supports`: see `SampleBuilder`."""
+        self._routing, self._rows_mode, self._with_supports = routing, rows_mode, with_supports
         self._samples: list[SampleBuilder] = []
-        self._places: dict[SampleBuilder, int] = {}
+        self._index_by_sample: dict[SampleBuilder, int] = {}
         """In that list."""
-        self._compared: list[list[int]] = []
+        self._compared_lengths: list[list[int]] = []
         """Of sample i and each sample j < i: how many of their first tokens were compared, and are equal."""
-        self._waiting: list[EngineCall] = []
-        self._answers: dict[int, _Answer] = {}
+        self._pending_calls: list[PendingCall] = []
+        self._answers: dict[int, _RecordedAnswer] = {}
 
     @property
-    def turns(self) -> int:
+    def turn_count(self) -> int:
         """Answers so far."""
         return len(self._answers)
 
-    def begin(self, prompt_ids: Sequence[int] | np.ndarray, turn: int = -1, shared: int = 0) -> EngineCall:
-        """A call with the prompt `prompt_ids` `[P]`, to be given to `end` or `cancel`. Raises `PrefixBroken`.
+    def start_call(
+        self, prompt_ids: Sequence[int] | np.ndarray, shared_turn: int = -1, shared_tokens: int = 0
+    ) -> PendingCall:
+        """A call with the prompt `prompt_ids` `[P]`, to be given to `finish_call` or `cancel_call`. Raises `PrefixMismatchError`.
 
-        The first `shared` tokens are known to be those of the sample that `turn` is in, and are not compared again.
+        The first `shared_tokens` tokens are known to be those of the sample that `shared_turn` is in, and are not compared again.
         """
         prompt = np.asarray(prompt_ids, np.int32)
-        alike = self._alike(prompt, turn, shared)
-        sample = self._continued(alike)
+        alike = self._compare_prompt(prompt, shared_turn, shared_tokens)
+        sample = self._find_continued_sample(alike)
         if sample is None:
-            sample = self._branched(alike)
-        call = EngineCall(prompt, sample, alike)
-        self._waiting.append(call)
+            sample = self._branch_sample(alike)
+        call = PendingCall(prompt, sample, alike)
+        self._pending_calls.append(call)
         return call
 
-    def _alike(self, prompt: np.ndarray, turn: int, shared: int) -> list[int]:
+    def _compare_prompt(self, prompt: np.ndarray, shared_turn: int, shared_tokens: int) -> list[int]:
         """How many tokens of the prompt each sample begins with. No token is compared that is known: a sample that differs within
-        `shared` tokens from that of `turn` differs from the prompt there."""
-        answer = self._answers.get(turn)
+        `shared_tokens` tokens from that of `shared_turn` differs from the prompt there."""
+        answer = self._answers.get(shared_turn)
         if answer is None:
-            return [common_prefix(s.token_ids, prompt) for s in self._samples]
-        here, shared = self._places[answer.sample], min(shared, answer.stop)
+            return [common_prefix_length(s.token_ids, prompt) for s in self._samples]
+        here, shared_tokens = self._index_by_sample[answer.sample], min(shared_tokens, answer.stop)
         alike = []
         for i, sample in enumerate(self._samples):
-            start = shared if i == here else min(shared, self._alike_samples(max(i, here), min(i, here)))
-            alike.append(common_prefix(sample.token_ids, prompt, start) if start == shared else start)
+            start = (
+                shared_tokens if i == here else min(shared_tokens, self._compare_samples(max(i, here), min(i, here)))
+            )
+            alike.append(common_prefix_length(sample.token_ids, prompt, start) if start == shared_tokens else start)
         return alike
 
-    def _alike_samples(self, i: int, j: int) -> int:
+    def _compare_samples(self, i: int, j: int) -> int:
         """How many tokens two samples begin with in common. Both may have grown since they were compared."""
-        known, (a, b) = self._compared[i][j], (self._samples[i], self._samples[j])
+        known, (a, b) = self._compared_lengths[i][j], (self._samples[i], self._samples[j])
         if known < min(len(a), len(b)):
-            self._compared[i][j] = known = common_prefix(a.token_ids, b.token_ids, known)
+            self._compared_lengths[i][j] = known = common_prefix_length(a.token_ids, b.token_ids, known)
         return known
 
-    def _continued(self, alike: Sequence[int]) -> SampleBuilder | None:
+    def _find_continued_sample(self, common_prefix_lengths: Sequence[int]) -> SampleBuilder | None:
         """The longest sample that the prompt extends; None if there is none, or samples are not merged."""
-        if self._mode == "stepwise":
+        if self._rows_mode == "stepwise":
             return None
-        fits = [s for s, n in zip(self._samples, alike, strict=True) if n == len(s) and self._free(s)]
+        fits = [
+            s for s, n in zip(self._samples, common_prefix_lengths, strict=True) if n == len(s) and self._is_free(s)
+        ]
         # Of equal ones the newest: that is the conversation that continues.
         return max(reversed(fits), key=len, default=None)
 
-    def _free(self, sample: SampleBuilder) -> bool:
-        return all(sample is not call.sample for call in self._waiting)
+    def _is_free(self, sample: SampleBuilder) -> bool:
+        return all(sample is not call.sample for call in self._pending_calls)
 
-    def _branched(self, alike: Sequence[int]) -> SampleBuilder:
-        if self._mode == "merged" and (self._samples or self._waiting):
-            raise PrefixBroken(
-                f"the prompt of turn {self.turns} differs from what the model has seen at position {max(alike, default=0)}: "
+    def _branch_sample(self, common_prefix_lengths: Sequence[int]) -> SampleBuilder:
+        if self._rows_mode == "merged" and (self._samples or self._pending_calls):
+            raise PrefixMismatchError(
+                f"the prompt of turn {self.turn_count} differs from what the model has seen at position "
+                f"{max(common_prefix_lengths, default=0)}: "
                 'the chat template, or the environment, rewrites history. episode.rows = "merged" allows one sample an episode; '
                 'with "auto" such an episode becomes several'
             )
-        if not alike:
-            return SampleBuilder(self._routing, self._masks)
+        if not common_prefix_lengths:
+            return SampleBuilder(self._routing, self._with_supports)
         # The newest version of all samples is the only one that the engine can still have.
         lenders = [
-            (s.version, min(length, s.uniform), i)
-            for i, (s, length) in enumerate(zip(self._samples, alike, strict=True))
+            (s.entry_version, min(length, s.shareable_length), i)
+            for i, (s, length) in enumerate(zip(self._samples, common_prefix_lengths, strict=True))
         ]
         lender = max(lenders)[-1]
-        return self._samples[lender].branch(alike[lender])
+        return self._samples[lender].branch_at(common_prefix_lengths[lender])
 
-    def end(self, call: EngineCall, generation: Generation) -> int:
+    def finish_call(self, call: PendingCall, generation: Generation) -> int:
         """Take the answer of `call`; its turn is returned. An empty one (an abort) is no turn: -1."""
-        self.cancel(call)
+        self.cancel_call(call)
         if not len(generation.token_ids):
             return -1
         turn, sample = len(self._answers), call.sample
-        if sample not in self._places:
-            self._places[sample] = len(self._samples)
-            self._compared.append([*call.alike, *[0] * (len(self._samples) - len(call.alike))])
+        if sample not in self._index_by_sample:
+            self._index_by_sample[sample] = len(self._samples)
+            self._compared_lengths.append(
+                [*call.common_prefix_lengths, *[0] * (len(self._samples) - len(call.common_prefix_lengths))]
+            )
             self._samples.append(sample)
-        sample.observe(call.prompt_ids[len(sample) :])
-        start, stop = sample.answer(turn, generation)
-        self._answers[turn] = _Answer(sample, start, stop, generation.stop_reason)
+        sample.append_context(call.prompt_ids[len(sample) :])
+        start, stop = sample.append_answer(turn, generation)
+        self._answers[turn] = _RecordedAnswer(sample, start, stop, generation.stop_reason)
         return turn
 
-    def cancel(self, call: EngineCall) -> None:
+    def cancel_call(self, call: PendingCall) -> None:
         """It failed, or nobody could be given its answer. Its prompt may be asked again."""
-        self._waiting = [other for other in self._waiting if other is not call]
+        self._pending_calls = [other for other in self._pending_calls if other is not call]
 
-    def reward(self, turn: int, reward: float) -> None:
+    def add_reward(self, turn: int, reward: float) -> None:
         """Credit `reward`, in addition, at the last token of that turn. Raises `KeyError` for a turn that there is not."""
         answer = self._answers[turn]
         answer.reward += reward
-        answer.sample.reward(answer.stop - 1, reward)
+        answer.sample.add_reward(answer.stop - 1, reward)
 
-    def build(
+    def build_samples(
         self, trajectory_id: str, temperature: float, turns: int | None = None
     ) -> tuple[list[Sample], list[Turn]]:
         """The samples that sampled anything, in the order of their first answers, and their turns: all, or the first `turns`."""
@@ -298,22 +309,23 @@ class EpisodeSamples:
             stops[answer.sample] = max(answer.stop, stops.get(answer.sample, 0))
             described.append(Turn(index, at, answer.start, answer.stop, answer.reward, answer.stop_reason))
         samples = [
-            Sample(f"{trajectory_id}s{at}", sample.build(stops[sample]), temperature) for sample, at in places.items()
+            Sample(f"{trajectory_id}s{at}", sample.build_table(stops[sample]), temperature)
+            for sample, at in places.items()
         ]
         return samples, described
 
 
-BLOCK = 256
+COMPARE_BLOCK_TOKENS = 256
 """Tokens that are compared at once: where two sequences differ soon, no more are read."""
 
 
-def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray, known: int = 0) -> int:
-    """How many tokens two sequences share at their beginning, of which the first `known` are known to be equal."""
+def common_prefix_length(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray, equal_tokens: int = 0) -> int:
+    """How many tokens two sequences share at their beginning, of which the first `equal_tokens` are known to be equal."""
     n = min(len(a), len(b))
-    while known < n:
-        stop = min(n, known + BLOCK)
-        different = np.asarray(a[known:stop]) != np.asarray(b[known:stop])
+    while equal_tokens < n:
+        stop = min(n, equal_tokens + COMPARE_BLOCK_TOKENS)
+        different = np.asarray(a[equal_tokens:stop]) != np.asarray(b[equal_tokens:stop])
         if different.any():
-            return known + int(different.argmax())
-        known = stop
-    return known
+            return equal_tokens + int(different.argmax())
+        equal_tokens = stop
+    return equal_tokens

@@ -1,7 +1,7 @@
 """Which group may be leased, when, to whom, and which weights its tokens need: the bound on staleness.
 
 A version of the weights is made by `K` steps, each of which consumes at least `P` groups, within a window of `W`
-(`scheduling.window`). There are `N = (S + 1) * P * K` **slots**. A group takes a slot when it is first leased, and its slot
+(`schedule.window`). There are `N = (S + 1) * P * K` **slots**. A group takes a slot when it is first leased, and its slot
 is free again when weights trained from it are *published*: a group that was overtaken keeps its slot. Whoever is leased a group
 may begin it at once, and samples its first token when its engine has the version that the lease names (`GroupLease.version`).
 Environments and prompts are then ready when the weights arrive, and each generator goes on when its own engine has them.
@@ -9,16 +9,16 @@ Environments and prompts are then ready when the weights arrive, and each genera
 Let `T(v)` be the groups that the weights of version `v` were trained from. A lease of group `g` names the oldest version `v`
 for which `g < T(v) + N`. There is one, for `g` takes a slot.
 
-No token trained is older than `oldest_age(S, W, P * K)` versions. The versions of an engine only go up, so no token of `g` is
-older than `v`. Say that of the `T(v)` groups that are part of `v`, `o` are behind `g`; so `T(v) - o` are before it. Of the groups
-before `g`, `g - T(v) + o <= N - 1 + o` are not part of `v`. Of the groups behind `g`, at most `W - 1` are consumed before it:
-each must be within the window while `g` or an older group is its head; `o` of them are part of `v`. So at most `N + W - 2` groups
-are consumed between `v` and `g`. As every version consumes at least `P * K`, `g` is consumed at version
+No token trained is older than `worst_case_staleness(S, W, P * K)` versions. The versions of an engine only go up, so no token
+of `g` is older than `v`. Say that of the `T(v)` groups that are part of `v`, `o` are behind `g`; so `T(v) - o` are before it.
+Of the groups before `g`, `g - T(v) + o <= N - 1 + o` are not part of `v`. Of the groups behind `g`, at most `W - 1` are
+consumed before it: each must be within the window while `g` or an older group is its head; `o` of them are part of `v`. So at
+most `N + W - 2` groups are consumed between `v` and `g`. As every version consumes at least `P * K`, `g` is consumed at version
 `v + (N + W - 2) // (P * K)` at the latest, and that is `v + S + ceil((W - 1) / (P * K))`. With `S = 0` nobody can be overtaken
 into an older age: a version consumes all slots.
 
 A step may take more than `P` groups (until it has enough tokens), but never so many that a later step of the same version
-would have to wait for groups that cannot be leased yet: `most_groups`. That a version can always be made with what may be
+would have to wait for groups that cannot be leased yet: `max_groups_for_step`. That a version can always be made with what may be
 in flight holds for every window: if everything in flight is complete, the window's head is, whatever was taken before. What is
 in flight waits for published versions alone, which engines get whatever is played.
 
@@ -42,7 +42,7 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 
 from r3async.config import ScheduleConfig
-from r3async.data.window import Consumed
+from r3async.data.window import ConsumedGroups
 
 
 class GroupLease(msgspec.Struct, frozen=True):
@@ -54,18 +54,18 @@ class GroupLease(msgspec.Struct, frozen=True):
     version: int = 0
 
 
-def slots_of(schedule: ScheduleConfig) -> int:
+def count_slots(schedule: ScheduleConfig) -> int:
     """`(S + 1) * P * K`: groups that may be leased and not yet be part of the published weights."""
     return (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.steps_per_publication
 
 
-def age_bound(schedule: ScheduleConfig) -> int:
-    """Versions that a trained token can be old at most under these settings; see `oldest_age`."""
+def compute_staleness_bound(schedule: ScheduleConfig) -> int:
+    """Versions that a trained token can be old at most under these settings; see `worst_case_staleness`."""
     per_version = schedule.groups_per_step * schedule.steps_per_publication
-    return oldest_age(schedule.max_staleness, schedule.window, per_version)
+    return worst_case_staleness(schedule.max_staleness, schedule.window, per_version)
 
 
-def oldest_age(max_staleness: int, window: int, groups_per_version: int) -> int:
+def worst_case_staleness(max_staleness: int, window: int, groups_per_version: int) -> int:
     """Versions that a trained token can be old at most: `S + ceil((W - 1) / (P * K))`, and 0 if `S = 0`.
 
     Tight: for every `S`, `P`, `K` and `W` there is an order of finishes that reaches it (`tests/unit/test_schedule_bound.py`).
@@ -76,7 +76,7 @@ def oldest_age(max_staleness: int, window: int, groups_per_version: int) -> int:
     return max_staleness + overtaken
 
 
-def most_groups(*, slots: int, groups_per_step: int, steps_left: int, consumed_since: int) -> int:
+def max_groups_for_step(*, slots: int, groups_per_step: int, steps_left: int, consumed_since: int) -> int:
     """Groups that the next step may take at most without waiting for ever.
 
     `consumed_since`: groups that steps took since the last version was published. `steps_left`: steps until the next one,
@@ -85,57 +85,57 @@ def most_groups(*, slots: int, groups_per_step: int, steps_left: int, consumed_s
     return slots - consumed_since - groups_per_step * (steps_left - 1)
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_NonNegative = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
-class _Snapshot(TypedDict):
-    """What `Admission.snapshot` gives."""
+class _AdmissionState(TypedDict):
+    """What `AdmissionController.state_dict` gives."""
 
-    version: _Count
-    next_group: _Count
-    uninstalled: list[tuple[_Count, _Count]]
+    version: _NonNegative
+    next_group: _NonNegative
+    uninstalled: list[tuple[_NonNegative, _NonNegative]]
     """Of versions that were not published."""
-    waiting: list[tuple[_Count, tuple[_Count, ...]]]
-    owners: list[tuple[_Count, list[tuple[str, tuple[_Count, ...]]]]]
+    waiting: list[tuple[_NonNegative, tuple[_NonNegative, ...]]]
+    owners: list[tuple[_NonNegative, list[tuple[str, tuple[_NonNegative, ...]]]]]
 
 
-class Admission:
-    """Slots and leases. `task_seed(group_index)` names the task of a group. `total_groups`: where leasing ends, if known.
-    `changed()` is called when there may be more to lease, or nothing any more.
+class AdmissionController:
+    """Slots and leases. `choose_task(group_index)` names the task of a group. `total_groups`: where leasing ends, if known.
+    `on_change()` is called when there may be more to lease, or nothing any more.
     """
 
     def __init__(
         self,
         schedule: ScheduleConfig,
         *,
-        task_seed: Callable[[int], int],
+        choose_task: Callable[[int], int],
         total_groups: int | None = None,
-        changed: Callable[[], object] = lambda: None,
+        on_change: Callable[[], object] = lambda: None,
     ):
         self.samples_per_group = schedule.samples_per_group
-        self.slots = slots_of(schedule)
+        self.slots = count_slots(schedule)
         self.total_groups = total_groups
         self.version = 0
         """That was published last, or is about to be: engines will have it."""
-        self._split, self._changed = schedule.split, changed
-        self._task_seed = task_seed
+        self._split_mode, self._on_change = schedule.split, on_change
+        self._choose_task = choose_task
         self._next_group = 0
-        self._consumed = Consumed(schedule.window)
+        self._consumed = ConsumedGroups(schedule.window)
         self._unpublished: dict[int, int] = {}
         """By version that is not published yet: groups that it was trained from and its predecessors were not."""
-        self._parts = [(0, 0)]
+        self._trained_by_version = [(0, 0)]
         """Versions, oldest first, and how many groups each was trained from: those that a lease may name."""
-        self._waiting: dict[int, tuple[int, ...]] = {}
+        self._waiting_episodes: dict[int, tuple[int, ...]] = {}
         """By group that has its slot: episodes that nobody plays."""
-        self._owners: dict[int, dict[str, tuple[int, ...]]] = {}
+        self._leases_by_group: dict[int, dict[str, tuple[int, ...]]] = {}
         """By group: what each owner was leased of it."""
 
     @property
     def slots_taken(self) -> int:
-        return self._next_group - self._published
+        return self._next_group - self._published_count
 
     @property
-    def _published(self) -> int:
+    def _published_count(self) -> int:
         """Groups that are part of published weights."""
         return len(self._consumed) - sum(self._unpublished.values())
 
@@ -150,87 +150,95 @@ class Admission:
         return self._consumed.head
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Every slot is taken, and nothing is left to lease of the groups that have them."""
-        return self.slots_taken >= self.slots and not self._waiting
+        return self.slots_taken >= self.slots and not self._waiting_episodes
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Nothing is left to lease, now or later, whatever is lost."""
         return self.total_groups is not None and len(self._consumed) >= self.total_groups
 
     @property
-    def _untouched(self) -> int:
+    def _new_group_count(self) -> int:
         """Groups that may be leased and have no slot yet."""
         free = self.slots - self.slots_taken
         return free if self.total_groups is None else min(free, self.total_groups - self._next_group)
 
     def can_lease(self) -> bool:
         """There is something to play that nobody plays."""
-        return bool(self._waiting) or self._untouched > 0
+        return bool(self._waiting_episodes) or self._new_group_count > 0
 
-    def lease(self, owner: str, *, free: int, at_once: int | None = None, among: int = 1) -> GroupLease | None:
+    def lease_group(
+        self, owner: str, *, free_episodes: int, max_episodes: int | None = None, idle_owners: int = 1
+    ) -> GroupLease | None:
         """Lease the oldest group that waits, or a part of it. None if there is nothing for this owner now.
 
-        `free`: episodes it could begin now; `at_once`: those it plays when it is full (default: `free`). `among`: owners without
-        work, and this one. A group is leased whole, for its episodes share a prompt; or in equal shares, if fewer groups than
-        owners `among` can be had. An owner without free places for that waits until it has, unless it never will (`at_once`), the
-        rest of the group is elsewhere, or `split` is `room`: then it gets what it has free.
+        `free_episodes`: episodes it could begin now; `max_episodes`: those it plays when it is full (default:
+        `free_episodes`). `idle_owners`: owners without work, and this one. A group is leased whole, for its episodes share a
+        prompt; or in equal shares, if fewer groups than owners `idle_owners` can be had. An owner without free places for
+        that waits until it has, unless it never will (`max_episodes`), the rest of the group is elsewhere, or `split` is
+        `room`: then it gets what it has free.
         """
-        if free < 1 or not self.can_lease():
+        if free_episodes < 1 or not self.can_lease():
             return None
-        group = min(self._waiting, default=self._next_group)
-        episodes = self._waiting.get(group, tuple(range(self.samples_per_group)))
+        group = min(self._waiting_episodes, default=self._next_group)
+        episodes = self._waiting_episodes.get(group, tuple(range(self.samples_per_group)))
         wanted = len(episodes)
-        if len(self._waiting) + self._untouched < among:
-            left = sum(map(len, self._waiting.values())) + self._untouched * self.samples_per_group
-            wanted = min(wanted, -(-left // among))
+        if len(self._waiting_episodes) + self._new_group_count < idle_owners:
+            left = sum(map(len, self._waiting_episodes.values())) + self._new_group_count * self.samples_per_group
+            wanted = min(wanted, -(-left // idle_owners))
         torn = len(episodes) < self.samples_per_group
-        if wanted > free and not torn and self._split == "idle" and wanted <= (at_once or free):
+        if (
+            wanted > free_episodes
+            and not torn
+            and self._split_mode == "idle"
+            and wanted <= (max_episodes or free_episodes)
+        ):
             return None
-        mine, rest = episodes[: min(wanted, free)], episodes[min(wanted, free) :]
-        self._waiting.pop(group, None)
+        mine, rest = episodes[: min(wanted, free_episodes)], episodes[min(wanted, free_episodes) :]
+        self._waiting_episodes.pop(group, None)
         if rest:
-            self._waiting[group] = rest
+            self._waiting_episodes[group] = rest
         self._next_group = max(self._next_group, group + 1)
-        owners = self._owners.setdefault(group, {})
+        owners = self._leases_by_group.setdefault(group, {})
         owners[owner] = (*owners.get(owner, ()), *mine)
-        return GroupLease(group, self._task_seed(group), mine, self._oldest_weights(group))
+        return GroupLease(group, self._choose_task(group), mine, self._oldest_allowed_version(group))
 
-    def _oldest_weights(self, group: int) -> int:
+    def _oldest_allowed_version(self, group: int) -> int:
         """The oldest version that may sample tokens of it."""
-        return next(version for version, trained in self._parts if group < trained + self.slots)
+        return next(version for version, trained in self._trained_by_version if group < trained + self.slots)
 
-    def leases(self, owner: str) -> list[int]:
+    def list_leased_groups(self, owner: str) -> list[int]:
         """Groups of which `owner` was leased episodes, and that are not trained yet."""
-        return sorted(g for g, owners in self._owners.items() if owner in owners)
+        return sorted(g for g, owners in self._leases_by_group.items() if owner in owners)
 
-    def lose(self, owner: str, missing: Callable[[int], Sequence[int]]) -> list[int]:
+    def requeue_leases(self, owner: str, missing_episodes: Callable[[int], Sequence[int]]) -> list[int]:
         """The owner is lost, or silent: what it was leased returns, less what the learner has. Returns those groups.
 
-        `missing(group)`: episodes of the group that the learner lacks; those of other owners stay theirs.
+        `missing_episodes(group)`: episodes of the group that the learner lacks; those of other owners stay theirs.
         """
         back = []
-        for group in self.leases(owner):
-            lacking = set(missing(group)).intersection(self._owners[group].pop(owner))
+        for group in self.list_leased_groups(owner):
+            lacking = set(missing_episodes(group)).intersection(self._leases_by_group[group].pop(owner))
             if lacking:
-                self._waiting[group] = tuple(sorted(lacking.union(self._waiting.get(group, ()))))
+                self._waiting_episodes[group] = tuple(sorted(lacking.union(self._waiting_episodes.get(group, ()))))
                 back.append(group)
-        self._changed()
+        self._on_change()
         return back
 
-    def adopt(self, newest: int, missing: Callable[[int], Sequence[int]]) -> list[int]:
-        """A resumed run begins: nobody who had leases lives on, and the learner kept trajectories of groups up to `newest` (-1:
-        of none). Groups that were first leased after the checkpoint take their slots again. Returns the groups to be played,
-        as a whole or in part; `missing(group)`: episodes of it that the learner lacks."""
-        if self._untouched > 0:
-            self._next_group = max(self._next_group, min(newest + 1, self._next_group + self._untouched))
-        held = itertools.takewhile(lambda g: g < self._next_group, self._consumed.outstanding())
-        self._owners = {}
-        self._waiting = {group: lacking for group in held if (lacking := tuple(missing(group)))}
-        return list(self._waiting)
+    def requeue_after_resume(self, newest_group: int, missing_episodes: Callable[[int], Sequence[int]]) -> list[int]:
+        """A resumed run begins: nobody who had leases lives on, and the learner kept trajectories of groups up to
+        `newest_group` (-1: of none). Groups that were first leased after the checkpoint take their slots again. Returns the
+        groups to be played, as a whole or in part; `missing_episodes(group)`: episodes of it that the learner lacks."""
+        if self._new_group_count > 0:
+            self._next_group = max(self._next_group, min(newest_group + 1, self._next_group + self._new_group_count))
+        held = itertools.takewhile(lambda g: g < self._next_group, self._consumed.untrained_groups())
+        self._leases_by_group = {}
+        self._waiting_episodes = {group: lacking for group in held if (lacking := tuple(missing_episodes(group)))}
+        return list(self._waiting_episodes)
 
-    def trained(self, version: int, groups: Sequence[int]) -> None:
+    def step_trained(self, version: int, groups: Sequence[int]) -> None:
         """A step consumed `groups`, in this order; its weights are published as, or within, `version`.
 
         Raises `ValueError` if versions go backwards, or a group was not leased, was consumed before, or was beyond the
@@ -240,14 +248,14 @@ class Admission:
             raise ValueError(f"a step made version {version} after version {max((self.version, *self._unpublished))}")
         if max(groups, default=-1) >= self._next_group:
             raise ValueError(f"group {max(groups)} was consumed, but only {self._next_group} groups were leased")
-        self._consumed.take(groups)
+        self._consumed.add_groups(groups)
         for group in groups:
-            self._waiting.pop(group, None)  # lost with its owner, and yet arrived
-            self._owners.pop(group, None)
+            self._waiting_episodes.pop(group, None)  # lost with its owner, and yet arrived
+            self._leases_by_group.pop(group, None)
         self._unpublished[version] = self._unpublished.get(version, 0) + len(groups)
-        self._changed()
+        self._on_change()
 
-    def published(self, version: int) -> None:
+    def version_published(self, version: int) -> None:
         """All steps of `version` are made, and engines will have it: the slots of the groups that it was trained from are free.
 
         Raises `ValueError` if versions go backwards, or no step made `version`.
@@ -260,31 +268,34 @@ class Admission:
             self.version = version
             for older in [v for v in self._unpublished if v <= version]:
                 del self._unpublished[older]
-            self._parts.append((version, self._published))
-            while len(self._parts) > 1 and self._parts[0][1] + self.slots <= self.oldest_group:
-                del self._parts[0]
-        self._changed()
+            self._trained_by_version.append((version, self._published_count))
+            while (
+                len(self._trained_by_version) > 1 and self._trained_by_version[0][1] + self.slots <= self.oldest_group
+            ):
+                del self._trained_by_version[0]
+        self._on_change()
 
     # -- for a checkpoint ----------------------------------------------------------------------------------------
 
-    def snapshot(self) -> dict[str, Any]:
-        """Plain data; `restore` reads it. Which groups were consumed is the learner's to say."""
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data; `load_state_dict` reads it. Which groups were consumed is the learner's to say."""
         return {
             "version": self.version,
             "next_group": self._next_group,
             "uninstalled": sorted(self._unpublished.items()),
-            "waiting": sorted(self._waiting.items()),
-            "owners": [[group, sorted(owners.items())] for group, owners in sorted(self._owners.items())],
+            "waiting": sorted(self._waiting_episodes.items()),
+            "owners": [[group, sorted(owners.items())] for group, owners in sorted(self._leases_by_group.items())],
         }
 
-    def restore(self, snapshot: Mapping[str, Any], head: int, beyond: Sequence[int] = ()) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], head: int, beyond: Sequence[int] = ()) -> None:
         """Resume as the one that made the snapshot, whose settings must be this one's, when the groups before `head` and those
-        `beyond` it were consumed. Leases stay with their owners: `lose` those that did not live on. Raises `ValueError` if the
-        snapshot is of an older version than was published here, or if it is none: its groups do not add up."""
-        saved = msgspec.convert(snapshot, _Snapshot)
+        `beyond` it were consumed. Leases stay with their owners: `requeue_leases` those that did not live on. Raises
+        `ValueError` if the snapshot is of an older version than was published here, or if it is none: its groups do not add
+        up."""
+        saved = msgspec.convert(state, _AdmissionState)
         if saved["version"] < self.version:
             raise ValueError(f"a snapshot of version {saved['version']} cannot follow version {self.version}")
-        consumed, unpublished = Consumed(self._consumed.window, head, beyond), dict(saved["uninstalled"])
+        consumed, unpublished = ConsumedGroups(self._consumed.window, head, beyond), dict(saved["uninstalled"])
         held, next_group = sum(unpublished.values()), saved["next_group"]
         taken = next_group - len(consumed) + held
         if held > len(consumed) or not 0 <= taken <= self.slots:
@@ -294,6 +305,6 @@ class Admission:
             )
         self.version, self._next_group = saved["version"], next_group
         self._consumed, self._unpublished = consumed, unpublished
-        self._parts = [(self.version, self._published)]
-        self._waiting = dict(saved["waiting"])
-        self._owners = {group: dict(owners) for group, owners in saved["owners"]}
+        self._trained_by_version = [(self.version, self._published_count)]
+        self._waiting_episodes = dict(saved["waiting"])
+        self._leases_by_group = {group: dict(owners) for group, owners in saved["owners"]}

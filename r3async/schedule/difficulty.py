@@ -21,27 +21,27 @@ import msgspec
 from r3async.config.difficulty import DifficultyConfig
 from r3async.data.records import Trajectory
 
-DRAWS = 64
+MAX_CANDIDATES = 64
 """Tasks that are looked at for one group: where nearly all are settled, one of them is posed all the same."""
 
-NO_SIZE = (
+NO_SIZE_MESSAGE = (
     "`schedule.difficulty` needs tasks that come again, and this environment does not know how many it has (`size`): unset "
     "`settled_share` and `target`, or train rows (data=FILE)"
 )
 """Where past rewards are to choose tasks, and none is ever posed again."""
 
-Score = tuple[int, float]
+TaskScore = tuple[int, float]
 """A task seed, and the mean reward of one of its groups."""
 
 
-def group_scores(groups: Iterable[Sequence[Trajectory]]) -> list[Score]:
+def score_groups(groups: Iterable[Sequence[Trajectory]]) -> list[TaskScore]:
     """Of each group that was played: failed episodes have no turns, and count for nothing."""
     played = ([t for t in group if t.turns] for group in groups)
     return [(members[0].task_seed, fmean(t.reward for t in members)) for members in played if members]
 
 
-class _Snapshot(TypedDict):
-    """What `TaskHistory.snapshot` gives."""
+class _TaskHistoryState(TypedDict):
+    """What `TaskHistory.state_dict` gives."""
 
     scores: list[tuple[int, list[float]]]
     posed: list[tuple[int, int]]
@@ -56,90 +56,91 @@ class TaskHistory:
         self._settings, self._seed = settings, seed
         self._scores: dict[int, list[float]] = {}
         """By task: mean rewards of its last groups, oldest first."""
-        self._posed: dict[int, int] = {}
+        self._task_by_group: dict[int, int] = {}
         """By group that was leased and is not trained: its task."""
-        self._settled: Counter[str] = Counter()
+        self._settled_counts: Counter[str] = Counter()
         """How many tasks are `easy`, and `hard`."""
-        self._replaced = 0
+        self._replaced_count = 0
 
-    def pose(self, group: int, tasks: Iterator[int]) -> int:
-        """The task of a group. `tasks`: that whose turn it is, and then others, without end."""
-        turn = next(tasks)
-        if not self._settings.active:
+    def choose_task(self, group: int, candidates: Iterator[int]) -> int:
+        """The task of a group. `candidates`: that whose turn it is, and then others, without end."""
+        turn = next(candidates)
+        if not self._settings.is_active:
             return turn
-        if group not in self._posed:
-            self._posed[group] = self._chosen(group, chain([turn], tasks))
-            self._replaced += self._posed[group] != turn
-        return self._posed[group]
+        if group not in self._task_by_group:
+            self._task_by_group[group] = self._draw_task(group, chain([turn], candidates))
+            self._replaced_count += self._task_by_group[group] != turn
+        return self._task_by_group[group]
 
-    def _chosen(self, group: int, tasks: Iterator[int]) -> int:
+    def _draw_task(self, group: int, tasks: Iterator[int]) -> int:
         settings, rng = self._settings, random.Random(f"{self._seed}/difficulty/{group}")
         looked_at: list[int] = []
 
         def wanted() -> Iterator[int]:
-            for task in islice(tasks, DRAWS):
+            for task in islice(tasks, MAX_CANDIDATES):
                 looked_at.append(task)
-                if not self._kind(task) or rng.random() < settings.settled_share:
+                if not self._classify_task(task) or rng.random() < settings.settled_share:
                     yield task
 
         found = list(islice(wanted(), 1 if settings.target is None else settings.among))
-        return min(found, key=self._distance) if found else looked_at[0]
+        return min(found, key=self._distance_to_target) if found else looked_at[0]
 
-    def _distance(self, task: int) -> float:
+    def _distance_to_target(self, task: int) -> float:
         """From the target; 0 for a task without past groups. Of two that are equally near, the first is posed."""
         past, target = self._scores.get(task), self._settings.target
         return abs(fmean(past) - target) if past and target is not None else 0.0
 
-    def _kind(self, task: int) -> Literal["easy", "hard", ""]:
+    def _classify_task(self, task: int) -> Literal["easy", "hard", ""]:
         past, settings = self._scores.get(task, []), self._settings
         if len(past) < settings.groups:
             return ""
         return "easy" if min(past) >= settings.easy else "hard" if max(past) <= settings.hard else ""
 
-    def trained(self, groups: Iterable[int], scores: Iterable[Score]) -> None:
+    def record_scores(self, groups: Iterable[int], scores: Iterable[TaskScore]) -> None:
         """A step consumed these groups; their tasks scored this, in this order."""
         for group in groups:
-            self._posed.pop(group, None)
-        if self._settings.active:
+            self._task_by_group.pop(group, None)
+        if self._settings.is_active:
             for task, score in scores:
-                self._add(task, [score])
+                self._add_scores(task, [score])
 
-    def _add(self, task: int, scores: Sequence[float]) -> None:
-        self._settled[self._kind(task)] -= 1
+    def _add_scores(self, task: int, scores: Sequence[float]) -> None:
+        self._settled_counts[self._classify_task(task)] -= 1
         self._scores[task] = [*self._scores.get(task, ()), *scores][-self._settings.groups :]
-        self._settled[self._kind(task)] += 1
+        self._settled_counts[self._classify_task(task)] += 1
 
-    def figures(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         """Metrics; none while no setting is active."""
-        if not self._settings.active:
+        if not self._settings.is_active:
             return {}
         return {
-            "data/easy_tasks": float(self._settled["easy"]),
-            "data/hard_tasks": float(self._settled["hard"]),
-            "data/replaced_tasks": float(self._replaced),
+            "data/easy_tasks": float(self._settled_counts["easy"]),
+            "data/hard_tasks": float(self._settled_counts["hard"]),
+            "data/replaced_tasks": float(self._replaced_count),
         }
 
     # -- for a checkpoint ----------------------------------------------------------------------------------------
 
-    def snapshot(self) -> dict[str, Any]:
-        """Plain data; `restore` reads it."""
-        if not self._settings.active:
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data; `load_state_dict` reads it."""
+        if not self._settings.is_active:
             return {}
         return {
             "scores": [[task, list(past)] for task, past in self._scores.items()],
-            "posed": list(self._posed.items()),
-            "replaced": self._replaced,
+            "posed": list(self._task_by_group.items()),
+            "replaced": self._replaced_count,
         }
 
-    def restore(self, snapshot: Mapping[str, Any], kept: Mapping[int, int]) -> None:
-        """Resume as the one that made the snapshot; `{}` is of a run without. `kept`: tasks, by group, of which the learner kept
+    def load_state_dict(self, state: Mapping[str, Any], buffered_tasks: Mapping[int, int]) -> None:
+        """Resume as the one that made the snapshot; `{}` is of a run without. `buffered_tasks`: tasks, by group, of which the
+        learner kept
         episodes: after the checkpoint these groups may have been leased with other tasks than would be chosen now. Raises
         `msgspec.ValidationError` if it is none."""
-        if snapshot:
-            saved = msgspec.convert(snapshot, _Snapshot)
-            self._scores, self._settled, self._replaced = {}, Counter(), saved["replaced"]
+        if state:
+            saved = msgspec.convert(state, _TaskHistoryState)
+            self._scores, self._settled_counts, self._replaced_count = {}, Counter(), saved["replaced"]
             for task, past in saved["scores"]:
-                self._add(task, past)
-            self._posed = dict(saved["posed"])
-        if self._settings.active:
-            self._posed |= kept
+                self._add_scores(task, past)
+            self._task_by_group = dict(saved["posed"])
+        if self._settings.is_active:
+            self._task_by_group |= buffered_tasks

@@ -10,36 +10,36 @@ import numpy as np
 from r3async.config import Config
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import SCHEMA, Trajectory
-from r3async.data.window import Consumed
-from r3async.schedule.admission import slots_of
-from r3async.transport.wire import MAX_HEADER
+from r3async.data.window import ConsumedGroups
+from r3async.schedule.admission import count_slots
+from r3async.transport.wire import MAX_HEADER_BYTES
 
-HEADER_BYTES = 4096
+TRAJECTORY_HEADER_BYTES = 4096
 """Allowed for what is not token data in one trajectory."""
 
 
-def largest_trajectory(config: Config, routing: RoutingShape | None) -> int:
+def max_trajectory_bytes(config: Config, routing: RoutingShape | None) -> int:
     """Bytes that one trajectory may take in memory: every turn a row of its own, each as long as it may be."""
-    if config.episode.keeps_mask:
+    if config.episode.needs_sampling_mask:
         return config.transport.max_message_bytes  # a support takes up to a bit for each token of the vocabulary
     rows = config.episode.max_turns * config.episode.max_total_tokens * _bytes_per_token(routing)
-    return min(config.transport.max_message_bytes, rows + MAX_HEADER)
+    return min(config.transport.max_message_bytes, rows + MAX_HEADER_BYTES)
 
 
-def largest_buffer(config: Config, routing: RoutingShape | None) -> int:
+def max_buffer_bytes(config: Config, routing: RoutingShape | None) -> int:
     """Bytes of all trajectories that the slots allow, each as long as it may be.
 
     With less credit than this, groups that are not trained yet could hold all of it while the one that is to be trained
     next waits to be sent, and nothing would ever move again. The window does not matter: who is overtaken keeps a slot.
     """
     schedule = config.schedule
-    groups = slots_of(schedule)
+    groups = count_slots(schedule)
     episodes = groups * schedule.samples_per_group
-    per_token = _bytes_per_token(routing, config.episode.keeps_mask)
-    return episodes * (config.episode.max_total_tokens * per_token + HEADER_BYTES)
+    per_token = _bytes_per_token(routing, config.episode.needs_sampling_mask)
+    return episodes * (config.episode.max_total_tokens * per_token + TRAJECTORY_HEADER_BYTES)
 
 
-SUPPORT_BYTES = 64
+SUPPORT_BYTES_PER_TOKEN = 64
 """Of a token's support, where it is recorded: about twice of what top-p 0.95 leaves."""
 
 
@@ -48,11 +48,11 @@ def _bytes_per_token(routing: RoutingShape | None, supports: bool = False) -> in
     wide = routing is not None and routing.num_experts > 256
     per_token = 0
     for column in SCHEMA.columns.values():
-        if column.sets:
-            per_token += SUPPORT_BYTES * supports
+        if column.holds_sets:
+            per_token += SUPPORT_BYTES_PER_TOKEN * supports
             continue
         count = 1
-        for dimension in column.inner:
+        for dimension in column.inner_dims:
             count *= sizes[dimension]
         per_token += count * np.dtype(column.dtypes[-1 if wide else 0]).itemsize
     return per_token
@@ -62,103 +62,107 @@ class GroupBuffer:
     """Holds at most what the slots allow. Pure; the receiver and the learner share it."""
 
     def __init__(self, samples_per_group: int, window: int = 1, *, head: int = 0, beyond: Sequence[int] = ()):
-        """`head`, `beyond`: what a run that is resumed has trained already, see `Consumed`."""
+        """`head`, `beyond`: what a run that is resumed has trained already, see `ConsumedGroups`."""
         self.samples_per_group = samples_per_group
-        self._taken = Consumed(window, head, beyond)
+        self._consumed = ConsumedGroups(window, head, beyond)
         self._groups: dict[int, dict[int, tuple[Trajectory, int]]] = {}
-        self._counts: dict[int, bool] = {}
-        """By complete group: what `counts` of `batch` said."""
+        self._counted_groups: dict[int, bool] = {}
+        """By complete group: what `counts` of `choose_groups` said."""
 
     @property
-    def next_group(self) -> int:
+    def oldest_group(self) -> int:
         """The oldest group not taken yet: all others that may be taken are within the window from here."""
-        return self._taken.head
+        return self._consumed.head
 
     @property
-    def taken(self) -> Consumed:
+    def consumed(self) -> ConsumedGroups:
         """The groups that were taken: the one place that says so in the learner, which the receiver looks at too."""
-        return self._taken
+        return self._consumed
 
     @property
     def newest_group(self) -> int:
         """Of those that something has arrived of and that are not taken; -1 if there is none."""
         return max(self._groups, default=-1)
 
-    def wants(self, trajectory: Trajectory) -> bool:
+    def needs_trajectory(self, trajectory: Trajectory) -> bool:
         """False if that episode is here, or was trained, already. Raises `ValueError` for an index out of range."""
         group, episode = trajectory.group_index, trajectory.episode_index
         if not 0 <= episode < self.samples_per_group:
             raise ValueError(f"episode {episode} of a group of {self.samples_per_group}")
-        return group not in self._taken and episode not in self._groups.get(group, {})
+        return group not in self._consumed and episode not in self._groups.get(group, {})
 
     def add(self, trajectory: Trajectory, nbytes: int) -> bool:
-        """Whether it was wanted; see `wants`, also for what it raises."""
-        if not self.wants(trajectory):
+        """Whether it was wanted; see `needs_trajectory`, also for what it raises."""
+        if not self.needs_trajectory(trajectory):
             return False
         self._groups.setdefault(trajectory.group_index, {})[trajectory.episode_index] = (trajectory, nbytes)
         return True
 
-    def missing(self, group_index: int) -> list[int]:
+    def missing_in_group(self, group_index: int) -> list[int]:
         """Episodes of the group that have not arrived; none for a group that was trained."""
-        if group_index in self._taken:
+        if group_index in self._consumed:
             return []
         have = self._groups.get(group_index, {})
         return [i for i in range(self.samples_per_group) if i not in have]
 
-    def tasks(self) -> dict[int, int]:
+    def list_task_seeds(self) -> dict[int, int]:
         """By group that something has arrived of and that is not taken: its task seed."""
         return {group: next(iter(held.values()))[0].task_seed for group, held in sorted(self._groups.items()) if held}
 
-    def complete(self, group_index: int) -> bool:
+    def is_complete(self, group_index: int) -> bool:
         """Nothing of the group is missing."""
-        return group_index in self._taken or len(self._groups.get(group_index, ())) == self.samples_per_group
+        return group_index in self._consumed or len(self._groups.get(group_index, ())) == self.samples_per_group
 
-    def batch(
-        self, at_least: int, at_most: int, tokens: int, counts: Callable[[Sequence[Trajectory]], bool] | None = None
+    def choose_groups(
+        self,
+        at_least: int,
+        at_most: int,
+        min_tokens: int,
+        counts_group: Callable[[Sequence[Trajectory]], bool] | None = None,
     ) -> list[int]:
-        """The groups that make a batch, in order: `at_least`, and more until they have `tokens` trainable tokens or are
-        `at_most`. Each is the oldest complete one within the window. None while there are not enough of them. `counts`: which
-        groups are among the `at_least`; asked once of each."""
+        """The groups that make a batch, in order: `at_least`, and more until they have `min_tokens` trainable tokens or are
+        `at_most`. Each is the oldest complete one within the window. None while there are not enough of them. `counts_group`:
+        which groups are among the `at_least`; asked once of each."""
         chosen: list[int] = []
         held = counted = 0
-        for group in itertools.islice(self._taken.choices(self.complete), at_most):
+        for group in itertools.islice(self._consumed.trainable_groups(self.is_complete), at_most):
             chosen.append(group)
             members = self._groups[group].values()
-            held += sum(int(s.table["loss_mask"].sum()) for t, _ in members for s in t.samples) if tokens else 0
-            counted += counts is None or self._counted(group, counts)
-            if len(chosen) == at_most or (counted >= at_least and held >= tokens):
+            held += sum(int(s.table["loss_mask"].sum()) for t, _ in members for s in t.samples) if min_tokens else 0
+            counted += counts_group is None or self._group_counts(group, counts_group)
+            if len(chosen) == at_most or (counted >= at_least and held >= min_tokens):
                 return chosen
         return []
 
-    def _counted(self, group: int, counts: Callable[[Sequence[Trajectory]], bool]) -> bool:
-        if group not in self._counts:
-            self._counts[group] = counts(self.episodes([group])[0])
-        return self._counts[group]
+    def _group_counts(self, group: int, counts: Callable[[Sequence[Trajectory]], bool]) -> bool:
+        if group not in self._counted_groups:
+            self._counted_groups[group] = counts(self.episodes_of([group])[0])
+        return self._counted_groups[group]
 
-    def lacking(self, groups: int) -> dict[int, list[int]]:
+    def missing_episodes(self, groups: int) -> dict[int, list[int]]:
         """Missing episodes by group, of the oldest `groups` that are not taken."""
-        oldest = itertools.islice(self._taken.outstanding(), groups)
-        return {g: missing for g in oldest if (missing := self.missing(g))}
+        oldest = itertools.islice(self._consumed.untrained_groups(), groups)
+        return {g: missing for g in oldest if (missing := self.missing_in_group(g))}
 
-    def ready_groups(self) -> int:
+    def count_ready_groups(self) -> int:
         """Complete groups, in or out of order."""
-        return sum(map(self.complete, self._groups))
+        return sum(map(self.is_complete, self._groups))
 
-    def take(self, groups: Sequence[int]) -> tuple[list[list[Trajectory]], int]:
+    def take_groups(self, groups: Sequence[int]) -> tuple[list[list[Trajectory]], int]:
         """Consume these groups, in this order: their episodes in order, and their bytes on the wire.
 
         Raises `ValueError` if one is not complete, was taken before, or is beyond the window; then nothing is taken.
         """
-        incomplete = [g for g in groups if self.missing(g)]
+        incomplete = [g for g in groups if self.missing_in_group(g)]
         if incomplete:
             raise ValueError(f"groups {incomplete} are not complete")
-        self._taken.take(groups)
-        episodes = self.episodes(groups)
+        self._consumed.add_groups(groups)
+        episodes = self.episodes_of(groups)
         members = [self._groups.pop(group) for group in groups]
         for group in groups:
-            self._counts.pop(group, None)
+            self._counted_groups.pop(group, None)
         return episodes, sum(size for held in members for _, size in held.values())
 
-    def episodes(self, groups: Sequence[int]) -> list[list[Trajectory]]:
-        """Of groups that are complete and here, and stay here: as `take` returns them."""
+    def episodes_of(self, groups: Sequence[int]) -> list[list[Trajectory]]:
+        """Of groups that are complete and here, and stay here: as `take_groups` returns them."""
         return [[self._groups[group][i][0] for i in range(self.samples_per_group)] for group in groups]

@@ -32,34 +32,38 @@ class RestartsExhausted(RuntimeError):
     """A process was lost more often than it may be restarted."""
 
 
-class Health:
+class GeneratorHealth:
     """One generator's. Times in seconds of `clock`.
 
-    `silence`: after so long without a word it is SUSPECT. `backoff`: wait before the first restart; doubled for each further one
-    up to `backoff_max`, and the first again once it was healthy for `forgive` in one stretch. `max_restarts` in all.
-    `changed()` is called when it has another state.
+    `silence_seconds`: after so long without a word it is SUSPECT. `backoff_seconds`: wait before the first restart; doubled
+    for each further one up to `max_backoff_seconds`, and the first again once it was healthy for `forgive_seconds` in one
+    stretch. `max_restarts` in all. `on_change()` is called when it has another state.
     """
 
     def __init__(
         self,
         clock: Callable[[], float],
         *,
-        silence: float = 30.0,
-        backoff: float = 1.0,
-        backoff_max: float = 60.0,
-        forgive: float = 600.0,
+        silence_seconds: float = 30.0,
+        backoff_seconds: float = 1.0,
+        max_backoff_seconds: float = 60.0,
+        forgive_seconds: float = 600.0,
         max_restarts: int = 8,
-        changed: Callable[[], object] = lambda: None,
+        on_change: Callable[[], object] = lambda: None,
     ):
-        if min(silence, backoff, backoff_max, forgive) <= 0 or max_restarts < 0:
+        if min(silence_seconds, backoff_seconds, max_backoff_seconds, forgive_seconds) <= 0 or max_restarts < 0:
             raise ValueError("silence, backoff, backoff_max and forgive must be positive, max_restarts not negative")
-        self._clock, self._silence, self._max_restarts = clock, silence, max_restarts
-        self._backoff, self._backoff_max, self._forgive = backoff, backoff_max, forgive
-        self._state, self._changed = HealthState.STARTING, changed
+        self._clock, self._silence_seconds, self._max_restarts = clock, silence_seconds, max_restarts
+        self._backoff_seconds, self._max_backoff_seconds, self._forgive_seconds = (
+            backoff_seconds,
+            max_backoff_seconds,
+            forgive_seconds,
+        )
+        self._state, self._on_change = HealthState.STARTING, on_change
         self.version = -1
         """Version of its weights; -1 while it has none."""
         self.restarts = 0
-        self._recent = 0
+        self._recent_losses = 0
         """Losses that count for the back-off."""
         self._last_heartbeat = clock()
         self._healthy_since: float | None = None
@@ -73,20 +77,20 @@ class Health:
     def state(self, state: HealthState) -> None:
         if state is not self._state:
             self._state = state
-            self._changed()
+            self._on_change()
 
     @property
-    def may_lease(self) -> bool:
+    def can_lease(self) -> bool:
         return self.state is HealthState.HEALTHY
 
-    def loaded(self) -> None:
+    def mark_loaded(self) -> None:
         """Its engine is up. It has no weights worth the name. Raises `ValueError` unless it was STARTING."""
-        self._require(HealthState.STARTING)
+        self._require_state(HealthState.STARTING)
         self.state = HealthState.STALE
         self._last_heartbeat = self._clock()
 
-    def installed(self, version: int, current: int) -> None:
-        """It installed `version`; `current` is the newest. With the newest it is HEALTHY, else STALE.
+    def mark_installed(self, version: int, newest_version: int) -> None:
+        """It installed `version`; `newest_version` is the newest. With the newest it is HEALTHY, else STALE.
 
         Raises `ValueError` if it is STARTING or LOST, or versions go backwards.
         """
@@ -96,14 +100,14 @@ class Health:
             raise ValueError(f"version {version} installed after version {self.version}: versions only go up")
         self.version = version
         self._last_heartbeat = self._clock()
-        if version >= current:
+        if version >= newest_version:
             if self.state is not HealthState.HEALTHY:
                 self._healthy_since = self._last_heartbeat
             self.state = HealthState.HEALTHY
         else:
-            self._leave(HealthState.STALE)
+            self._change_state(HealthState.STALE)
 
-    def answered(self) -> None:
+    def note_answer(self) -> None:
         """It sent something or answered. SUSPECT becomes HEALTHY again. Ignored while LOST: a late answer revives nothing."""
         if self.state is HealthState.LOST:
             return
@@ -111,53 +115,53 @@ class Health:
         if self.state is HealthState.SUSPECT:
             self.state, self._healthy_since = HealthState.HEALTHY, self._last_heartbeat
 
-    def tick(self) -> bool:
+    def check_silence(self) -> bool:
         """Look at the clock. True if it has become SUSPECT just now."""
-        if self.state is HealthState.HEALTHY and self._clock() - self._last_heartbeat > self._silence:
-            self._leave(HealthState.SUSPECT)
+        if self.state is HealthState.HEALTHY and self._clock() - self._last_heartbeat > self._silence_seconds:
+            self._change_state(HealthState.SUSPECT)
             return True
         return False
 
     @property
-    def silent_for(self) -> float:
+    def silent_seconds(self) -> float:
         """Seconds since its last heartbeat or answer."""
         return self._clock() - self._last_heartbeat
 
-    def lost(self) -> None:
+    def mark_lost(self) -> None:
         """Its process has ended, and its weights are lost with it. Idempotent."""
         if self.state is HealthState.LOST:
             return
-        self._leave(HealthState.LOST)
+        self._change_state(HealthState.LOST)
         self.version, self._lost_at = -1, self._clock()
-        self._recent += 1
+        self._recent_losses += 1
 
     @property
-    def restart_in(self) -> float:
+    def seconds_to_restart(self) -> float:
         """Seconds until it should be restarted; 0 if now. Raises `ValueError` unless it is LOST."""
-        self._require(HealthState.LOST)
-        wait = min(self._backoff * 2.0 ** min(self._recent - 1, 62), self._backoff_max)
+        self._require_state(HealthState.LOST)
+        wait = min(self._backoff_seconds * 2.0 ** min(self._recent_losses - 1, 62), self._max_backoff_seconds)
         return max(0.0, self._lost_at + wait - self._clock())
 
-    def restarting(self) -> None:
+    def begin_restart(self) -> None:
         """It is started again. Raises `RestartsExhausted`, or `ValueError` unless it is LOST."""
-        self._require(HealthState.LOST)
+        self._require_state(HealthState.LOST)
         if self.restarts >= self._max_restarts:
             raise RestartsExhausted(f"lost {self.restarts + 1} times, {self._max_restarts} restarts are allowed")
         self.restarts += 1
         self.state, self._last_heartbeat = HealthState.STARTING, self._clock()
 
-    def found(self) -> None:
+    def undo_loss(self) -> None:
         """The process that was taken for lost answers again: it was not restarted, and the loss does not count."""
-        self._require(HealthState.STALE)
-        self.restarts, self._recent = self.restarts - 1, self._recent - 1
+        self._require_state(HealthState.STALE)
+        self.restarts, self._recent_losses = self.restarts - 1, self._recent_losses - 1
 
-    def _leave(self, state: HealthState) -> None:
+    def _change_state(self, state: HealthState) -> None:
         since, self._healthy_since = self._healthy_since, None
-        if since is not None and self._clock() - since >= self._forgive:
-            self._recent = 0
+        if since is not None and self._clock() - since >= self._forgive_seconds:
+            self._recent_losses = 0
         self.state = state
 
-    def _require(self, state: HealthState) -> None:
+    def _require_state(self, state: HealthState) -> None:
         if self.state is not state:
             raise ValueError(f"a generator that is {self.state} is not {state}")
 
@@ -172,7 +176,7 @@ class Stall(msgspec.Struct, frozen=True):
     waiting: int
 
 
-class _Seen(msgspec.Struct):
+class _StageProgress(msgspec.Struct):
     done: int
     waiting: int
     since: float
@@ -191,120 +195,121 @@ class Watchdog:
         self._clock, self._default, self._limits = clock, default, dict(limits or {})
         if min([default, *self._limits.values()]) <= 0:
             raise ValueError("limits must be positive")
-        self._seen: dict[str, _Seen] = {}
+        self._stages: dict[str, _StageProgress] = {}
         self._done = self._with_work = 0
         """Of all stages: what they have done, and how many have something waiting."""
 
-    def see(self, stage: str, done: int, waiting: int, limit: float | None = None) -> None:
+    def observe_stage(self, stage: str, done: int, waiting: int, limit: float | None = None) -> None:
         """`done` only grows while a stage's process lives; one that is smaller is a new process, which is progress too. `limit`:
         seconds that it may go without from now on."""
-        now, seen = self._clock(), self._seen.get(stage)
+        now, seen = self._clock(), self._stages.get(stage)
         if seen is None:
-            seen = self._seen[stage] = _Seen(0, 0, now)
+            seen = self._stages[stage] = _StageProgress(0, 0, now)
         elif done != seen.done or not waiting or not seen.waiting:
             seen.since, seen.reported = now, False
-        self._count(seen, -1)
+        self._add_to_totals(seen, -1)
         seen.done, seen.waiting, seen.limit = done, waiting, limit
-        self._count(seen, 1)
+        self._add_to_totals(seen, 1)
 
-    def forget(self, stage: str) -> None:
+    def forget_stage(self, stage: str) -> None:
         """The stage has ended."""
-        seen = self._seen.pop(stage, None)
+        seen = self._stages.pop(stage, None)
         if seen is not None:
-            self._count(seen, -1)
+            self._add_to_totals(seen, -1)
 
-    def _count(self, seen: _Seen, times: int) -> None:
+    def _add_to_totals(self, seen: _StageProgress, times: int) -> None:
         self._done += times * seen.done
         self._with_work += times * bool(seen.waiting)
 
-    def totals(self, besides: str) -> tuple[int, int]:
+    def total_others(self, besides: str) -> tuple[int, int]:
         """Of all stages but one: what they have done, and how many have something waiting."""
-        left_out = self._seen.get(besides)
+        left_out = self._stages.get(besides)
         if left_out is None:
             return self._done, self._with_work
         return self._done - left_out.done, self._with_work - bool(left_out.waiting)
 
-    def stalled(self) -> list[Stall]:
+    def find_stalls(self) -> list[Stall]:
         """Stages over their limits, in the order in which they were first seen."""
         now = self._clock()
         out = []
-        for stage, seen in self._seen.items():
+        for stage, seen in self._stages.items():
             limit = self._limits.get(stage, self._default) if seen.limit is None else seen.limit
             if seen.waiting and now - seen.since >= limit:
                 out.append(Stall(stage, now - seen.since, limit, seen.done, seen.waiting))
         return out
 
-    def news(self) -> list[Stall]:
-        """Those of `stalled` that were not reported before; reported again after the stage has moved and stalled again."""
-        fresh = [stall for stall in self.stalled() if not self._seen[stall.stage].reported]
+    def take_new_stalls(self) -> list[Stall]:
+        """Those of `find_stalls` that were not reported before; reported again after the stage has moved and stalled again."""
+        fresh = [stall for stall in self.find_stalls() if not self._stages[stall.stage].reported]
         for stall in fresh:
-            self._seen[stall.stage].reported = True
+            self._stages[stall.stage].reported = True
         return fresh
 
-    def describe(self) -> dict[str, dict[str, float]]:
+    def describe_stages(self) -> dict[str, dict[str, float]]:
         """By stage: `done`, `waiting` and `still_for` seconds. For the event and for the user."""
         now = self._clock()
         return {
-            stage: {"done": s.done, "waiting": s.waiting, "still_for": now - s.since} for stage, s in self._seen.items()
+            stage: {"done": s.done, "waiting": s.waiting, "still_for": now - s.since}
+            for stage, s in self._stages.items()
         }
 
 
 NO_CONTRAST = "no contrast"
-ALL_FAILED = "every episode failed"
-BROKEN = "drift beyond algorithm.rollout_kl.max"
-NOT_FINITE = "gradient not finite"
+ALL_EPISODES_FAILED = "every episode failed"
+DRIFT_TOO_LARGE = "drift beyond algorithm.rollout_kl.max"
+GRADIENT_NOT_FINITE = "gradient not finite"
 
 
-def why_no_update(metrics: Mapping[str, Any]) -> str:
+def explain_no_update(metrics: Mapping[str, Any]) -> str:
     """Of a step's metrics, or of its row: why it made no update. Empty if it made one, or if the row does not say."""
     if metrics.get("optimizer/updates", 1):
         return ""
     if metrics.get("optimizer/no_contrast"):
-        episodes, failed = _ended(metrics)
-        return ALL_FAILED if episodes and failed == episodes else NO_CONTRAST
-    return BROKEN if metrics.get("optimizer/broken") else NOT_FINITE
+        episodes, failed = _count_ended_episodes(metrics)
+        return ALL_EPISODES_FAILED if episodes and failed == episodes else NO_CONTRAST
+    return DRIFT_TOO_LARGE if metrics.get("optimizer/broken") else GRADIENT_NOT_FINITE
 
 
-def _ended(metrics: Mapping[str, Any]) -> tuple[int, int]:
+def _count_ended_episodes(metrics: Mapping[str, Any]) -> tuple[int, int]:
     """How many episodes a step took, and how many of them had failed for good."""
     ended = {name: value for name, value in metrics.items() if "/ended_" in name and name.startswith("episode/")}
     return int(sum(ended.values())), int(ended.get("episode/ended_error", 0))
 
 
-class Updates:
+class UpdateMonitor:
     """Counts the steps of a run, as far as this process sees them, by what kept them from an update.
 
     Steps without contrast are the task's or the policy's, not a fault: one event, `no_contrast`, when they begin, and one,
     `contrast_returned`, when they end. They neither count as skipped nor end a row of skipped steps. So it is with steps of which
     every episode failed, which begin with `every_episode_failed`: how many may fail is judged elsewhere (`TaskFailures`).
 
-    `limit`: skipped steps in a row that are let pass (`supervise.max_skipped_steps`). `warn`, `inform`: called with an event's
-    name and its fields.
+    `max_skipped`: skipped steps in a row that are let pass (`supervise.max_skipped_steps`). `report_warning`, `report_info`:
+    called with an event's name and its fields.
     """
 
-    def __init__(self, limit: int, warn: Callable[..., object], inform: Callable[..., object]):
-        self._limit, self._warn, self._inform = limit, warn, inform
-        self._flat = 0
+    def __init__(self, max_skipped: int, report_warning: Callable[..., object], report_info: Callable[..., object]):
+        self._max_skipped, self._report_warning, self._report_info = max_skipped, report_warning, report_info
+        self._steps_without_contrast = 0
         """Steps without contrast since the last one that had some."""
         self._skipped: list[tuple[int, str]] = []
         """Steps in a row that had contrast and made no update, and why."""
-        self._all: Counter[str] = Counter()
-        self._episodes = self._failed = 0
+        self._reason_counts: Counter[str] = Counter()
+        self._episodes = self._failed_episodes = 0
 
-    def stepped(self, step: int, metrics: Mapping[str, Any]) -> str:
+    def record_step(self, step: int, metrics: Mapping[str, Any]) -> str:
         """Once after each step. Returns why the run must end; empty if it need not."""
-        why = why_no_update(metrics)
-        self._all[why] += 1
-        episodes, failed = _ended(metrics)
-        self._episodes, self._failed = self._episodes + episodes, self._failed + failed
-        if why in (NO_CONTRAST, ALL_FAILED):
-            self._flat += 1
-            if self._flat == 1 and why == ALL_FAILED:
-                self._warn(
+        why = explain_no_update(metrics)
+        self._reason_counts[why] += 1
+        episodes, failed = _count_ended_episodes(metrics)
+        self._episodes, self._failed_episodes = self._episodes + episodes, self._failed_episodes + failed
+        if why in (NO_CONTRAST, ALL_EPISODES_FAILED):
+            self._steps_without_contrast += 1
+            if self._steps_without_contrast == 1 and why == ALL_EPISODES_FAILED:
+                self._report_warning(
                     "every_episode_failed", step=step, episodes=episodes, hint="see the events episode_abandoned"
                 )
-            elif self._flat == 1:
-                self._warn(
+            elif self._steps_without_contrast == 1:
+                self._report_warning(
                     "no_contrast",
                     step=step,
                     groups=int(metrics["batch/groups"]),
@@ -315,33 +320,34 @@ class Updates:
                     "tasks are, or raise schedule.samples_per_group",
                 )
             return ""
-        if self._flat:
-            self._inform("contrast_returned", step=step, steps_without=self._flat)
-            self._flat = 0
+        if self._steps_without_contrast:
+            self._report_info("contrast_returned", step=step, steps_without=self._steps_without_contrast)
+            self._steps_without_contrast = 0
         if not why:
             self._skipped.clear()
             return ""
         self._skipped.append((step, why))
-        return self._reason() if len(self._skipped) > self._limit else ""
+        return self._describe_skipped() if len(self._skipped) > self._max_skipped else ""
 
-    def _reason(self) -> str:
+    def _describe_skipped(self) -> str:
         first, last = self._skipped[0][0], self._skipped[-1][0]
         return (
-            f"{len(self._skipped)} steps in a row made no update, more than supervise.max_skipped_steps = {self._limit}: "
-            f"{_counted(Counter(why for _, why in self._skipped))} (steps {first} to {last}). Lower learner.lr, or begin from "
+            f"{len(self._skipped)} steps in a row made no update, more than supervise.max_skipped_steps = {self._max_skipped}: "
+            f"{_format_counts(Counter(why for _, why in self._skipped))} (steps {first} to {last}). Lower learner.lr, or "
+            "begin from "
             f"a checkpoint before step {first}; the events step_skipped and trust_region_broke have each step's figures"
         )
 
-    def failure(self) -> str:
+    def describe_failure(self) -> str:
         """Why a run without an update has failed, and was not merely idle: most of its episodes did. Empty if it has not."""
-        if 2 * self._failed <= self._episodes:
+        if 2 * self._failed_episodes <= self._episodes:
             return ""
-        return f"no step made an update, and {self._failed} of {self._episodes} episodes failed"
+        return f"no step made an update, and {self._failed_episodes} of {self._episodes} episodes failed"
 
-    def without(self) -> str:
+    def describe_no_updates(self) -> str:
         """What the steps without an update lacked, as `12 x no contrast, 1 x gradient not finite`; empty if there was none."""
-        return _counted(Counter({why: steps for why, steps in self._all.items() if why}))
+        return _format_counts(Counter({why: steps for why, steps in self._reason_counts.items() if why}))
 
 
-def _counted(reasons: Counter[str]) -> str:
+def _format_counts(reasons: Counter[str]) -> str:
     return ", ".join(f"{steps} x {why}" for why, steps in reasons.most_common())

@@ -13,18 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from r3async.data.mixed import INNER_BITS, joint, parted
-from r3async.schedule.tasks import Cursor
+from r3async.data.mixed import ENV_SEED_BITS, join_seed, split_seed
+from r3async.schedule.tasks import TaskCursor
 
-PERIOD = 1000
+MAX_PERIOD = 1000
 """Groups after which the order repeats, at most: weights are rounded to that."""
 
 
-class Order:
+class EnvironmentOrder:
     """Of groups, by weights. Immutable."""
 
     def __init__(self, weights: Sequence[float]):
-        quotas = _quotas(weights)
+        quotas = _round_quotas(weights)
         self.period = sum(quotas)
         chosen = np.zeros(self.period, np.int64)
         counts = [0] * len(quotas)
@@ -37,48 +37,48 @@ class Order:
         # [entry, at]: groups of the period before `at` that are the entry's; the last column is the quota.
         self._before = np.stack([np.append(0, np.cumsum(chosen == e)) for e in range(len(quotas))])
 
-    def entry(self, group: int) -> int:
+    def environment_of(self, group: int) -> int:
         """Which environment poses the task of a group."""
         return int(self._chosen[group % self.period])
 
-    def count(self, entry: int, group: int) -> int:
+    def count_before(self, entry: int, group: int) -> int:
         """How many groups before `group` are that environment's."""
         periods, at = divmod(group, self.period)
         return int(periods * self._before[entry, -1] + self._before[entry, at])
 
 
-def _quotas(weights: Sequence[float]) -> list[int]:
+def _round_quotas(weights: Sequence[float]) -> list[int]:
     """How many groups of a period each has: at least one; the largest remainders are rounded up."""
     total = sum(weights)
-    exact = [PERIOD * weight / total for weight in weights]
+    exact = [MAX_PERIOD * weight / total for weight in weights]
     quotas = [max(1, math.floor(share)) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda e: (math.floor(exact[e]) - exact[e], e))
-    for entry in by_remainder[: max(0, PERIOD - sum(quotas))]:
+    for entry in by_remainder[: max(0, MAX_PERIOD - sum(quotas))]:
         quotas[entry] += 1
     common = math.gcd(*quotas)
     return [quota // common for quota in quotas]
 
 
-class _Own(Mapping[int, int]):
+class _EnvironmentQuarantine(Mapping[int, int]):
     """Of the quarantined tasks of all environments those of one: by its own seed the first of its own groups that does not pose
     the task any more. A view."""
 
-    def __init__(self, entry: int, order: Order, entries: int, quarantined: Mapping[int, int]):
-        self._entry, self._order, self._entries, self._all = entry, order, entries, quarantined
+    def __init__(self, environment: int, order: EnvironmentOrder, entries: int, quarantined: Mapping[int, int]):
+        self._entry, self._order, self._entries, self._all = environment, order, entries, quarantined
 
     def __getitem__(self, seed: int) -> int:
-        return self._order.count(self._entry, self._all[joint(self._entry, seed)])
+        return self._order.count_before(self._entry, self._all[join_seed(self._entry, seed)])
 
     def __iter__(self) -> Iterator[int]:
-        parts = (parted(task, self._entries) for task in self._all)
+        parts = (split_seed(task, self._entries) for task in self._all)
         return (seed for entry, seed in parts if entry == self._entry)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-class MixedCursor:
-    """As `Cursor`, over several environments with these `weights` and `sizes`: each has tasks, epochs and quarantined tasks
+class MixedTaskCursor:
+    """As `TaskCursor`, over several environments with these `weights` and `sizes`: each has tasks, epochs and quarantined tasks
     of its own, in the order of its own groups."""
 
     def __init__(
@@ -88,28 +88,30 @@ class MixedCursor:
         sizes: Sequence[int | None],
         quarantined: Mapping[int, int] | None = None,
     ):
-        self._order, known = Order(weights), {} if quarantined is None else quarantined
+        self._order, known = EnvironmentOrder(weights), {} if quarantined is None else quarantined
         self._cursors = [
-            Cursor(
+            TaskCursor(
                 random.Random(f"{seed}/environment {entry}").getrandbits(63),
                 size,
-                _Own(entry, self._order, len(weights), known),
-                bits=INNER_BITS,
+                _EnvironmentQuarantine(entry, self._order, len(weights), known),
+                bits=ENV_SEED_BITS,
             )
             for entry, size in enumerate(sizes)
         ]
 
-    def task_seed(self, group_index: int) -> int:
+    def pick_task(self, group_index: int) -> int:
         """Raises `ValueError` if every task of the group's environment is quarantined."""
-        entry = self._order.entry(group_index)
-        return joint(entry, self._cursors[entry].task_seed(self._order.count(entry, group_index)))
+        entry = self._order.environment_of(group_index)
+        return join_seed(entry, self._cursors[entry].pick_task(self._order.count_before(entry, group_index)))
 
-    def tasks(self, group_index: int) -> Iterator[int]:
-        """As `Cursor.tasks`, of the group's environment."""
-        entry = self._order.entry(group_index)
-        own = self._cursors[entry].tasks(self._order.count(entry, group_index))
-        return (joint(entry, task) for task in own)
+    def iter_tasks(self, group_index: int) -> Iterator[int]:
+        """As `TaskCursor.iter_tasks`, of the group's environment."""
+        entry = self._order.environment_of(group_index)
+        own = self._cursors[entry].iter_tasks(self._order.count_before(entry, group_index))
+        return (join_seed(entry, task) for task in own)
 
-    def epochs(self, groups: int) -> list[float]:
+    def count_epochs(self, groups: int) -> list[float]:
         """By environment, how often all its tasks were posed by the first `groups` groups; 0 without a size."""
-        return [cursor.epochs(self._order.count(entry, groups)) for entry, cursor in enumerate(self._cursors)]
+        return [
+            cursor.count_epochs(self._order.count_before(entry, groups)) for entry, cursor in enumerate(self._cursors)
+        ]

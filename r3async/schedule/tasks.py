@@ -19,14 +19,14 @@ import msgspec
 import numpy as np
 
 from r3async.data.records import Trajectory
-from r3async.schedule.spool import SPOOL
+from r3async.schedule.spool import SPOOL_FORMAT
 from r3async.transport.wire import Frame, WireError, encode_trajectory
 from r3async.world import Files
 from r3async.world.files import make_directory
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 
 
-class Cursor:
+class TaskCursor:
     """Tasks of a run, for ever. The same `seed` and `size` name the same tasks, whatever was played before.
 
     Without a `size`, every group has a random task seed of `bits` bits. With one (an environment that knows how many tasks
@@ -45,42 +45,42 @@ class Cursor:
         self.seed, self.size, self._bits = seed, size, bits
         self._quarantined = {} if quarantined is None else quarantined
         # Two epochs overlap in flight, or a few if they are short.
-        self._order = lru_cache(maxsize=8)(self._shuffled)
+        self._epoch_order = lru_cache(maxsize=8)(self._shuffle_epoch)
 
-    def task_seed(self, group_index: int) -> int:
+    def pick_task(self, group_index: int) -> int:
         """Raises `ValueError` if every task is quarantined."""
-        task = self._in_order(group_index)
-        if not self._skipped(task, group_index):
+        task = self._task_in_order(group_index)
+        if not self._is_quarantined(task, group_index):
             return task
-        if self.size is not None and sum(self._skipped(t, group_index) for t in self._quarantined) >= self.size:
+        if self.size is not None and sum(self._is_quarantined(t, group_index) for t in self._quarantined) >= self.size:
             raise ValueError(f"all {self.size} tasks of the environment are quarantined")
-        return next(t for t in self._others(group_index) if not self._skipped(t, group_index))
+        return next(t for t in self._iter_substitutes(group_index) if not self._is_quarantined(t, group_index))
 
-    def tasks(self, group_index: int) -> Iterator[int]:
+    def iter_tasks(self, group_index: int) -> Iterator[int]:
         """The group's task, and then others that could be in its place, without end; none of them is quarantined."""
-        yield self.task_seed(group_index)
-        yield from (t for t in self._others(group_index) if not self._skipped(t, group_index))
+        yield self.pick_task(group_index)
+        yield from (t for t in self._iter_substitutes(group_index) if not self._is_quarantined(t, group_index))
 
-    def _skipped(self, task: int, group_index: int) -> bool:
+    def _is_quarantined(self, task: int, group_index: int) -> bool:
         return self._quarantined.get(task, group_index + 1) <= group_index
 
-    def _others(self, group_index: int) -> Iterator[int]:
+    def _iter_substitutes(self, group_index: int) -> Iterator[int]:
         """Tasks in place of one that is quarantined, without end."""
         rng = random.Random(f"{self.seed}/instead/{group_index}")
         while True:
             yield rng.getrandbits(self._bits) & ~1 if self.size is None else rng.randrange(self.size)
 
-    def _in_order(self, group_index: int) -> int:
+    def _task_in_order(self, group_index: int) -> int:
         if self.size is None:
             return training_seed(self.seed, group_index, self._bits)
         epoch, position = divmod(group_index, self.size)
-        return int(self._order(epoch)[position])
+        return int(self._epoch_order(epoch)[position])
 
-    def epochs(self, groups: int) -> float:
+    def count_epochs(self, groups: int) -> float:
         """How often all tasks were posed by the first `groups` groups; 0 without a size."""
         return groups / self.size if self.size else 0.0
 
-    def _shuffled(self, epoch: int) -> np.ndarray:
+    def _shuffle_epoch(self, epoch: int) -> np.ndarray:
         assert self.size is not None
         seed = random.Random(f"{self.seed}/epoch {epoch}").getrandbits(64)
         return np.random.default_rng(seed).permutation(self.size)
@@ -96,11 +96,11 @@ def evaluation_seed(seed: int, index: int) -> int:
     return random.Random(f"evaluation/{seed}/{index}").getrandbits(63) | 1
 
 
-RECENT = 100
-"""Tasks that the share is taken over, at least; fewer at the beginning count as `FEWEST`."""
-FEWEST = 20
+RECENT_TASKS = 100
+"""Tasks that the share is taken over, at least; fewer at the beginning count as `MIN_COUNTED_TASKS`."""
+MIN_COUNTED_TASKS = 20
 
-By = Literal["environment", "engine", "learner"]
+FailureSource = Literal["environment", "engine", "learner"]
 
 
 class EpisodeEnd(msgspec.Struct, frozen=True):
@@ -110,11 +110,11 @@ class EpisodeEnd(msgspec.Struct, frozen=True):
     group_index: int
     episode_index: int
     task_seed: int
-    failed_by: By | None = None
+    failed_by: FailureSource | None = None
     error: str = ""
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         return f"task seed {self.task_seed}, group {self.group_index}, {self.failed_by}: {self.error}"
 
 
@@ -123,77 +123,83 @@ class FailedTask(msgspec.Struct, frozen=True):
 
     task_seed: int
     group_index: int
-    failed_by: By
+    failed_by: FailureSource
     error: str
 
 
 class TaskFailures:
     """Counts failed episodes by group, whichever generators play its parts, and however often one is played.
 
-    `limit`: share of the last tasks that may fail, for each of environment, engine and learner. An environment that always
-    fails is over it with its third task (at 0.1); one bad task among many never is. `in_flight`: groups that may begin between
-    the first and the last end of one group's episodes. The last `RECENT`, or that many, are remembered: a group that is forgotten
-    while it is played would never be known to have failed whole.
+    `max_failed_fraction`: share of the last tasks that may fail, for each of environment, engine and learner. An environment
+    that always fails is over it with its third task (at 0.1); one bad task among many never is. `in_flight`: groups that may
+    begin between the first and the last end of one group's episodes. The last `RECENT_TASKS`, or that many, are remembered: a
+    group that is forgotten while it is played would never be known to have failed whole.
     """
 
-    def __init__(self, limit: float, samples_per_group: int, in_flight: int = 0):
-        if not 0 <= limit <= 1:
-            raise ValueError(f"a share of failed tasks is in 0..1, got {limit}")
-        self.limit, self._samples = limit, samples_per_group
-        self._remembered = max(RECENT, in_flight + 1)
-        self._recent: dict[int, dict[int, By]] = {}
+    def __init__(self, max_failed_fraction: float, samples_per_group: int, in_flight: int = 0):
+        if not 0 <= max_failed_fraction <= 1:
+            raise ValueError(f"a share of failed tasks is in 0..1, got {max_failed_fraction}")
+        self.max_failed_fraction, self._samples_per_group = max_failed_fraction, samples_per_group
+        self._max_recent = max(RECENT_TASKS, in_flight + 1)
+        self._recent_groups: dict[int, dict[int, FailureSource]] = {}
         """By group, in the order in which their first episodes ended: who failed, by episode."""
 
-    def ended(self, end: EpisodeEnd) -> FailedTask | None:
+    def record_end(self, end: EpisodeEnd) -> FailedTask | None:
         """The last word on an episode counts. Returns its task if no episode of it is left that could be trained."""
-        failed = self._recent.setdefault(end.group_index, {})
-        if len(self._recent) > self._remembered:
-            del self._recent[next(iter(self._recent))]
+        failed = self._recent_groups.setdefault(end.group_index, {})
+        if len(self._recent_groups) > self._max_recent:
+            del self._recent_groups[next(iter(self._recent_groups))]
         known = failed.pop(end.episode_index, None)
         if end.failed_by is None:
             return None
         failed[end.episode_index] = end.failed_by
-        if known is not None or len(failed) < self._samples or "engine" in failed.values():
+        if known is not None or len(failed) < self._samples_per_group or "engine" in failed.values():
             return None
         return FailedTask(end.task_seed, end.group_index, end.failed_by, end.error)
 
-    def too_many(self, by: By) -> bool:
-        return self._count(by) > self._allowed
+    def exceeds_limit(self, source: FailureSource) -> bool:
+        return self._count_failed(source) > self._allowed_episodes
 
-    def describe(self, by: By) -> str:
-        tasks = sum(by in failed.values() for failed in self._recent.values())
+    def describe_failures(self, source: FailureSource) -> str:
+        tasks = sum(source in failed.values() for failed in self._recent_groups.values())
         return (
-            f"{self._count(by)} episodes of {tasks} tasks, of the last {len(self._recent)} tasks, failed by the {by}; "
-            f"supervise.max_failed_fraction = {self.limit:g} allows {int(self._allowed)} of {self._samples} a task"
+            f"{self._count_failed(source)} episodes of {tasks} tasks, of the last {len(self._recent_groups)} tasks, failed by "
+            f"the {source}; "
+            f"supervise.max_failed_fraction = {self.max_failed_fraction:g} allows {int(self._allowed_episodes)} of "
+            f"{self._samples_per_group} a task"
         )
 
-    def _count(self, by: By) -> int:
-        return sum(who == by for failed in self._recent.values() for who in failed.values())
+    def _count_failed(self, source: FailureSource) -> int:
+        return sum(who == source for failed in self._recent_groups.values() for who in failed.values())
 
     @property
-    def _allowed(self) -> float:
+    def _allowed_episodes(self) -> float:
         """Episodes."""
-        return self.limit * max(len(self._recent), FEWEST) * self._samples
+        return self.max_failed_fraction * max(len(self._recent_groups), MIN_COUNTED_TASKS) * self._samples_per_group
 
 
-class Quarantine:
-    """A directory of spool files, one a trajectory, of `limit` bytes together: the oldest make way. One thread at a time.
+class TrajectoryQuarantine:
+    """A directory of spool files, one a trajectory, of `max_bytes` bytes together: the oldest make way. One thread at a time.
 
-    Each is named, with its reason, by `report("trajectory_quarantined", **facts)`, also where it could not be kept.
+    Each is named, with its reason, by `report_event("trajectory_quarantined", **facts)`, also where it could not be kept.
     """
 
-    def __init__(self, directory: Path, limit: int, report: Callable[..., object], *, files: Files = REAL.files):
-        self.directory, self._limit, self._report, self._files = directory, limit, report, files
+    def __init__(
+        self, directory: Path, max_bytes: int, report_event: Callable[..., object], *, files: Files = REAL_WORLD.files
+    ):
+        self.directory, self._max_bytes, self._report_event, self._files = directory, max_bytes, report_event, files
 
-    def keep(self, trajectory: Trajectory, reason: str, frames: Sequence[Frame] | None = None) -> None:
+    def add_trajectory(self, trajectory: Trajectory, reason: str, frames: Sequence[Frame] | None = None) -> None:
         """`frames`: the trajectory as it came, if they are at hand. Blocks for as long as the disk does, and never raises for
         it: what is not kept is only named."""
         path, problem = None, ""
         try:
-            path = self._write(trajectory.group_index, encode_trajectory(trajectory) if frames is None else frames)
+            path = self._write_trajectory(
+                trajectory.group_index, encode_trajectory(trajectory) if frames is None else frames
+            )
         except (OSError, WireError) as error:
             problem = str(error)
-        self._report(
+        self._report_event(
             "trajectory_quarantined",
             trajectory_id=trajectory.trajectory_id,
             group=trajectory.group_index,
@@ -203,22 +209,22 @@ class Quarantine:
             **({"not_kept": problem} if problem else {}),
         )
 
-    def _write(self, group: int, frames: Sequence[Frame]) -> Path | None:
+    def _write_trajectory(self, group: int, frames: Sequence[Frame]) -> Path | None:
         size = sum(memoryview(frame).nbytes for frame in frames)
-        if size > self._limit:
+        if size > self._max_bytes:
             return None
         make_directory(self.directory, files=self._files)
-        names = [name for name in self._files.list(self.directory) if name.endswith(".spool")]
+        names = [name for name in self._files.list_names(self.directory) if name.endswith(".spool")]
         found = [
             (stat.modified, name, stat.size) for name in names if (stat := self._files.stat(self.directory / name))
         ]
         numbers = [name.removesuffix(".spool").rpartition("-")[2] for name in names]
         number = max([int(digits) for digits in numbers if digits.isdigit()], default=-1) + 1
         path = self.directory / f"{group:09d}-{number:06d}.spool"
-        _, size = SPOOL.append(path, frames, fsync=False, files=self._files)
+        _, size = SPOOL_FORMAT.append_record(path, frames, fsync=False, files=self._files)
         total = size + sum(nbytes for _, _, nbytes in found)
         for _, name, nbytes in sorted(found):
-            if total <= self._limit:
+            if total <= self._max_bytes:
                 break
             total -= nbytes
             self._files.remove(self.directory / name)

@@ -18,19 +18,19 @@ import numpy as np
 
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import UNSAMPLED_VERSION, Sample, TokenTable, Trajectory
-from r3async.data.routes import RoutingError, validate_rows
+from r3async.data.routes import RoutingError, validate_routes
 from r3async.data.versions import Lineage
-from r3async.envs import MAX_REWARD
+from r3async.envs import MAX_EPISODE_REWARD
 
 MAX_LOGPROB = 1e-3
 """Of a trained token. No distribution gives one above 0; rounding in float32 does, by less than a hundredth of this."""
 
 ROLLOUT_COLUMNS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
-ROUTES = ("routed_experts", "routing_recorded")
-SUPPORT = "support"
-TURNS = 2**31
+ROUTE_COLUMNS = ("routed_experts", "routing_recorded")
+SUPPORT_COLUMN = "support"
+TURN_LIMIT = 2**31
 """Larger than any index of a turn that a token can have."""
-JOINED_ROUTES = 2**18
+MAX_JOINED_ROUTES = 2**18
 """So many of several samples are copied, to be checked at once."""
 
 
@@ -55,10 +55,10 @@ def check_trajectories(trajectories: Sequence[Trajectory]) -> None:
     for trajectory in trajectories:
         _check_fields(trajectory)
     if trajectories:
-        _check_tokens(trajectories, _Tokens(trajectories))
+        _check_tokens(trajectories, _JoinedTokens(trajectories))
 
 
-def refused(
+def find_invalid(
     trajectories: Sequence[Trajectory], check: Callable[[Sequence[Trajectory]], None]
 ) -> dict[int, InvalidTrajectory]:
     """By their place: those that `check` does not take. Together they are checked at the cost of a few, so each is looked at
@@ -69,10 +69,10 @@ def refused(
     except InvalidTrajectory as error:
         if len(trajectories) == 1:
             return {0: error}
-    return {i: error for i, t in enumerate(trajectories) for error in refused([t], check).values()}
+    return {i: error for i, t in enumerate(trajectories) for error in find_invalid([t], check).values()}
 
 
-class _Tokens:
+class _JoinedTokens:
     """The tokens of all samples of some trajectories, which have a sample each, and no sample without tokens, end to end: N
     tokens of S samples."""
 
@@ -83,16 +83,16 @@ class _Tokens:
         """Of each sample its first token; then N."""
         counts = [0, *itertools.accumulate(len(t.samples) for t in trajectories)]
         self.first_samples = counts[:-1]
-        self.firsts = [self.starts[i] for i in self.first_samples]
+        self.first_tokens = [self.starts[i] for i in self.first_samples]
         """Of each trajectory its first token."""
 
-    def column(self, name: str) -> np.ndarray:
+    def join_column(self, name: str) -> np.ndarray:
         """`[N]`."""
         if len(self.samples) == 1:
             return self.samples[0].table[name]
         return np.concatenate([sample.table[name] for sample in self.samples])
 
-    def sample_of(self, wrong: np.ndarray) -> Sample:
+    def first_sample_of(self, wrong: np.ndarray) -> Sample:
         """That of the first token of which bool `[N]` is True."""
         return self.samples[bisect.bisect_right(self.starts, int(wrong.argmax())) - 1]
 
@@ -129,9 +129,9 @@ def _check_sample(sample: Sample, columns: tuple[str, ...]) -> None:
     if not len(table):
         raise InvalidTrajectory(f"sample {name} is empty")
     own = tuple(table)
-    if odd := _odd_column(own):
+    if odd := _find_unknown_column(own):
         raise InvalidTrajectory(f"sample {name} has column {odd!r}, which only the learner makes")
-    if own != columns or ((ROUTES[0] in own) != (ROUTES[1] in own)):
+    if own != columns or ((ROUTE_COLUMNS[0] in own) != (ROUTE_COLUMNS[1] in own)):
         raise InvalidTrajectory(
             f"sample {name} has routes or supports, and another sample has none, or it has half of them"
         )
@@ -142,41 +142,42 @@ def _check_sample(sample: Sample, columns: tuple[str, ...]) -> None:
 
 
 @functools.cache
-def _odd_column(columns: tuple[str, ...]) -> str:
+def _find_unknown_column(columns: tuple[str, ...]) -> str:
     """The first that no rollout has; "" if there is none."""
-    return min(set(columns) - {*ROLLOUT_COLUMNS, *ROUTES, SUPPORT}, default="")
+    return min(set(columns) - {*ROLLOUT_COLUMNS, *ROUTE_COLUMNS, SUPPORT_COLUMN}, default="")
 
 
 def _check_reward(name: str, total: float) -> None:
     if not math.isfinite(total):
         raise InvalidTrajectory(f"trajectory {name} has a reward that is not finite")
-    if total > MAX_REWARD:
+    if total > MAX_EPISODE_REWARD:
         raise InvalidTrajectory(
-            f"trajectory {name} has rewards of {total:g} together: beyond {MAX_REWARD:g} their squares are not finite in float32"
+            f"trajectory {name} has rewards of {total:g} together: beyond {MAX_EPISODE_REWARD:g} their squares are not finite "
+            "in float32"
         )
 
 
-def _check_tokens(trajectories: Sequence[Trajectory], tokens: _Tokens) -> None:
+def _check_tokens(trajectories: Sequence[Trajectory], tokens: _JoinedTokens) -> None:
     """The tokens, and what they say of the turns. Raises `InvalidTrajectory`."""
-    mask, turn = tokens.column("loss_mask"), tokens.column("turn")
+    mask, turn = tokens.join_column("loss_mask"), tokens.join_column("turn")
     with np.errstate(invalid="ignore"):
-        rewards = np.abs(tokens.column("rewards"), dtype=np.float64)
-        if not np.add.reduce(rewards) <= MAX_REWARD:
-            for trajectory, total in zip(trajectories, np.add.reduceat(rewards, tokens.firsts), strict=True):
+        rewards = np.abs(tokens.join_column("rewards"), dtype=np.float64)
+        if not np.add.reduce(rewards) <= MAX_EPISODE_REWARD:
+            for trajectory, total in zip(trajectories, np.add.reduceat(rewards, tokens.first_tokens), strict=True):
                 _check_reward(trajectory.trajectory_id, float(total))
     sampled = turn >= 0
     of_none = mask > sampled
     if np.count_nonzero(of_none):
-        raise InvalidTrajectory(f"sample {tokens.sample_of(of_none).sample_id} trains a token of no turn")
+        raise InvalidTrajectory(f"sample {tokens.first_sample_of(of_none).sample_id} trains a token of no turn")
     _check_logprobs(tokens, mask)
     for sample in tokens.samples:
-        if SUPPORT in sample.table:
-            _check_support(sample, sampled=sample.table["turn"] >= 0)
+        if SUPPORT_COLUMN in sample.table:
+            _check_own_support(sample, sampled=sample.table["turn"] >= 0)
     # Most often the stretches of turns are apart, so that each token has to be of the one that lies there.
     lies = np.full(len(turn), -1, np.int32)
     for first, trajectory in zip(tokens.first_samples, trajectories, strict=True):
         for t in trajectory.turns:
-            if t.index < TURNS:
+            if t.index < TURN_LIMIT:
                 start = tokens.starts[first + t.sample]
                 lies[start + t.start : start + t.stop] = t.index
     elsewhere = sampled & (turn != lies)
@@ -184,33 +185,35 @@ def _check_tokens(trajectories: Sequence[Trajectory], tokens: _Tokens) -> None:
         _check_turns(trajectories, tokens, np.flatnonzero(elsewhere), turn)
 
 
-def _check_logprobs(tokens: _Tokens, mask: np.ndarray) -> None:
+def _check_logprobs(tokens: _JoinedTokens, mask: np.ndarray) -> None:
     """Raises `InvalidTrajectory` for a trained token's log-prob that no distribution gives."""
-    logprobs = tokens.column("rollout_logprobs")
+    logprobs = tokens.join_column("rollout_logprobs")
     above = mask & (logprobs > MAX_LOGPROB) & np.isfinite(logprobs)
     if np.count_nonzero(above):
         raise InvalidTrajectory(
-            f"sample {tokens.sample_of(above).sample_id} trains a token of log-prob {logprobs[above.argmax()]:g}: no "
+            f"sample {tokens.first_sample_of(above).sample_id} trains a token of log-prob {logprobs[above.argmax()]:g}: no "
             "distribution gives one above 0, so the engine's log-probs are wrong"
         )
 
 
-def _check_support(sample: Sample, sampled: np.ndarray) -> None:
+def _check_own_support(sample: Sample, sampled: np.ndarray) -> None:
     """Raises `InvalidTrajectory`."""
-    supports, ids = sample.table[SUPPORT], sample.table["token_ids"]
-    if (supports.recorded & ~sampled).any():
+    supports, ids = sample.table[SUPPORT_COLUMN], sample.table["token_ids"]
+    if (supports.recorded_mask & ~sampled).any():
         raise InvalidTrajectory(f"sample {sample.sample_id} has the support of a token that was not sampled")
-    inside = supports.contains(np.maximum(ids, 0))
+    inside = supports.contains_ids(np.maximum(ids, 0))
     if not inside.all():
         at = int(inside.argmin())
         raise InvalidTrajectory(f"sample {sample.sample_id}: token {ids[at]} at {at} is not in its own support")
 
 
-def _check_turns(trajectories: Sequence[Trajectory], tokens: _Tokens, where: np.ndarray, named: np.ndarray) -> None:
-    """Tokens are of turns that are there, and within their stretches. `where`: which tokens may not be; `named` int32 `[N]`: the
-    turns that they name. Raises `InvalidTrajectory`."""
-    for place in where.tolist():
-        at, index = bisect.bisect_right(tokens.starts, place) - 1, int(named[place])
+def _check_turns(
+    trajectories: Sequence[Trajectory], tokens: _JoinedTokens, suspects: np.ndarray, token_turns: np.ndarray
+) -> None:
+    """Tokens are of turns that are there, and within their stretches. `suspects`: which tokens may not be; `token_turns`
+    int32 `[N]`: the turns that they name. Raises `InvalidTrajectory`."""
+    for place in suspects.tolist():
+        at, index = bisect.bisect_right(tokens.starts, place) - 1, int(token_turns[place])
         owner = bisect.bisect_right(tokens.first_samples, at) - 1
         name, first = tokens.samples[at].sample_id, tokens.first_samples[owner]
         turn = next((t for t in trajectories[owner].turns if t.index == index), None)
@@ -237,31 +240,41 @@ def validate_trajectories(
     max_tokens: int,
     routing: RoutingShape | None,
     samples_per_group: int | None = None,
-    age_bound: int | None = None,
+    staleness_bound: int | None = None,
     lineage: Lineage | None = None,
-    kept: bool = False,
-    masked: bool | None = None,
+    is_recovered: bool = False,
+    needs_supports: bool | None = None,
 ) -> None:
     """All of it: `check_trajectories`, and what this model and this run allow. Raises `InvalidTrajectory` naming what is wrong.
 
-    What is None is not known here, and not checked. `age_bound`: versions that a trained token can be old at most. `kept`: it was
-    stored before `lineage` began. `masked`: whether each trained token has to have a support (`episode.keep_sampling_mask`), or
-    none may.
+    What is None is not known here, and not checked. `staleness_bound`: versions that a trained token can be old at most.
+    `is_recovered`: it was stored before `lineage` began. `needs_supports`: whether each trained token has to have a support
+    (`episode.keep_sampling_mask`), or none may.
     """
     if not trajectories:
         return
     for trajectory in trajectories:
         _check_fields(trajectory)
-    tokens = _Tokens(trajectories)
+    tokens = _JoinedTokens(trajectories)
     _check_tokens(trajectories, tokens)
-    mask, versions, ids = tokens.column("loss_mask"), tokens.column("policy_version"), tokens.column("token_ids")
+    mask, versions, ids = (
+        tokens.join_column("loss_mask"),
+        tokens.join_column("policy_version"),
+        tokens.join_column("token_ids"),
+    )
     trained = np.where(mask, versions, UNSAMPLED_VERSION)
-    for trajectory, newest in zip(trajectories, np.maximum.reduceat(trained, tokens.firsts).tolist(), strict=True):
+    for trajectory, newest in zip(
+        trajectories, np.maximum.reduceat(trained, tokens.first_tokens).tolist(), strict=True
+    ):
         if samples_per_group is not None and trajectory.episode_index >= samples_per_group:
             raise InvalidTrajectory(
                 f"{trajectory.trajectory_id} is episode {trajectory.episode_index} of a group of {samples_per_group}"
             )
-        why = lineage.refusal(trajectory.lineage, newest, learner_version, kept=kept) if lineage is not None else ""
+        why = (
+            lineage.rejection_reason(trajectory.lineage, newest, learner_version, from_earlier_start=is_recovered)
+            if lineage is not None
+            else ""
+        )
         if why:
             raise InvalidTrajectory(f"{trajectory.trajectory_id}: {why}")
     if (longest := max(tokens.lengths)) > max_tokens:
@@ -270,33 +283,33 @@ def validate_trajectories(
             f"sample {name} has {longest} tokens, more than learner.max_tokens_per_micro_batch = {max_tokens}"
         )
     if vocab_size is not None and (np.minimum.reduce(ids) < 0 or np.maximum.reduce(ids) >= vocab_size):
-        name = tokens.sample_of((ids < 0) | (ids >= vocab_size)).sample_id
+        name = tokens.first_sample_of((ids < 0) | (ids >= vocab_size)).sample_id
         raise InvalidTrajectory(f"sample {name} has a token id outside 0..{vocab_size - 1}")
-    _check_supports(tokens.samples, vocab_size, masked)
-    _check_versions(tokens, mask, versions, learner_version, age_bound)
+    _check_supports_allowed(tokens.samples, vocab_size, needs_supports)
+    _check_versions(tokens, mask, versions, learner_version, staleness_bound)
     _check_routes(tokens, routing)
 
 
-def _check_supports(samples: Sequence[Sample], vocab_size: int | None, masked: bool | None) -> None:
+def _check_supports_allowed(samples: Sequence[Sample], vocab_size: int | None, needs_supports: bool | None) -> None:
     """Raises `InvalidTrajectory`."""
     for sample in samples:
-        if SUPPORT not in sample.table:
-            if masked and sample.table["loss_mask"].any():
+        if SUPPORT_COLUMN not in sample.table:
+            if needs_supports and sample.table["loss_mask"].any():
                 raise InvalidTrajectory(
                     f"sample {sample.sample_id} has no supports, and episode.keep_sampling_mask is set"
                 )
             continue
-        supports = sample.table[SUPPORT]
-        if vocab_size is not None and not supports.within(vocab_size).all():
+        supports = sample.table[SUPPORT_COLUMN]
+        if vocab_size is not None and not supports.fits_vocab(vocab_size).all():
             raise InvalidTrajectory(f"sample {sample.sample_id} has a support with an id outside 0..{vocab_size - 1}")
-        if masked and not supports.recorded[sample.table["loss_mask"]].all():
+        if needs_supports and not supports.recorded_mask[sample.table["loss_mask"]].all():
             raise InvalidTrajectory(f"sample {sample.sample_id} has a trained token without a support")
-        if masked is False:
+        if needs_supports is False:
             raise InvalidTrajectory(f"sample {sample.sample_id} has supports, and nothing here renormalises over them")
 
 
 def _check_versions(
-    tokens: _Tokens, mask: np.ndarray, versions: np.ndarray, learner_version: int, age_bound: int | None
+    tokens: _JoinedTokens, mask: np.ndarray, versions: np.ndarray, learner_version: int, staleness_bound: int | None
 ) -> None:
     """Trained tokens are of versions from 0 to the learner's, and not too old. Raises `InvalidTrajectory`."""
     trained = versions[mask]
@@ -304,43 +317,50 @@ def _check_versions(
         return
     oldest, newest = int(trained.min()), int(trained.max())
     if oldest < 0 or newest > learner_version:
-        name = tokens.sample_of(mask & ((versions < 0) | (versions > learner_version))).sample_id
+        name = tokens.first_sample_of(mask & ((versions < 0) | (versions > learner_version))).sample_id
         raise InvalidTrajectory(f"sample {name} has versions {oldest}..{newest}, the learner is at {learner_version}")
-    if age_bound is not None and oldest < learner_version - age_bound:
-        name = tokens.sample_of(mask & (versions < learner_version - age_bound)).sample_id
+    if staleness_bound is not None and oldest < learner_version - staleness_bound:
+        name = tokens.first_sample_of(mask & (versions < learner_version - staleness_bound)).sample_id
         raise InvalidTrajectory(
             f"sample {name} has a token of version {oldest}, the learner is at {learner_version}, and the schedule "
-            f"allows an age of {age_bound}"
+            f"allows an age of {staleness_bound}"
         )
 
 
-def _check_routes(tokens: _Tokens, routing: RoutingShape | None) -> None:
+def _check_routes(tokens: _JoinedTokens, routing: RoutingShape | None) -> None:
     """Raises `InvalidTrajectory`."""
     if routing is None:
         return
     shape, samples = (routing.layers, routing.top_k), tokens.samples
     for sample in samples:
-        if ROUTES[0] not in sample.table:
+        if ROUTE_COLUMNS[0] not in sample.table:
             raise InvalidTrajectory(f"sample {sample.sample_id} has no routes, but the model is a mixture of experts")
-        if (found := sample.table.shape_of(ROUTES[0]))[1:] != shape:  # before they are unpacked
+        if (found := sample.table.column_shape(ROUTE_COLUMNS[0]))[1:] != shape:  # before they are unpacked
             raise InvalidTrajectory(
                 f"sample {sample.sample_id} has routes of shape {list(found)}, expected [T, {routing.layers}, {routing.top_k}]"
             )
     # Small ones at once, unless one that has only zeros would not be seen among others.
-    if len(samples) > 1 and routing.top_k > 1 and tokens.starts[-1] * routing.layers * routing.top_k <= JOINED_ROUTES:
+    if (
+        len(samples) > 1
+        and routing.top_k > 1
+        and tokens.starts[-1] * routing.layers * routing.top_k <= MAX_JOINED_ROUTES
+    ):
         try:
-            validate_rows(tokens.column(ROUTES[0])[tokens.column(ROUTES[1])], **msgspec.structs.asdict(routing))
+            validate_routes(
+                tokens.join_column(ROUTE_COLUMNS[0])[tokens.join_column(ROUTE_COLUMNS[1])],
+                **msgspec.structs.asdict(routing),
+            )
             return
         except RoutingError:
             pass  # whose they are is found below
     for sample in samples:
         try:
-            validate_rows(_recorded(sample.table), **msgspec.structs.asdict(routing))
+            validate_routes(_recorded_routes(sample.table), **msgspec.structs.asdict(routing))
         except RoutingError as error:
             raise InvalidTrajectory(f"sample {sample.sample_id}: {error}") from error
 
 
-def _recorded(table: TokenTable) -> np.ndarray:
+def _recorded_routes(table: TokenTable) -> np.ndarray:
     """`[n, layers, top_k]`: the routes of the tokens that have some."""
     rows, recorded = table["routed_experts"], table["routing_recorded"]
     first = len(recorded) if recorded.all() else int(recorded.argmin())
@@ -348,21 +368,21 @@ def _recorded(table: TokenTable) -> np.ndarray:
     return rows[recorded] if recorded[first:].any() else rows[:first]
 
 
-class AgeError(RuntimeError):
+class StalenessError(RuntimeError):
     """A token is older than the schedule allows: a defect, never a matter of luck. Nothing was trained on it."""
 
 
-def token_ages(trajectory: Trajectory, version: int) -> np.ndarray:
+def compute_staleness(trajectory: Trajectory, version: int) -> np.ndarray:
     """int32 `[n]`: ages of the trajectory's trained tokens when the learner is at `version`."""
     return np.concatenate([version - s.table["policy_version"][s.table["loss_mask"]] for s in trajectory.samples])
 
 
-def check_ages(groups: Sequence[Sequence[Trajectory]], version: int, bound: int) -> None:
-    """Raise `AgeError` if a token is older than `bound`; see `scheduling.admission.age_bound`."""
+def check_staleness(groups: Sequence[Sequence[Trajectory]], version: int, bound: int) -> None:
+    """Raise `StalenessError` if a token is older than `bound`; see `schedule.admission.compute_staleness_bound`."""
     for trajectory in (t for group in groups for t in group):
-        oldest = int(token_ages(trajectory, version).max(initial=0))
+        oldest = int(compute_staleness(trajectory, version).max(initial=0))
         if oldest > bound:
-            raise AgeError(
+            raise StalenessError(
                 f"group {trajectory.group_index} holds a token of age {oldest} (trajectory {trajectory.trajectory_id} of "
                 f"{trajectory.generator_id or 'an unnamed generator'}, learner at version {version}), and "
                 f"schedule.max_staleness and schedule.window promise at most {bound}: a generator played with older "
@@ -371,7 +391,7 @@ def check_ages(groups: Sequence[Sequence[Trajectory]], version: int, bound: int)
             )
 
 
-def age_metrics(
+def compute_staleness_metrics(
     groups: Sequence[Sequence[Trajectory]], version: int, bound: int, now: float, max_token_age: int | None = None
 ) -> dict[str, float]:
     """The figures `staleness/*` of one step; `now` in unix seconds, as `Trajectory.finished_at`.
@@ -380,7 +400,7 @@ def age_metrics(
     episode to the step that trains it.
     """
     trajectories = [t for group in groups for t in group]
-    ages = np.concatenate([token_ages(t, version) for t in trajectories])
+    ages = np.concatenate([compute_staleness(t, version) for t in trajectories])
     queued = [max(0.0, now - t.finished_at) for t in trajectories if t.finished_at]
     masked = float((ages > max_token_age).mean()) if max_token_age is not None and len(ages) else 0.0
     counts = np.bincount(np.clip(ages, 0, bound), minlength=bound + 1)

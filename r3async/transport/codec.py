@@ -15,50 +15,50 @@ import lz4.block
 import numpy as np
 import xxhash
 
-from r3async.untrusted import Malformed, decode_msgpack
+from r3async.untrusted import MalformedError, decode_msgpack
 from r3async.world import MAX_FRAME
 
-PIECE = MAX_FRAME
+PIECE_BYTES = MAX_FRAME
 """Bytes of a frame as it travels. Larger ones travel in pieces, so that a peer that is not let in yet can have this much taken
 and no more: ZeroMQ has one limit for both, from the first byte of a connection."""
 
 T = TypeVar("T")
 
 Frame = Any
-"""Contiguous bytes: `bytes`, `memoryview`, or a `world.Frame`."""
+"""Contiguous bytes: `bytes`, `memoryview`, or a `world.ReceivedFrame`."""
 
 
 class WireError(ValueError):
     """Bytes (or a trajectory to be encoded) that do not fit the wire format; the message says where and why."""
 
 
-LITTLE = sys.byteorder == "little"
+IS_LITTLE_ENDIAN = sys.byteorder == "little"
 
 
 @functools.cache
-def little_endian(dtype: str | np.dtype) -> np.dtype:
+def little_endian_dtype(dtype: str | np.dtype) -> np.dtype:
     """NumPy makes a new one each time, which takes as long as reading a column."""
     return np.dtype(dtype).newbyteorder("<")
 
 
-def decode(data: Any, kind: type[T], what: str, hook: Callable[[type, Any], Any] | None = None) -> T:
+def decode_wire_struct(data: Any, kind: type[T], what: str, dec_hook: Callable[[type, Any], Any] | None = None) -> T:
     """msgpack of a type. Raises `WireError`, and nothing else, for whatever else the bytes are; `what`: for its message."""
     try:
-        return decode_msgpack(data, kind, hook)
-    except Malformed as error:
+        return decode_msgpack(data, kind, dec_hook)
+    except MalformedError as error:
         raise WireError(f"malformed {what}: {error}") from error
 
 
-def raw_bytes(array: np.ndarray) -> memoryview:
+def array_bytes(array: np.ndarray) -> memoryview:
     """The array as little-endian bytes, without a copy if it is that already."""
-    return _little(array).reshape(-1).view(np.uint8).data
+    return _to_little_endian(array).reshape(-1).view(np.uint8).data
 
 
-def compress(data: bytes) -> bytes:
+def compress_lz4(data: bytes) -> bytes:
     return lz4.block.compress(data, store_size=False) if data else b""
 
 
-def decompress(block: bytes | memoryview, size: int) -> bytes:
+def decompress_lz4(block: bytes | memoryview, size: int) -> bytes:
     """Exactly `size` bytes, or `WireError`; nothing larger is ever allocated."""
     try:
         data = lz4.block.decompress(block, uncompressed_size=size) if size else bytes(block)
@@ -69,60 +69,61 @@ def decompress(block: bytes | memoryview, size: int) -> bytes:
     return data
 
 
-class Block(NamedTuple):
+class BlockLayout(NamedTuple):
     """How columns of one value a token lie in a packed block. `columns`: name, dtype (little-endian), and the bytes before it of
-    a row of the block; wide columns first, so that each is aligned, and the `bools` last, so that they are checked together."""
+    a row of the block; wide columns first, so that each is aligned, and the `bool_count` last, so that they are checked
+    together."""
 
     columns: tuple[tuple[str, np.dtype, int], ...]
     row_bytes: int
-    bools: int
+    bool_count: int
 
 
-def block_of(columns: Iterable[tuple[str, np.dtype]]) -> Block:
+def lay_out_block(columns: Iterable[tuple[str, np.dtype]]) -> BlockLayout:
     """Of columns by name and dtype."""
     ordered = sorted(columns, key=lambda column: (-column[1].itemsize, column[1].kind == "b"))
     offsets = list(itertools.accumulate((dtype.itemsize for _, dtype in ordered), initial=0))
-    placed = [(name, little_endian(dtype), at) for (name, dtype), at in zip(ordered, offsets, strict=False)]
-    return Block(tuple(placed), offsets[-1], sum(dtype.kind == "b" for _, dtype in ordered))
+    placed = [(name, little_endian_dtype(dtype), at) for (name, dtype), at in zip(ordered, offsets, strict=False)]
+    return BlockLayout(tuple(placed), offsets[-1], sum(dtype.kind == "b" for _, dtype in ordered))
 
 
-def pack(columns: Mapping[str, np.ndarray], block: Block) -> bytes:
+def pack_columns(columns: Mapping[str, np.ndarray], block: BlockLayout) -> bytes:
     """Columns `[rows]` by name. Raises `WireError` for a bool that is neither 0 nor 1."""
     # An array is a buffer, which its type does not say; making its `data` takes longer than reading that.
-    laid: list[Any] = [_little(columns[name]) for name, _, _ in block.columns]
+    laid: list[Any] = [_to_little_endian(columns[name]) for name, _, _ in block.columns]
     data = b"".join(laid)
     _check_bools(data, block)
-    return compress(data)
+    return compress_lz4(data)
 
 
-def unpack(packed: bytes | memoryview, block: Block, rows: int) -> dict[str, np.ndarray]:
+def unpack_columns(packed: bytes | memoryview, block: BlockLayout, rows: int) -> dict[str, np.ndarray]:
     """The columns, by name, each `[rows]`, read-only and aligned.
 
     Nothing larger than they are is ever allocated. Raises `WireError` for bytes that do not hold exactly that.
     """
-    data = decompress(packed, rows * block.row_bytes)
+    data = decompress_lz4(packed, rows * block.row_bytes)
     _check_bools(data, block)
     return {name: np.ndarray(rows, dtype, data, rows * offset) for name, dtype, offset in block.columns}
 
 
-def _check_bools(data: bytes, block: Block) -> None:
-    if not block.bools or not data:
+def _check_bools(data: bytes, block: BlockLayout) -> None:
+    if not block.bool_count or not data:
         return
     rows = len(data) // block.row_bytes
-    values = np.frombuffer(data, np.uint8, offset=len(data) - rows * block.bools)
+    values = np.frombuffer(data, np.uint8, offset=len(data) - rows * block.bool_count)
     if np.maximum.reduce(values) > 1:
-        wrong = block.columns[int((values > 1).argmax()) // rows - block.bools][0]
+        wrong = block.columns[int((values > 1).argmax()) // rows - block.bool_count][0]
         raise WireError(f"bool column {wrong!r} has a byte that is neither 0 nor 1")
 
 
-def _little(array: np.ndarray) -> np.ndarray:
+def _to_little_endian(array: np.ndarray) -> np.ndarray:
     """C-contiguous and little-endian."""
-    if LITTLE and array.dtype.isnative and array.flags.c_contiguous:
+    if IS_LITTLE_ENDIAN and array.dtype.isnative and array.flags.c_contiguous:
         return array
-    return np.ascontiguousarray(array, dtype=little_endian(array.dtype))
+    return np.ascontiguousarray(array, dtype=little_endian_dtype(array.dtype))
 
 
-def checksum(buffers: Iterable[Any]) -> int:
+def compute_checksum(buffers: Iterable[Any]) -> int:
     """XXH3, 64 bits, of all bytes in order."""
     digest = xxhash.xxh3_64()
     for buffer in buffers:
@@ -130,17 +131,17 @@ def checksum(buffers: Iterable[Any]) -> int:
     return digest.intdigest()
 
 
-JOINED = 2**15
+MAX_JOINED_BYTES = 2**15
 """Bytes of a part that is copied into one frame with its neighbours: a frame of its own costs more than that."""
-ALIGN = 8
+FRAME_ALIGNMENT = 8
 
 
-def align(at: int) -> int:
+def align_offset(at: int) -> int:
     """The first place from `at` on where an array may begin."""
-    return -(-at // ALIGN) * ALIGN
+    return -(-at // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
-def framed(parts: Iterable[Frame], small_bytes: int = JOINED) -> list[Frame]:
+def frame_parts(parts: Iterable[Frame], small_bytes: int = MAX_JOINED_BYTES) -> list[Frame]:
     """Frames that hold these parts, one after the other: large ones by themselves, as they are, those of up to `small_bytes`
     joined."""
     frames: list[Frame] = []
@@ -148,7 +149,7 @@ def framed(parts: Iterable[Frame], small_bytes: int = JOINED) -> list[Frame]:
     for part in filter(len, parts):
         if len(part) <= small_bytes:
             # The one before it is padded, so that arrays are aligned where they are.
-            small += [bytes(-len(small[-1]) % ALIGN), part] if small else [part]
+            small += [bytes(-len(small[-1]) % FRAME_ALIGNMENT), part] if small else [part]
             continue
         if small:
             frames.append(b"".join(small))
@@ -157,18 +158,18 @@ def framed(parts: Iterable[Frame], small_bytes: int = JOINED) -> list[Frame]:
     return [*frames, b"".join(small)] if small else frames
 
 
-class Parts:
-    """Reads what `framed` made, given how large each part is."""
+class PartReader:
+    """Reads what `frame_parts` made, given how large each part is."""
 
     def __init__(self, frames: Sequence[memoryview]):
         self._frames, self._next = frames, 0
         self._frame, self._at = memoryview(b""), 0
 
-    def take(self, size: int, what: str) -> memoryview:
+    def read_part(self, size: int, what: str) -> memoryview:
         """The next part. Raises `WireError` if the frames do not have it; `what`: its name, for the message."""
         if not size:
             return self._frame[:0]
-        start = align(self._at)
+        start = align_offset(self._at)
         if start >= len(self._frame):
             if self._next == len(self._frames):
                 raise WireError(f"only {len(self._frames)} column frames, no frame for {what!r}")
@@ -181,11 +182,11 @@ class Parts:
         return part
 
     @property
-    def frame(self) -> int:
+    def frame_index(self) -> int:
         """Of the last part: 0 for the first frame."""
         return self._next - 1
 
-    def end(self) -> None:
+    def check_end(self) -> None:
         """Raises `WireError` if anything is left."""
         if self._next < len(self._frames) or self._at < len(self._frame):
             raise WireError(
@@ -193,22 +194,23 @@ class Parts:
             )
 
 
-def cut(frames: Sequence[Frame]) -> list[Frame]:
-    """Frames as they travel: consecutive views of `PIECE` bytes each, and then a shorter one, which may be empty, as its end."""
+def split_frames(frames: Sequence[Frame]) -> list[Frame]:
+    """Frames as they travel: consecutive views of `PIECE_BYTES` bytes each, and then a shorter one, which may be empty, as
+    its end."""
     pieces: list[Frame] = []
     for frame in frames:
-        view = view_of(frame)
-        pieces += [view[at : at + PIECE] for at in range(0, len(view) + 1, PIECE)]
+        view = byte_view(frame)
+        pieces += [view[at : at + PIECE_BYTES] for at in range(0, len(view) + 1, PIECE_BYTES)]
     return pieces
 
 
-def joined(pieces: Sequence[Frame]) -> list[Frame]:
-    """The frames that `cut` made these of, read-only; one that was cut is copied, another is not. Raises `WireError`."""
+def join_pieces(pieces: Sequence[Frame]) -> list[Frame]:
+    """The frames that `split_frames` made these of, read-only; one that was cut is copied, another is not. Raises `WireError`."""
     frames: list[Frame] = []
     parts: list[memoryview] = []
     for piece in pieces:
-        parts.append(view_of(piece))
-        if len(parts[-1]) < PIECE:
+        parts.append(byte_view(piece))
+        if len(parts[-1]) < PIECE_BYTES:
             frames.append(piece if len(parts) == 1 else b"".join(parts))
             parts.clear()
     if parts:
@@ -216,7 +218,7 @@ def joined(pieces: Sequence[Frame]) -> list[Frame]:
     return frames
 
 
-def view_of(frame: Frame) -> memoryview:
+def byte_view(frame: Frame) -> memoryview:
     try:
         view = memoryview(frame)
         # An empty view cannot be cast.

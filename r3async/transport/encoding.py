@@ -8,91 +8,91 @@ from collections.abc import Callable, Sequence
 
 from r3async.config import TransportConfig
 from r3async.data.records import Trajectory
-from r3async.transport.outbox import Pending
-from r3async.transport.sockets import OFFLOAD_BYTES, Validate
+from r3async.transport.outbox import OutgoingTrajectory
+from r3async.transport.sockets import OFFLOAD_BYTES, TrajectoryValidator
 from r3async.transport.wire import decoded_bytes, encode_trajectory
 from r3async.world import TURN_SECONDS, World
 from r3async.world.keys import TransportError
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 from r3async.world.stages import stage
 
 LINGER_SECONDS = 0.05
 """A trajectory waits so long, at most, for others that are sent with it. Nobody is waiting for it: its group lacks others."""
-TOGETHER = 8
+ENCODE_BATCH = 8
 """Trajectories that are validated and encoded in one go, at most."""
 
-Encoded = Pending | str | Exception
+EncodeResult = OutgoingTrajectory | str | Exception
 """What is to be sent; or why the learner would not take it; or the error of whoever sends it."""
-Waiter = asyncio.Future[None]
+SendWaiter = asyncio.Future[None]
 """Of whoever sends a trajectory: resolved when it is on its way."""
 
 
-class Encoding:
-    """`done([(trajectory, waiter, encoded), ...])` is called on the event loop with what was encoded together."""
+class TrajectoryEncoder:
+    """`on_encoded([(trajectory, waiter, encoded), ...])` is called on the event loop with what was encoded together."""
 
     def __init__(
         self,
         settings: TransportConfig,
-        validate: Validate,
-        done: Callable[[Sequence[tuple[Trajectory, Waiter, Encoded]]], None],
-        world: World = REAL,
+        validate: TrajectoryValidator,
+        on_encoded: Callable[[Sequence[tuple[Trajectory, SendWaiter, EncodeResult]]], None],
+        world: World = REAL_WORLD,
     ):
-        self._settings, self._validate, self._done = settings, validate, done
+        self._settings, self._validate, self._on_encoded = settings, validate, on_encoded
         self._threads, self._clock = world.threads, world.clock.monotonic
-        self.fresh: dict[str, tuple[Trajectory, Waiter]] = {}
+        self.unencoded: dict[str, tuple[Trajectory, SendWaiter]] = {}
         """Small ones that wait, by id."""
-        self._lingering: asyncio.TimerHandle | None = None
-        self._due = False
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._is_scheduled = False
         """The loop's next round encodes them."""
-        self._large = asyncio.Lock()
+        self._large_lock = asyncio.Lock()
         """One thread is enough: it keeps up with the connection."""
 
-    async def add(self, trajectory: Trajectory, waiter: Waiter, *, more: bool) -> None:
-        """A small one only waits, with `more` for others; a large one is encoded in a thread when this returns."""
+    async def add(self, trajectory: Trajectory, waiter: SendWaiter, *, more_follow: bool) -> None:
+        """A small one only waits, with `more_follow` for others; a large one is encoded in a thread when this returns."""
         if sum(sample.table.nbytes for sample in trajectory.samples) > OFFLOAD_BYTES:
-            async with self._large:
+            async with self._large_lock:
                 with stage("encode"):
-                    encoded = await self._threads.run(self._encoded, [trajectory])
-            self._done([(trajectory, waiter, encoded[0])])
+                    encoded = await self._threads.run(self._encode_batch, [trajectory])
+            self._on_encoded([(trajectory, waiter, encoded[0])])
             return
-        self.fresh[trajectory.trajectory_id] = trajectory, waiter
-        if not more:
-            self.begin()
-        elif self._lingering is None:
-            self._lingering = asyncio.get_running_loop().call_later(LINGER_SECONDS, self.begin)
+        self.unencoded[trajectory.trajectory_id] = trajectory, waiter
+        if not more_follow:
+            self.encode_soon()
+        elif self._linger_timer is None:
+            self._linger_timer = asyncio.get_running_loop().call_later(LINGER_SECONDS, self.encode_soon)
 
-    def begin(self) -> None:
+    def encode_soon(self) -> None:
         """What waits is encoded in the next round of the event loop."""
-        if self._lingering is not None:
-            self._lingering.cancel()
-            self._lingering = None
-        if self.fresh and not self._due:
-            self._due = True
-            asyncio.get_running_loop().call_soon(self._turn)
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
+        if self.unencoded and not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._encode_waiting)
 
-    def _turn(self) -> None:
+    def _encode_waiting(self) -> None:
         """As many as `TURN_SECONDS` allow: many episodes may end together. The rest has its turn in the next round."""
         until = self._clock() + TURN_SECONDS
-        made: list[tuple[Trajectory, Waiter, Encoded]] = []
+        made: list[tuple[Trajectory, SendWaiter, EncodeResult]] = []
         with stage("encode"):
-            while self.fresh and (not made or self._clock() < until):
-                some = list(itertools.islice(self.fresh.values(), TOGETHER))
+            while self.unencoded and (not made or self._clock() < until):
+                some = list(itertools.islice(self.unencoded.values(), ENCODE_BATCH))
                 for trajectory, _ in some:
-                    del self.fresh[trajectory.trajectory_id]
-                encoded = self._encoded([trajectory for trajectory, _ in some])
+                    del self.unencoded[trajectory.trajectory_id]
+                encoded = self._encode_batch([trajectory for trajectory, _ in some])
                 made += [(*each, result) for each, result in zip(some, encoded, strict=True)]
-        self._due = False
-        self.begin()
-        self._done(made)
+        self._is_scheduled = False
+        self.encode_soon()
+        self._on_encoded(made)
 
-    def _encoded(self, trajectories: Sequence[Trajectory]) -> list[Encoded]:
+    def _encode_batch(self, trajectories: Sequence[Trajectory]) -> list[EncodeResult]:
         try:
             wrong = self._validate(trajectories)
         except Exception as error:
             return [error] * len(trajectories)
-        return [wrong[i] if i in wrong else self._pending(t) for i, t in enumerate(trajectories)]
+        return [wrong[i] if i in wrong else self._encode_one(t) for i, t in enumerate(trajectories)]
 
-    def _pending(self, trajectory: Trajectory) -> Pending | Exception:
+    def _encode_one(self, trajectory: Trajectory) -> OutgoingTrajectory | Exception:
         try:
             frames = encode_trajectory(trajectory, routes=self._settings.routes)
         except Exception as error:
@@ -103,4 +103,4 @@ class Encoding:
                 f"trajectory {trajectory.trajectory_id!r} takes {nbytes} bytes, more than `transport.max_message_bytes` = "
                 f"{most}: raise that, or shorten the episode"
             )
-        return Pending(trajectory, nbytes, frames)
+        return OutgoingTrajectory(trajectory, nbytes, frames)

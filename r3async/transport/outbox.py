@@ -8,37 +8,37 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from r3async.data.records import Trajectory
-from r3async.transport.wire import MOST_BYTES, MOST_TOGETHER, Frame, Item
+from r3async.transport.wire import MAX_DELIVERY_ITEMS, MAX_SHARED_BYTES, DeliveryItem, Frame
 
-MOST = 256
+MAX_IN_FLIGHT = 256
 """Trajectories in flight: fewer than ZeroMQ holds for a connection (1000), and enough for a busy machine."""
-DAMAGED_TIMES = 8
+MAX_DAMAGED_DELIVERIES = 8
 """After so many damaged deliveries of one trajectory it is not the way that damages it."""
 
 
 @dataclass(eq=False, slots=True)
-class Pending:
+class OutgoingTrajectory:
     """One trajectory, kept until it is acknowledged. `nbytes`: what it takes in memory. `frames` are views of its arrays, of
     `wire_bytes`. The waiter is resolved when it is first handed over."""
 
     trajectory: Trajectory
     nbytes: int
     frames: Sequence[Frame]
-    handed_over: asyncio.Future[None] | None = None
+    sent_waiter: asyncio.Future[None] | None = None
     sent_at: float = math.nan
-    order: int = -1
-    damaged: int = 0
+    send_order: int = -1
+    damage_count: int = 0
     """Times it changed on its way."""
-    item: Item = field(init=False)
+    item: DeliveryItem = field(init=False)
     wire_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         sizes = [len(frame) for frame in self.frames]
-        self.item = Item(self.trajectory.trajectory_id, self.trajectory.group_index, self.nbytes, sizes)
+        self.item = DeliveryItem(self.trajectory.trajectory_id, self.trajectory.group_index, self.nbytes, sizes)
         self.wire_bytes = sum(sizes)
 
     @property
-    def name(self) -> str:
+    def trajectory_id(self) -> str:
         return self.item.trajectory_id
 
 
@@ -46,10 +46,10 @@ class Outbox:
     """Trajectories that wait to be sent, and those that are in flight: sent in this session and not answered."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, Pending] = {}
-        self.in_flight: dict[str, Pending] = {}
+        self.waiting: dict[str, OutgoingTrajectory] = {}
+        self.in_flight: dict[str, OutgoingTrajectory] = {}
         self.bytes_in_flight = 0
-        self._sent = 0
+        self._sent_count = 0
         self._last_acked = -1
         self._progress_at = -math.inf
 
@@ -59,86 +59,86 @@ class Outbox:
     def __contains__(self, trajectory_id: str) -> bool:
         return trajectory_id in self.waiting or trajectory_id in self.in_flight
 
-    def add(self, pending: Pending) -> None:
-        assert pending.name not in self
-        self.waiting[pending.name] = pending
+    def add(self, pending: OutgoingTrajectory) -> None:
+        assert pending.trajectory_id not in self
+        self.waiting[pending.trajectory_id] = pending
 
-    def withdraw(self, trajectory_id: str) -> None:
+    def withdraw_unsent(self, trajectory_id: str) -> None:
         """Drop a trajectory that was never sent. One that was sent may be accepted already, and stays."""
         pending = self.waiting.get(trajectory_id)
-        if pending is not None and pending.order < 0:
+        if pending is not None and pending.send_order < 0:
             del self.waiting[trajectory_id]
 
-    def ready(self, until: int, at_once: int) -> list[Pending]:
-        """What may be sent now, in one message, in the order in which it was added: of groups before `until`, while no more than
-        `at_once` bytes and `MOST` trajectories are in flight, or one alone."""
-        ready: list[Pending] = []
+    def next_batch(self, group_limit: int, max_in_flight_bytes: int) -> list[OutgoingTrajectory]:
+        """What may be sent now, in one message, in the order in which it was added: of groups before `group_limit`, while no
+        more than `max_in_flight_bytes` bytes and `MAX_IN_FLIGHT` trajectories are in flight, or one alone."""
+        ready: list[OutgoingTrajectory] = []
         count, nbytes, wire_bytes = len(self.in_flight), self.bytes_in_flight, 0
         for pending in self.waiting.values():
-            if pending.item.group_index >= until:
+            if pending.item.group_index >= group_limit:
                 continue
             count, nbytes, wire_bytes = count + 1, nbytes + pending.nbytes, wire_bytes + pending.wire_bytes
-            fits = nbytes <= at_once and count <= MOST
-            if ((ready or self.in_flight) and not fits) or (ready and wire_bytes > MOST_BYTES):
+            fits = nbytes <= max_in_flight_bytes and count <= MAX_IN_FLIGHT
+            if ((ready or self.in_flight) and not fits) or (ready and wire_bytes > MAX_SHARED_BYTES):
                 break
             ready.append(pending)
-            if len(ready) == MOST_TOGETHER:
+            if len(ready) == MAX_DELIVERY_ITEMS:
                 break
         return ready
 
-    def mark_sent(self, pending: Pending, now: float) -> None:
-        del self.waiting[pending.name]
-        pending.sent_at, pending.order = now, self._sent
-        self._sent += 1
-        self.in_flight[pending.name] = pending
+    def mark_sent(self, pending: OutgoingTrajectory, now: float) -> None:
+        del self.waiting[pending.trajectory_id]
+        pending.sent_at, pending.send_order = now, self._sent_count
+        self._sent_count += 1
+        self.in_flight[pending.trajectory_id] = pending
         self.bytes_in_flight += pending.nbytes
 
-    def settle(self, trajectory_id: str, now: float) -> Pending | None:
+    def settle_trajectory(self, trajectory_id: str, now: float) -> OutgoingTrajectory | None:
         """The receiver has answered for good. None if there is no such trajectory (an answer that came twice)."""
-        pending = self._landed(trajectory_id) or self.waiting.pop(trajectory_id, None)
+        pending = self._remove_in_flight(trajectory_id) or self.waiting.pop(trajectory_id, None)
         if pending is not None:
-            self._last_acked = max(self._last_acked, pending.order)
+            self._last_acked = max(self._last_acked, pending.send_order)
             self._progress_at = now
         return pending
 
-    def again(self, trajectory_id: str, now: float, *, damaged: bool) -> bool:
+    def requeue_trajectory(self, trajectory_id: str, now: float, *, damaged: bool) -> bool:
         """It was not taken, for it came `damaged` or there was no free memory, and waits again. False if it came damaged
-        `DAMAGED_TIMES`, or is not known."""
+        `MAX_DAMAGED_DELIVERIES`, or is not known."""
         pending = self.in_flight.get(trajectory_id) or self.waiting.get(trajectory_id)
-        if pending is None or (damaged and pending.damaged == DAMAGED_TIMES - 1):
+        if pending is None or (damaged and pending.damage_count == MAX_DAMAGED_DELIVERIES - 1):
             return False
         if damaged:
-            pending.damaged += 1
-            self._last_acked = max(self._last_acked, pending.order)
+            pending.damage_count += 1
+            self._last_acked = max(self._last_acked, pending.send_order)
         self._progress_at = now
-        if self._landed(trajectory_id):  # or a new session has it wait already
+        if self._remove_in_flight(trajectory_id):  # or a new session has it wait already
             self.waiting = {trajectory_id: pending, **self.waiting}
         return True
 
-    def touch(self, trajectory_ids: Iterable[str], now: float) -> None:
+    def mark_in_hand(self, trajectory_ids: Iterable[str], now: float) -> None:
         """The receiver has these in hand: they are not lost, only not answered yet."""
         for trajectory_id in trajectory_ids:
             if trajectory_id in self.in_flight:
                 self.in_flight[trajectory_id].sent_at = now
                 self._progress_at = now
 
-    def overdue(self, now: float, patience: float) -> bool:
+    def is_overdue(self, now: float, timeout: float) -> bool:
         """An answer is missing. The receiver answers in order, so one for a later message shows that the oldest, or its
         answer, was lost; before that, the clock starts again with every answer, for a slow link is not a loss."""
         oldest = next(iter(self.in_flight.values()), None)
         if oldest is None:
             return False
-        since = oldest.sent_at if self._last_acked > oldest.order else max(oldest.sent_at, self._progress_at)
-        return now - since > patience
+        since = oldest.sent_at if self._last_acked > oldest.send_order else max(oldest.sent_at, self._progress_at)
+        return now - since > timeout
 
-    def reset(self) -> int:
+    def requeue_all(self) -> int:
         """A new session: all that was sent waits again, in order, before the rest. Returns how many that is."""
         count = len(self.in_flight)
         self.waiting = {**self.in_flight, **self.waiting}
         self.in_flight, self.bytes_in_flight = {}, 0
         return count
 
-    def _landed(self, trajectory_id: str) -> Pending | None:
+    def _remove_in_flight(self, trajectory_id: str) -> OutgoingTrajectory | None:
         pending = self.in_flight.pop(trajectory_id, None)
         self.bytes_in_flight -= pending.nbytes if pending is not None else 0
         return pending

@@ -11,18 +11,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from r3async.config import TransportConfig, in_url
+from r3async.config import TransportConfig, bracket_ipv6
 from r3async.data.records import SCHEMA, Trajectory
-from r3async.transport.intake import OPEN, Arrival, Capacity, Intake, Ledger, Outcome, Refuse, Store
-from r3async.transport.sockets import NoSocket, Validate
+from r3async.transport.intake import (
+    NO_GROUP_LIMIT,
+    IncomingTrajectory,
+    IntakeOutcome,
+    MemoryBudget,
+    RejectionError,
+    TrajectoryIntake,
+    TrajectoryLedger,
+    TrajectoryStore,
+)
+from r3async.transport.sockets import NullSocket, TrajectoryValidator
 from r3async.transport.wire import (
     WIRE_VERSION,
     Ack,
+    ControlMessage,
     Deliver,
+    DeliveryItem,
     Frame,
     Hello,
-    Item,
-    Message,
     Refusal,
     Reject,
     Welcome,
@@ -32,53 +41,54 @@ from r3async.transport.wire import (
 )
 from r3async.world import MessageSocket, World
 from r3async.world.keys import ServerKeys, TransportError
-from r3async.world.real import REAL
-from r3async.world.stages import booked
+from r3async.world.real import REAL_WORLD
+from r3async.world.stages import in_stage
 
-__all__ = ["Receiver", "Refuse"]
+__all__ = ["RejectionError", "TrajectoryReceiver"]
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 4
+SILENT_TIMEOUTS = 4
 """A sender that is silent for this many `ack_timeout`s is lost, and more may be in flight from others."""
-MAX_REASON = 500
-MAX_IN_HAND = 64
+MAX_REASON_CHARS = 500
+MAX_IN_HAND_IDS = 64
 MAX_SENDERS = 1024
-MAX_ACKS = 64
-"""Ids in one message: it must stay below `MAX_CONTROL` however long they are."""
-ACK_SECONDS = 0.01
+MAX_ACK_IDS = 64
+"""Ids in one message: it must stay below `MAX_CONTROL_BYTES` however long they are."""
+ACK_DELAY_SECONDS = 0.01
 """What is accepted within so long is acknowledged together: each message wakes up a thread here and a loop over there. Only the
-sender's bytes in flight wait for it, so this share of them (`ACK_SHARE`, of the credit of each) is acknowledged at once."""
-ACK_SHARE = 16
+sender's bytes in flight wait for it, so this share of them (`ACK_CREDIT_SHARE`, of the credit of each) is acknowledged at
+once."""
+ACK_CREDIT_SHARE = 16
 
 
 @dataclass(slots=True)
-class Peer:
+class SenderSession:
     session: str
-    seen_at: float
+    last_message_at: float
 
 
-class Receiver:
+class TrajectoryReceiver:
     """Accepts each trajectory once and hands it to `on_trajectory(trajectory, nbytes)`.
 
     In this order: `validate(trajectories)`, of some at once, off the event loop if the payload is large; `admit(trajectory)`, on
     the event loop, which is False for a duplicate; `store.put`, if there is a store; `on_trajectory`, on the event loop, which
     owns the trajectory (read-only arrays) from then on; and then it is acknowledged, and its sender forgets it. What has to
-    survive a crash is in the store by then. If `validate` names a reason or `admit` raises `Refuse`, the trajectory is rejected
-    with that reason, and nothing of it is stored; any exception is logged and rejects it too, for a message that trips over a
-    defect must neither stop the receiver nor be resent for ever.
+    survive a crash is in the store by then. If `validate` names a reason or `admit` raises `RejectionError`, the trajectory
+    is rejected with that reason, and nothing of it is stored; any exception is logged and rejects it too, for a message that
+    trips over a defect must neither stop the receiver nor be resent for ever.
 
     Memory: trajectories that arrived and are not released take at most `settings.credit_bytes`, and beyond that only what
-    the next `window` groups take, which are let in whatever else is held; `Capacity` has the rule and why it cannot deadlock.
+    the next `window` groups take, which are let in whatever else is held; `MemoryBudget` has the rule and why it cannot deadlock.
     Any other that arrives while there is no free memory is dropped at once: its sender keeps it, and is answered when to send it
-    again. What a sender claims is limited: `claims(group, trajectory_id)` says whether a group has such a trajectory, and no
-    trajectory takes more than `largest` bytes. So memory is bounded whatever senders say, by
+    again. What a sender claims is limited: `is_expected(group, trajectory_id)` says whether a group has such a trajectory, and no
+    trajectory takes more than `max_trajectory_bytes` bytes. So memory is bounded whatever senders say, by
     `max(credit_bytes, largest) + window * (trajectories that claims lets a group have) * largest`. In flight to here are at
     most half of `credit_bytes`, or one trajectory of each sender.
 
-    Call `release` for each trajectory that is no longer held in memory, or `forget` for a whole group, in the order of
-    groups as far as possible. With a store, a trajectory that would go beyond `store.memory_bytes` is handed over mapped
-    from disk; and if the store has no free bytes, only the window is let in.
+    Call `release_trajectory` for each trajectory that is no longer held in memory, or `forget_group` for a whole group, in
+    the order of groups as far as possible. With a store, a trajectory that would go beyond `store.memory_bytes` is handed
+    over mapped from disk; and if the store has no free bytes, only the window is let in.
 
     Duplicates: `ledger` has the ids that were accepted. A receiver that restarts with a restored ledger and the store
     neither loses a trajectory nor takes one twice: what the store kept is handed over again by `start`, groups that are
@@ -97,21 +107,21 @@ class Receiver:
         on_trajectory: Callable[[Trajectory, int], None],
         *,
         keys: ServerKeys,
-        claims: Callable[[int, str], bool] | None = None,
-        largest: int | None = None,
-        validate: Validate | None = None,
+        is_expected: Callable[[int, str], bool] | None = None,
+        max_trajectory_bytes: int | None = None,
+        validate: TrajectoryValidator | None = None,
         admit: Callable[[Trajectory], bool] | None = None,
-        store: Store | None = None,
+        store: TrajectoryStore | None = None,
         window: int = 1,
         port: int = 0,
-        ledger: Ledger | None = None,
+        ledger: TrajectoryLedger | None = None,
         on_reject: Callable[[str, str], None] | None = None,
-        world: World = REAL,
+        world: World = REAL_WORLD,
     ):
         self.run_id = run_id
         self.settings = settings
-        self.ledger = Ledger() if ledger is None else ledger
-        self.epoch = world.unique()
+        self.ledger = TrajectoryLedger() if ledger is None else ledger
+        self.incarnation = world.unique_id()
         """Name of this incarnation."""
         self.received = 0
         """Trajectories accepted."""
@@ -125,40 +135,42 @@ class Receiver:
         """Messages refused with a reason."""
         self.damaged = 0
         """Trajectories that changed on their way; their senders were asked to send them again."""
-        self.refused: Counter[str] = Counter()
+        self.refused_peers: Counter[str] = Counter()
         """Peers that were not let in, each time they tried, by reason."""
         self._keys = keys
-        self._claims = claims
-        limits = (settings.max_message_bytes, largest)
-        self._largest = min(limit for limit in limits if limit is not None)
+        self._is_expected = is_expected
+        limits = (settings.max_message_bytes, max_trajectory_bytes)
+        self._max_trajectory_bytes = min(limit for limit in limits if limit is not None)
         self._store = store
         self._on_reject = on_reject
         self._port = port
         self._clock = world.clock.monotonic
-        self._capacity = Capacity(settings.credit_bytes, window)
-        self._until = OPEN
+        self._memory = MemoryBudget(settings.credit_bytes, window)
+        self._group_limit = NO_GROUP_LIMIT
         """What senders were answered: only trajectories of groups before it are taken."""
-        self._peers: dict[bytes, Peer] = {}
-        self._acks: dict[bytes, list[str]] = {}
-        self._unacknowledged = 0
-        """Bytes of what `_acks` names."""
-        self._beat = settings.ack_timeout / 4
-        self._beat_at = 0.0
-        self._telling = False
-        self._intake = Intake(self.ledger, self._capacity, on_trajectory, validate, admit, store, self._answer, world)
-        self._sockets = world.sockets()
-        self._socket: MessageSocket = NoSocket()
+        self._sessions: dict[bytes, SenderSession] = {}
+        self._pending_acks: dict[bytes, list[str]] = {}
+        self._unacknowledged_bytes = 0
+        """Bytes of what `_pending_acks` names."""
+        self._heartbeat_seconds = settings.ack_timeout / 4
+        self._heartbeat_due_at = 0.0
+        self._announce_scheduled = False
+        self._intake = TrajectoryIntake(
+            self.ledger, self._memory, on_trajectory, validate, admit, store, self._answer_sender, world
+        )
+        self._sockets = world.open_sockets()
+        self._socket: MessageSocket = NullSocket()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def bytes_held(self) -> int:
+    def unreleased_bytes(self) -> int:
         """Bytes of trajectories that were handed over and not released."""
-        return self._capacity.held
+        return self._memory.reserved_bytes
 
     @property
-    def senders(self) -> int:
+    def sender_count(self) -> int:
         """Senders that are connected."""
-        return len(self._peers)
+        return len(self._sessions)
 
     async def start(self) -> str:
         """Take back what the store kept, bind, and serve. Returns the endpoint; its host is `settings.host`, as it is,
@@ -167,34 +179,36 @@ class Receiver:
         Raises `TransportError` if the address cannot be bound.
         """
         assert not self._tasks, "a receiver is started once"
-        self._capacity.advance(self.ledger.oldest)
+        self._memory.advance_window(self.ledger.oldest_group)
         if self._store is not None:
-            self.recovered, refused = await self._intake.recover(self._store)
+            self.recovered, refused = await self._intake.restore_from_store(self._store)
             self.rejected += refused
-        address = f"tcp://{in_url(self.settings.host)}:{self._port or '*'}"
+        address = f"tcp://{bracket_ipv6(self.settings.host)}:{self._port or '*'}"
         try:
-            self._socket = self._sockets.router(address, self._on_message, keys=self._keys, refused=self.refused)
+            self._socket = self._sockets.bind_router(
+                address, self._on_message, keys=self._keys, refused_peers=self.refused_peers
+            )
         except OSError as error:
             await self.close()
             raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
         self._tasks = [
-            asyncio.create_task(booked("intake", self._intake.run()), name="transport-receiver"),
-            asyncio.create_task(booked("messages", self._tick()), name="transport-heartbeat"),
+            asyncio.create_task(in_stage("intake", self._intake.run()), name="transport-receiver"),
+            asyncio.create_task(in_stage("messages", self._run_heartbeat()), name="transport-heartbeat"),
         ]
         return self._socket.endpoint
 
-    def release(self, trajectory_id: str) -> None:
+    def release_trajectory(self, trajectory_id: str) -> None:
         """A trajectory is consumed: its bytes are free. Harmless for one that holds none."""
-        self._capacity.release(trajectory_id)
-        self._tell()
+        self._memory.release_trajectory(trajectory_id)
+        self._announce_soon()
 
-    def forget(self, group_index: int) -> None:
+    def forget_group(self, group_index: int) -> None:
         """A group is consumed: release what it still holds, and its ids need not be remembered. Anything that still comes
         for it is acknowledged and dropped as a duplicate. Idempotent."""
-        for trajectory_id in self.ledger.forget(group_index):
-            self._capacity.release(trajectory_id)
-        self._capacity.advance(self.ledger.oldest)
-        self._tell()
+        for trajectory_id in self.ledger.forget_group(group_index):
+            self._memory.release_trajectory(trajectory_id)
+        self._memory.advance_window(self.ledger.oldest_group)
+        self._announce_soon()
 
     async def close(self) -> None:
         """Stop serving and free the address. What is not acknowledged stays with its sender. Idempotent."""
@@ -205,36 +219,36 @@ class Receiver:
             await asyncio.wait(tasks, timeout=5)
         await self._sockets.close()
 
-    async def _tick(self) -> None:
+    async def _run_heartbeat(self) -> None:
         """Who is silent is dropped; and no message lies unread."""
         while True:
-            await asyncio.sleep(self._beat)
+            await asyncio.sleep(self._heartbeat_seconds)
             try:
-                self._socket.drain()
-                self._drop_silent()
-                self._tell_now()
+                self._socket.receive_pending()
+                self._drop_silent_senders()
+                self._announce_limit()
             except Exception:
                 logger.exception("the trajectory receiver continues after an error")
 
     def _on_message(self, frames: list[Any]) -> None:
         try:
-            self._handle(frames[0].bytes, frames[1:])
+            self._handle_message(frames[0].bytes, frames[1:])
         except Exception:  # A defect here or in a callback. The sender is not answered, and tries again.
             logger.exception("the trajectory receiver continues after an error")
 
-    def _handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
+    def _handle_message(self, identity: bytes, frames: Sequence[Frame]) -> None:
         try:
             message = decode_control(frames[0] if frames else b"")
             if isinstance(message, Hello):
-                self._hello(identity, message)
+                self._answer_hello(identity, message)
             elif not isinstance(message, Deliver):
                 raise WireError(f"{type(message).__name__.upper()} is not for a receiver")
-            elif self._known(identity, message.session):
-                self._deliver(identity, message, frames[1:])
+            elif self._is_current_session(identity, message.session):
+                self._receive_delivery(identity, message, frames[1:])
         except WireError as error:
-            self._reject(identity, "", str(error))
+            self._reject_trajectory(identity, "", str(error))
 
-    def _hello(self, identity: bytes, hello: Hello) -> None:
+    def _answer_hello(self, identity: bytes, hello: Hello) -> None:
         problem, kind = "", ""
         if hello.wire != WIRE_VERSION:
             kind = "another version of the protocol"
@@ -245,147 +259,151 @@ class Receiver:
         elif hello.schema != SCHEMA.fingerprint:
             kind = "another schema"
             problem = f"token schema {hello.schema!r}, the learner has {SCHEMA.fingerprint!r}: the columns differ"
-        elif identity not in self._peers and len(self._peers) >= MAX_SENDERS:
+        elif identity not in self._sessions and len(self._sessions) >= MAX_SENDERS:
             kind = "too many senders"
             problem = f"{MAX_SENDERS} senders are connected, which is as many as may be"
         if problem:
             self.rejected += 1
-            self.refused[kind] += 1
-            self._send(identity, Refusal(hello.session, f"sender {hello.sender_id!r}: {problem}", final=True))
+            self.refused_peers[kind] += 1
+            self._send_message(identity, Refusal(hello.session, f"sender {hello.sender_id!r}: {problem}", final=True))
             return
-        self._peers[identity] = Peer(hello.session, self._clock())
-        self._tell_now()
-        self._welcome(identity)
+        self._sessions[identity] = SenderSession(hello.session, self._clock())
+        self._announce_limit()
+        self._send_welcome(identity)
 
-    def _known(self, identity: bytes, session: str) -> bool:
+    def _is_current_session(self, identity: bytes, session: str) -> bool:
         """The message is of the sender's current session. One of an earlier session is left over, and resent anyway."""
-        peer = self._peers.get(identity)
+        peer = self._sessions.get(identity)
         if peer is None:
             # Before this receiver started, or before it gave this sender up.
-            self._send(identity, Refusal(session, "unknown session: say HELLO", final=False))
+            self._send_message(identity, Refusal(session, "unknown session: say HELLO", final=False))
             return False
         if peer.session != session:
             return False
-        peer.seen_at = self._clock()
+        peer.last_message_at = self._clock()
         return True
 
-    def _deliver(self, identity: bytes, message: Deliver, frames: Sequence[Frame]) -> None:
+    def _receive_delivery(self, identity: bytes, message: Deliver, frames: Sequence[Frame]) -> None:
         try:
-            portions = message.pieces(frames)
+            portions = message.split_by_item(frames)
         except WireError as error:
             for item in message.items:
-                self._came_damaged(identity, item.trajectory_id, str(error))
+                self._reject_damaged(identity, item.trajectory_id, str(error))
             return
         for item, pieces in zip(message.items, portions, strict=True):
-            if not self._intake.also_from(identity, item.trajectory_id):
-                self._arrived(identity, item, pieces)
+            if not self._intake.add_duplicate_sender(identity, item.trajectory_id):
+                self._receive_item(identity, item, pieces)
 
-    def _arrived(self, identity: bytes, item: Item, pieces: Sequence[Frame]) -> None:
+    def _receive_item(self, identity: bytes, item: DeliveryItem, pieces: Sequence[Frame]) -> None:
         trajectory_id, group_index = item.trajectory_id, item.group_index
-        if problem := self._problem(item, pieces):
-            self._reject(identity, trajectory_id, problem)
+        if problem := self._rejection_reason(item, pieces):
+            self._reject_trajectory(identity, trajectory_id, problem)
         elif (group_index, trajectory_id) in self.ledger:
-            self._acknowledge_again(identity, trajectory_id)
-        elif self._capacity.take(trajectory_id, group_index, item.nbytes, self._disk):
-            self._intake.add(Arrival([identity], item, pieces))
+            self._acknowledge_duplicates(identity, trajectory_id)
+        elif self._memory.try_reserve(trajectory_id, group_index, item.nbytes, self._free_disk_bytes):
+            self._intake.add(IncomingTrajectory([identity], item, pieces))
         else:
-            self._tell_now()  # first, or it would be sent again at once
-            self._send(identity, Reject(trajectory_id, "there is no free memory for it", again="later"))
+            self._announce_limit()  # first, or it would be sent again at once
+            self._send_message(identity, Reject(trajectory_id, "there is no free memory for it", again="later"))
 
-    def _problem(self, item: Item, pieces: Sequence[Frame]) -> str:
+    def _rejection_reason(self, item: DeliveryItem, pieces: Sequence[Frame]) -> str:
         """Why nothing of the kind is ever taken; empty if it may be."""
         trajectory_id, group_index, nbytes = item.trajectory_id, item.group_index, item.nbytes
-        if nbytes > self._largest:
-            return f"{nbytes} bytes, more than {self._largest}"
-        if group_index < 0 or (self._claims is not None and not self._claims(group_index, trajectory_id)):
+        if nbytes > self._max_trajectory_bytes:
+            return f"{nbytes} bytes, more than {self._max_trajectory_bytes}"
+        if group_index < 0 or (self._is_expected is not None and not self._is_expected(group_index, trajectory_id)):
             return f"group {group_index} has no trajectory {trajectory_id!r}"
         if (there := sum(map(len, pieces))) > nbytes:
             return f"{there} bytes came, and {nbytes} were announced"
         return ""
 
     @property
-    def _disk(self) -> float:
+    def _free_disk_bytes(self) -> float:
         """Free bytes of the store. What is in hand is not in it yet."""
-        return math.inf if self._store is None else self._store.free_bytes - self._intake.nbytes
+        return math.inf if self._store is None else self._store.free_bytes - self._intake.unanswered_bytes
 
-    def _answer(self, arrival: Arrival, outcome: Outcome) -> None:
-        name, (identity, *others) = arrival.trajectory_id, arrival.senders
+    def _answer_sender(self, arrival: IncomingTrajectory, outcome: IntakeOutcome) -> None:
+        name, (identity, *others) = arrival.trajectory_id, arrival.sender_identities
         if outcome.kind == "over":
-            self._acknowledge_again(identity, name)
+            self._acknowledge_duplicates(identity, name)
         elif outcome.kind == "refused":
-            self._reject(identity, name, outcome.reason)
+            self._reject_trajectory(identity, name, outcome.reason)
         elif outcome.kind == "damaged":
-            self._came_damaged(identity, name, outcome.reason)
+            self._reject_damaged(identity, name, outcome.reason)
         else:
             self.received += 1
             self.bytes_received += arrival.wire_bytes
-            if not self._acks:
-                asyncio.get_running_loop().call_later(ACK_SECONDS, self._acknowledge)
-            self._acks.setdefault(identity, []).append(name)
-            self._unacknowledged += arrival.nbytes
-            if self._unacknowledged >= self.settings.credit_bytes // (ACK_SHARE * max(1, len(self._peers))):
-                self._acknowledge()
+            if not self._pending_acks:
+                asyncio.get_running_loop().call_later(ACK_DELAY_SECONDS, self._send_acks)
+            self._pending_acks.setdefault(identity, []).append(name)
+            self._unacknowledged_bytes += arrival.nbytes
+            if self._unacknowledged_bytes >= self.settings.credit_bytes // (
+                ACK_CREDIT_SHARE * max(1, len(self._sessions))
+            ):
+                self._send_acks()
         for other in others:  # what it sent may be something else, and is judged by itself
-            self._send(other, Reject(name, "another sender's was in hand", again="later"))
-        self._tell()
+            self._send_message(other, Reject(name, "another sender's was in hand", again="later"))
+        self._announce_soon()
 
-    def _acknowledge(self) -> None:
+    def _send_acks(self) -> None:
         """One ACK to each sender for all that was accepted and is not acknowledged yet."""
-        acks, self._acks, self._unacknowledged = self._acks, {}, 0
+        acks, self._pending_acks, self._unacknowledged_bytes = self._pending_acks, {}, 0
         for identity, ids in acks.items():
-            for i in range(0, len(ids), MAX_ACKS):
-                self._send(identity, Ack(ids[i : i + MAX_ACKS]))
+            for i in range(0, len(ids), MAX_ACK_IDS):
+                self._send_message(identity, Ack(ids[i : i + MAX_ACK_IDS]))
 
-    def _acknowledge_again(self, identity: bytes, *trajectory_ids: str) -> None:
+    def _acknowledge_duplicates(self, identity: bytes, *trajectory_ids: str) -> None:
         self.duplicates += len(trajectory_ids)
-        self._send(identity, Ack(list(trajectory_ids)))
+        self._send_message(identity, Ack(list(trajectory_ids)))
 
-    def _reject(self, identity: bytes, trajectory_id: str, reason: str) -> None:
+    def _reject_trajectory(self, identity: bytes, trajectory_id: str, reason: str) -> None:
         self.rejected += 1
-        reason = reason[:MAX_REASON]
-        self._send(identity, Reject(trajectory_id, reason))
+        reason = reason[:MAX_REASON_CHARS]
+        self._send_message(identity, Reject(trajectory_id, reason))
         if self._on_reject is not None:
             self._on_reject(trajectory_id, reason)
 
-    def _came_damaged(self, identity: bytes, trajectory_id: str, reason: str) -> None:
+    def _reject_damaged(self, identity: bytes, trajectory_id: str, reason: str) -> None:
         self.damaged += 1
         logger.warning("trajectory %r came damaged: %s", trajectory_id, reason)
-        self._send(identity, Reject(trajectory_id, reason[:MAX_REASON], again="damaged"))
+        self._send_message(identity, Reject(trajectory_id, reason[:MAX_REASON_CHARS], again="damaged"))
 
-    def _tell(self) -> None:
+    def _announce_soon(self) -> None:
         """Senders, of all that becomes possible in this round of the event loop."""
-        if self._until != OPEN and not self._telling:
-            self._telling = True
-            asyncio.get_running_loop().call_soon(self._tell_now)
+        if self._group_limit != NO_GROUP_LIMIT and not self._announce_scheduled:
+            self._announce_scheduled = True
+            asyncio.get_running_loop().call_soon(self._announce_limit)
 
-    def _tell_now(self) -> None:
-        self._telling = False
-        disk = self._disk
-        until = self._capacity.until(disk)
+    def _announce_limit(self) -> None:
+        self._announce_scheduled = False
+        disk = self._free_disk_bytes
+        until = self._memory.group_limit(disk)
         if self._store is not None:
-            self._store.note_waiting(self._capacity.lacks_only_disk(disk))
-        if until != self._until:
-            self._until = until
-            for identity in list(self._peers):
-                self._welcome(identity)
+            self._store.set_waiting(self._memory.lacks_only_disk(disk))
+        if until != self._group_limit:
+            self._group_limit = until
+            for identity in list(self._sessions):
+                self._send_welcome(identity)
 
-    def _welcome(self, identity: bytes) -> None:
-        at_once = self.settings.credit_bytes // (2 * len(self._peers))
-        in_hand = self._intake.of(identity)[:MAX_IN_HAND]
-        self._send(identity, Welcome(self._peers[identity].session, self.epoch, self._until, at_once, in_hand))
+    def _send_welcome(self, identity: bytes) -> None:
+        at_once = self.settings.credit_bytes // (2 * len(self._sessions))
+        in_hand = self._intake.unanswered_of(identity)[:MAX_IN_HAND_IDS]
+        self._send_message(
+            identity, Welcome(self._sessions[identity].session, self.incarnation, self._group_limit, at_once, in_hand)
+        )
 
-    def _drop_silent(self) -> None:
+    def _drop_silent_senders(self) -> None:
         now = self._clock()
-        if now - self._beat_at > self._beat:
+        if now - self._heartbeat_due_at > self._heartbeat_seconds:
             # This end did not listen, its event loop was busy: no silence to hold against anyone.
-            for peer in self._peers.values():
-                peer.seen_at = now
-        self._beat_at = now + self._beat
-        for identity, peer in list(self._peers.items()):
-            if now - peer.seen_at > PATIENCE * self.settings.ack_timeout:
-                del self._peers[identity]
+            for peer in self._sessions.values():
+                peer.last_message_at = now
+        self._heartbeat_due_at = now + self._heartbeat_seconds
+        for identity, peer in list(self._sessions.items()):
+            if now - peer.last_message_at > SILENT_TIMEOUTS * self.settings.ack_timeout:
+                del self._sessions[identity]
 
-    def _send(self, identity: bytes, message: Message) -> None:
+    def _send_message(self, identity: bytes, message: ControlMessage) -> None:
         """Every answer may be lost: WELCOME is repeated, and what is not answered is sent again."""
         if self._socket.send([identity, encode_control(message)]) == errno.EHOSTUNREACH:
-            self._peers.pop(identity, None)
+            self._sessions.pop(identity, None)

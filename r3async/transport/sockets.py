@@ -18,30 +18,30 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-Validate = Callable[[Sequence[Trajectory]], Mapping[int, str]]
+TrajectoryValidator = Callable[[Sequence[Trajectory]], Mapping[int, str]]
 """By their place, why trajectories will never be taken; those that may be are not named."""
 
 
-class TransportRefused(TransportError):
+class SenderRefusedError(TransportError):
     """The receiver belongs to another run, has another schema, or does not know this key. Trying again cannot help."""
 
 
-class NoSocket:
+class NullSocket:
     """The `MessageSocket` of an end that is not started."""
 
-    endpoint = denied = ""
+    endpoint = denial_reason = ""
 
     def send(self, frames: Sequence[Frame]) -> int:
         return errno.ENOTSOCK
 
-    def drain(self, limit: float = 0.0) -> None:
+    def receive_pending(self, seconds: float = 0.0) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-async def off_loop(threads: Threads, nbytes: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+async def run_off_loop(threads: Threads, nbytes: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Run work on `nbytes` of payload: in a thread if that would hold up the event loop."""
     if nbytes <= OFFLOAD_BYTES:
         return function(*args, **kwargs)

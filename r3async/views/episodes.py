@@ -12,19 +12,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.record.catalogue import finite
-from r3async.record.reading import read_objects, read_run_config
-from r3async.record.routes import Entry, RouteFileError, RouteIndex, TrainedRoutes, load
-from r3async.record.verify import engine_rows, same_experts
+from r3async.record.catalogue import finite_or_none
+from r3async.record.reading import read_json_objects, read_run_config
+from r3async.record.routes import RouteEntry, RouteFileError, RouteIndex, TrainedRoutes, load_route_record
+from r3async.record.verify import find_engine_routes, same_experts
 from r3async.untrusted import decode_python_json
 from r3async.views.summary import format_number
 
 MAX_EPISODES, MAX_TURNS, MAX_TEXT = 6, 8, 1200
 MAX_SAMPLES, MAX_TOKENS = 4, 1500
-PALETTE = 6
+VERSION_COLORS = 6
 """Colours for versions, in turn."""
 
-MODES = (
+TOKEN_COLORINGS = (
     ("loss", "loss mask", "coloured: sampled by the policy and trained"),
     ("surprise", "log-prob", "the rollout policy's; the stronger, the less likely was the token (full: 4 nats)"),
     ("ratio", "log-ratio", "learner less rollout, nats; orange: less likely for the learner, blue: more (full: 0.2)"),
@@ -39,34 +39,34 @@ MODES = (
 )
 
 
-def spread(count: int, most: int) -> list[int]:
-    """At most `most` of `count` indices, from the first to the last."""
-    shown = min(most, count)
+def select_evenly(count: int, limit: int) -> list[int]:
+    """At most `limit` of `count` indices, from the first to the last."""
+    shown = min(limit, count)
     return [round(i * (count - 1) / max(1, shown - 1)) for i in range(shown)]
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
 
 
-def read_conversations(path: Path, most: int = MAX_EPISODES) -> tuple[list[dict[str, Any]], int]:
+def read_conversations(path: Path, limit: int = MAX_EPISODES) -> tuple[list[dict[str, Any]], int]:
     """A few episodes in words, from the first to the last step; and how many there are."""
-    found = [e for e in read_objects(path) if "turns" in e]
-    return [conversation(found[index]) for index in spread(len(found), most)], len(found)
+    found = [e for e in read_json_objects(path) if "turns" in e]
+    return [describe_conversation(found[index]) for index in select_evenly(len(found), limit)], len(found)
 
 
-def conversation(episode: dict[str, Any]) -> dict[str, Any]:
+def describe_conversation(episode: dict[str, Any]) -> dict[str, Any]:
     """A line of `episodes.jsonl` as a page shows it."""
     turns = episode["turns"]
-    reward = finite(episode.get("reward"))
+    reward = finite_or_none(episode.get("reward"))
     return {
         "step": episode.get("step", "?"),
         "reward": format_number(reward),
         "kind": "" if reward is None else "good" if reward >= 0.8 else "warn" if reward >= 0.4 else "bad",
         "turns": [
             {
-                "user": _cut(turn.get("user")),
-                "assistant": _cut(turn.get("assistant")),
-                "reward": "" if (earned := finite(turn.get("reward"))) is None else format_number(earned),
+                "user": _shorten_text(turn.get("user")),
+                "assistant": _shorten_text(turn.get("assistant")),
+                "reward": "" if (earned := finite_or_none(turn.get("reward"))) is None else format_number(earned),
             }
             for turn in turns[:MAX_TURNS]
         ],
@@ -74,7 +74,7 @@ def conversation(episode: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _cut(text: Any) -> str:
+def _shorten_text(text: Any) -> str:
     text = "" if text is None else str(text)
     return f"{text[:MAX_TEXT]} …" if len(text) > MAX_TEXT else text
 
@@ -88,33 +88,33 @@ class RunTokenizer:
     def __init__(self, run_dir: Path):
         self._decode: Callable[[list[int]], str] = lambda tokens: " ".join(f"#{token}" for token in tokens)
         self.end_id: int | None = None
-        self.known = False
+        self.is_loaded = False
         path = read_run_config(run_dir).get("model", {}).get("path")
         for directory in [run_dir / "init", *([Path(path)] if path else []), run_dir / "model"]:
             if (directory / "tokenizer.json").is_file():
-                self._read(directory)
+                self._load_tokenizer(directory)
                 return
 
-    def _read(self, directory: Path) -> None:
+    def _load_tokenizer(self, directory: Path) -> None:
         from tokenizers import Tokenizer as Reader
 
         reader = Reader.from_file(str(directory / "tokenizer.json"))
         self._decode = lambda tokens: reader.decode(tokens, skip_special_tokens=False)
-        self.known = True
+        self.is_loaded = True
         described = directory / "tokenizer_config.json"
         end = decode_python_json(described.read_bytes()).get("eos_token") if described.is_file() else None
         end = end.get("content") if isinstance(end, dict) else end
         self.end_id = reader.token_to_id(end) if end else None
 
-    def text(self, token: int) -> str:
+    def decode_token(self, token: int) -> str:
         return self._decode([token])
 
-    def whole(self, tokens: list[int]) -> str:
+    def decode_tokens(self, tokens: list[int]) -> str:
         """The text of all of them."""
         return self._decode(tokens)
 
 
-def roles(tokens: np.ndarray, loss_mask: np.ndarray, end_id: int | None) -> list[str]:
+def label_token_roles(tokens: np.ndarray, loss_mask: np.ndarray, end_id: int | None) -> list[str]:
     """Of each token: prompt, sampled, observation, or injected. An end of sequence that follows a sampled token which is
     none itself was injected."""
     sampled_at = np.flatnonzero(loss_mask)
@@ -135,133 +135,140 @@ def roles(tokens: np.ndarray, loss_mask: np.ndarray, end_id: int | None) -> list
 class TracedSample:
     """A trained sample whose routes were kept, with the engine's rows beside the learner's.
 
-    `owned`: the engine's record of it was found; if not, what was replayed is unknown, and no row counts as recorded. `rows`
-    `[T, L, K]`: the engine's experts, where `recorded` bool `[T]`. `agree` bool `[T, L]`: the learner would choose them; means
-    nothing where nothing is recorded. Raises `RouteFileError`.
+    `has_engine_record`: the engine's record of it was found; if not, what was replayed is unknown, and no row counts as
+    recorded. `engine_experts` `[T, L, K]`: the engine's experts, where `recorded` bool `[T]`. `agrees` bool `[T, L]`: the
+    learner would choose them; means nothing where nothing is recorded. Raises `RouteFileError`.
     """
 
-    def __init__(self, index: RouteIndex, entry: Entry):
-        self.trained = trained = load(entry, TrainedRoutes)
-        found = engine_rows(trained, index.calls_of(trained.trajectory_id))
-        self.owned = found is not None
-        self.rows, self.recorded = found or (np.zeros_like(trained.used), np.zeros(len(trained.token_ids), bool))
-        self.agree = same_experts(self.rows, trained.own)
+    def __init__(self, index: RouteIndex, entry: RouteEntry):
+        self.trained_routes = trained = load_route_record(entry, TrainedRoutes)
+        found = find_engine_routes(trained, index.load_calls(trained.trajectory_id))
+        self.has_engine_record = found is not None
+        self.engine_experts, self.recorded = found or (
+            np.zeros_like(trained.used),
+            np.zeros(len(trained.token_ids), bool),
+        )
+        self.agrees = same_experts(self.engine_experts, trained.own)
 
 
 # -- samples of a report -----------------------------------------------------------------------------------------------
 
 
-class Ages(msgspec.Struct, frozen=True):
-    """From which tokens' ages count. `trained`: by step, the version of the weights that it changed."""
+class StepVersions(msgspec.Struct, frozen=True):
+    """From which tokens' ages count. `by_step`: by step, the version of the weights that it changed."""
 
-    trained: dict[Any, int] = {}
+    by_step: dict[Any, int] = {}
     bound: int | None = None
 
     @classmethod
-    def of(cls, rows: Iterable[dict[str, Any]], bound: int | None) -> Ages:
+    def from_rows(cls, rows: Iterable[dict[str, Any]], bound: int | None) -> StepVersions:
         """A step's row has the version that the step made."""
         made = ((row.get("step"), row.get("version")) for row in rows)
         return cls({step: version - 1 for step, version in made if isinstance(version, int)}, bound)
 
 
-def read_samples(run_dir: Path, ages: Ages) -> tuple[list[Sample], int]:
+def read_traced_samples(run_dir: Path, versions: StepVersions) -> tuple[list[SampleView], int]:
     """A few samples whose routes were kept, from the first to the last; and how many there are."""
     index = RouteIndex(run_dir)
-    shown = [index.trained[at] for at in spread(len(index.trained), MAX_SAMPLES)]
-    return samples_of(index, shown, RunTokenizer(run_dir), ages), len(index.trained)
+    shown = [index.trained_entries[at] for at in select_evenly(len(index.trained_entries), MAX_SAMPLES)]
+    return load_samples(index, shown, RunTokenizer(run_dir), versions), len(index.trained_entries)
 
 
-def samples_of(index: RouteIndex, entries: Iterable[Entry], tokenizer: RunTokenizer, ages: Ages) -> list[Sample]:
+def load_samples(
+    index: RouteIndex, entries: Iterable[RouteEntry], tokenizer: RunTokenizer, versions: StepVersions
+) -> list[SampleView]:
     """Those that can be read."""
     samples = []
     for entry in entries:
         with contextlib.suppress(RouteFileError):
-            samples.append(Sample(index, entry, tokenizer, ages))
+            samples.append(SampleView(index, entry, tokenizer, versions))
     return samples
 
 
-def modes_of(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
+def select_colorings(samples: Sequence[SampleView]) -> list[tuple[str, str, str]]:
     """The colours that any of them has values for."""
     have = {
-        "ratio": any(sample.ratio is not None for sample in samples),
-        "advantage": any(sample.trained.advantages is not None for sample in samples),
-        "age": any(sample.version is not None for sample in samples),
+        "ratio": any(sample.log_ratio is not None for sample in samples),
+        "advantage": any(sample.trained_routes.advantages is not None for sample in samples),
+        "age": any(sample.trained_version is not None for sample in samples),
     }
-    return [mode for mode in MODES if have.get(mode[0], True)]
+    return [mode for mode in TOKEN_COLORINGS if have.get(mode[0], True)]
 
 
-class Sample(TracedSample):
-    """The same for a page. `agreement` float `[T]`: the share of MoE layers that agree, NaN where nothing is recorded; `ratio`
-    float32 `[T]`: the log-ratio of learner and rollout, None if the learner's log-probs were not kept. `version`: of the
-    weights that it trained, None if unknown."""
+class SampleView(TracedSample):
+    """The same for a page. `agreement` float `[T]`: the share of MoE layers that agree, NaN where nothing is recorded;
+    `log_ratio` float32 `[T]`: the log-ratio of learner and rollout, None if the learner's log-probs were not kept.
+    `trained_version`: of the weights that it trained, None if unknown."""
 
-    def __init__(self, index: RouteIndex, entry: Entry, tokenizer: RunTokenizer, ages: Ages):
+    def __init__(self, index: RouteIndex, entry: RouteEntry, tokenizer: RunTokenizer, versions: StepVersions):
         super().__init__(index, entry)
-        trained = self.trained
-        self.agreement = np.where(self.recorded, self.agree.mean(axis=-1), np.nan)
-        self.ratio = None if trained.learner_logprobs is None else trained.learner_logprobs - trained.rollout_logprobs
-        self._roles = roles(trained.token_ids, trained.loss_mask, tokenizer.end_id)
-        self._texts = [tokenizer.text(int(token)) for token in trained.token_ids[:MAX_TOKENS]]
-        self.step, self.name = trained.step, trained.sample_id
-        self.version, self._bound = ages.trained.get(trained.step), ages.bound
-        self.hidden = max(0, len(trained.token_ids) - MAX_TOKENS)
+        trained = self.trained_routes
+        self.agreement = np.where(self.recorded, self.agrees.mean(axis=-1), np.nan)
+        self.log_ratio = (
+            None if trained.learner_logprobs is None else trained.learner_logprobs - trained.rollout_logprobs
+        )
+        self._roles = label_token_roles(trained.token_ids, trained.loss_mask, tokenizer.end_id)
+        self._texts = [tokenizer.decode_token(int(token)) for token in trained.token_ids[:MAX_TOKENS]]
+        self.step, self.sample_id = trained.step, trained.sample_id
+        self.trained_version, self._bound = versions.by_step.get(trained.step), versions.bound
+        self.hidden_tokens = max(0, len(trained.token_ids) - MAX_TOKENS)
         """Tokens that are not shown."""
 
     @property
-    def facts(self) -> str:
-        trained = self.trained
+    def summary(self) -> str:
+        trained = self.trained_routes
         versions = sorted({int(v) for v in trained.policy_version if v >= 0})
         of = f"version {versions[0]}" if len(versions) == 1 else f"versions {', '.join(map(str, versions))}"
         return f"{len(trained.token_ids)} tokens, {int(trained.loss_mask.sum())} trained, {of}"
 
     @property
-    def blocks(self) -> Iterator[tuple[str, str, list[dict[str, str]]]]:
+    def role_blocks(self) -> Iterator[tuple[str, str, list[dict[str, str]]]]:
         """Role, its name, and the tokens of each stretch."""
         turn = 0
         for role, places in groupby(range(len(self._texts)), key=lambda at: self._roles[at]):
             turn += role == "sampled"
-            yield role, f"turn {turn}" if role == "sampled" else role, [self._token(at) for at in places]
+            yield role, f"turn {turn}" if role == "sampled" else role, [self._describe_token(at) for at in places]
 
-    def _token(self, at: int) -> dict[str, str]:
+    def _describe_token(self, position: int) -> dict[str, str]:
         """Colours are worked out here, as numbers from 0 to 1; what they look like is the style sheet's."""
-        trained, sampled = self.trained, bool(self.trained.loss_mask[at])
+        trained, sampled = self.trained_routes, bool(self.trained_routes.loss_mask[position])
         kinds, style = ["t"] * sampled, []
-        title = [f"{at}: token {int(trained.token_ids[at])}"]
+        title = [f"{position}: token {int(trained.token_ids[position])}"]
         if sampled:
-            for kind, css, words in self._sampled(at):
+            for kind, css, words in self._describe_sampled(position):
                 kinds += [kind] * bool(kind)
                 style += [css] * bool(css)
                 title.append(words)
-        agreement = float(self.agreement[at])
+        agreement = float(self.agreement[position])
         if math.isnan(agreement):
             kinds.append("u")
             title.append("no route recorded")
         else:
             title.append(f"{100 * agreement:.0f} % of layers agree")
             if agreement < 1:
-                style.append(f"--a:{_unit(1 - agreement)}")
+                style.append(f"--a:{_format_unit_interval(1 - agreement)}")
         # A newline shows where it is, and breaks the line.
-        text = self._texts[at].replace("\n", "↵\n") or "·"
+        text = self._texts[position].replace("\n", "↵\n") or "·"
         return {"kinds": " ".join(kinds), "style": ";".join(style), "title": ", ".join(title), "text": text}
 
-    def _sampled(self, at: int) -> Iterator[tuple[str, str, str]]:
+    def _describe_sampled(self, position: int) -> Iterator[tuple[str, str, str]]:
         """Of a token that the policy sampled: class, style and words for each thing that is known."""
-        trained, version = self.trained, int(self.trained.policy_version[at])
-        logprob = float(trained.rollout_logprobs[at])
+        trained, version = self.trained_routes, int(self.trained_routes.policy_version[position])
+        logprob = float(trained.rollout_logprobs[position])
         yield (
-            f"v{max(0, version) % PALETTE}",
-            f"--p:{_unit(-logprob / 4)}",
+            f"v{max(0, version) % VERSION_COLORS}",
+            f"--p:{_format_unit_interval(-logprob / 4)}",
             f"log-prob {logprob:.3f}, version {version}",
         )
-        if self.version is not None:
-            age = self.version - version
-            yield "", f"--o:{_unit(age / (self._bound or 1))}", f"age {age}"
-        if self.ratio is not None and math.isfinite(ratio := float(self.ratio[at])):
-            yield "down" * (ratio < 0), f"--r:{_unit(abs(ratio) / 0.2)}", f"log-ratio {ratio:+.4f}"
+        if self.trained_version is not None:
+            age = self.trained_version - version
+            yield "", f"--o:{_format_unit_interval(age / (self._bound or 1))}", f"age {age}"
+        if self.log_ratio is not None and math.isfinite(ratio := float(self.log_ratio[position])):
+            yield "down" * (ratio < 0), f"--r:{_format_unit_interval(abs(ratio) / 0.2)}", f"log-ratio {ratio:+.4f}"
         if trained.advantages is not None:
-            gain = float(trained.advantages[at])
-            yield "minus" * (gain < 0), f"--g:{_unit(abs(gain) / 2)}", f"advantage {gain:+.3f}"
+            gain = float(trained.advantages[position])
+            yield "minus" * (gain < 0), f"--g:{_format_unit_interval(abs(gain) / 2)}", f"advantage {gain:+.3f}"
 
 
-def _unit(value: float) -> str:
+def _format_unit_interval(value: float) -> str:
     return "0" if not math.isfinite(value) else f"{min(1.0, max(0.0, value)):.2g}"

@@ -17,14 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from r3async.record.catalogue import finite
-from r3async.record.reading import damaged_config_event, decode_line, read_run_config, read_schedule, skipped_event
-from r3async.schedule.admission import age_bound, slots_of
-from r3async.views.summary import UNFINISHED, History, status_after
+from r3async.record.catalogue import finite_or_none
+from r3async.record.reading import (
+    damaged_config_event,
+    decode_line,
+    make_skipped_events,
+    parse_schedule,
+    read_run_config,
+)
+from r3async.schedule.admission import compute_staleness_bound, count_slots
+from r3async.views.summary import UNFINISHED, RunHistory, get_status_change
 
-CHUNK = 1 << 20
-EVENTS_KEPT = 1000
-ROWS_KEPT = 16
+READ_CHUNK_BYTES = 1 << 20
+MAX_EVENTS = 1000
+MAX_ROWS = 16
 
 
 class FollowedFile:
@@ -37,51 +43,51 @@ class FollowedFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self.skipped = 0
+        self.skipped_lines = 0
         """Lines so far that are no objects of this file."""
         self._fd = -1
-        self._rest = b""
+        self._torn_line = b""
 
-    def poll(self, limit: int = CHUNK) -> list[bytes]:
+    def read_lines(self, limit: int = READ_CHUNK_BYTES) -> list[bytes]:
         """Lines that were completed since the last call, from at most `limit` new bytes; call again while there are some."""
         if self._fd < 0 and not self._open():
             return []
         at = os.lseek(self._fd, 0, os.SEEK_CUR)
         if (size := os.fstat(self._fd).st_size) < at:
-            whole = at - len(self._rest)
+            whole = at - len(self._torn_line)
             os.lseek(self._fd, whole if size >= whole else 0, os.SEEK_SET)
-            self._rest = b""
+            self._torn_line = b""
         data = os.read(self._fd, limit)
-        if not data and self._replaced():
+        if not data and self._is_replaced():
             self.close()
             if not self._open():
                 return []
             data = os.read(self._fd, limit)
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._torn_line = (self._torn_line + data).split(b"\n")
         return lines
 
-    def objects(self, limit: int = CHUNK) -> Iterator[dict[str, Any]]:
+    def read_objects(self, limit: int = READ_CHUNK_BYTES) -> Iterator[dict[str, Any]]:
         """The JSON objects of those lines; what is none is passed over, and counted. Reads on until nothing is new."""
         while True:
             before = os.lseek(self._fd, 0, os.SEEK_CUR) if self._fd >= 0 else 0
-            for line in self.poll(limit):
+            for line in self.read_lines(limit):
                 if (value := decode_line(self.path.name, line)) is not None:
                     yield value
                 elif line.strip():
-                    self.skipped += 1
+                    self.skipped_lines += 1
             if self._fd < 0:
                 return
             if os.lseek(self._fd, 0, os.SEEK_CUR) == before:
                 # Read again with its end: it may be cut off meanwhile, and another line take its place.
-                os.lseek(self._fd, before - len(self._rest), os.SEEK_SET)
-                self._rest = b""
+                os.lseek(self._fd, before - len(self._torn_line), os.SEEK_SET)
+                self._torn_line = b""
                 return
 
     def read_new(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the new objects, and an event that says how many lines were passed over, if any were."""
-        before = self.skipped
-        found = list(self.objects())
-        return found, skipped_event(self.path.name, self.skipped - before)
+        before = self.skipped_lines
+        found = list(self.read_objects())
+        return found, make_skipped_events(self.path.name, self.skipped_lines - before)
 
     def _open(self) -> bool:
         try:
@@ -90,7 +96,7 @@ class FollowedFile:
             return False
         return True
 
-    def _replaced(self) -> bool:
+    def _is_replaced(self) -> bool:
         try:
             there = os.stat(self.path)
         except FileNotFoundError:
@@ -100,26 +106,26 @@ class FollowedFile:
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
-            self._fd, self._rest = -1, b""
+            self._fd, self._torn_line = -1, b""
 
 
-class Columns:
+class MetricColumns:
     """Rows of numbers by column, 8 bytes a number: a run of 100,000 steps with 60 metrics takes 48 MB."""
 
     def __init__(self) -> None:
         self._columns: dict[str, array[float]] = {}
-        self.rows = 0
+        self.row_count = 0
 
     def append(self, row: dict[str, Any]) -> None:
         """Numbers of the row; anything else in it is left out."""
         for name, value in row.items():
-            if (number := finite(value)) is not None:
+            if (number := finite_or_none(value)) is not None:
                 if name not in self._columns:
-                    self._columns[name] = array("d", [math.nan]) * self.rows
+                    self._columns[name] = array("d", [math.nan]) * self.row_count
                 self._columns[name].append(number)
-        self.rows += 1
+        self.row_count += 1
         for column in self._columns.values():
-            if len(column) < self.rows:
+            if len(column) < self.row_count:
                 column.append(math.nan)
 
     def __contains__(self, name: str) -> bool:
@@ -128,18 +134,18 @@ class Columns:
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
 
-    def last(self, name: str) -> float | None:
+    def last_value(self, name: str) -> float | None:
         """Of the last row; None if it has no such number."""
         column = self._columns.get(name)
         return None if column is None or math.isnan(column[-1]) else column[-1]
 
-    def values(self, name: str, rows: int | None = None) -> np.ndarray:
+    def get_values(self, name: str, rows: int | None = None) -> np.ndarray:
         """float64 `[rows]`, of the last `rows` or of all; NaN where a row lacks it, and everywhere if none has it."""
         column = self._columns.get(name)
-        taken = self.rows if rows is None else min(rows, self.rows)
+        taken = self.row_count if rows is None else min(rows, self.row_count)
         if column is None:
             return np.full(taken, np.nan)
-        return np.array(column[self.rows - taken :], np.float64)
+        return np.array(column[self.row_count - taken :], np.float64)
 
 
 class FollowedRun:
@@ -149,24 +155,24 @@ class FollowedRun:
         self.run_dir, self._clock = run_dir, clock
         self.name = run_dir.resolve().name
         self.config: dict[str, Any] = {}
-        self.metrics, self.evaluations = Columns(), Columns()
-        self.rows: deque[dict[str, Any]] = deque(maxlen=ROWS_KEPT)
+        self.metrics, self.evaluations = MetricColumns(), MetricColumns()
+        self.recent_rows: deque[dict[str, Any]] = deque(maxlen=MAX_ROWS)
         """The last rows as they were written."""
-        self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
+        self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self.warnings = self.errors = 0
-        self.history = History()
-        self.generators: dict[str, str] = {}
+        self.history = RunHistory()
+        self.generator_states: dict[str, str] = {}
         """By name: `playing`, `silent` or `lost`, as far as events tell."""
-        self.wanted = 0
+        self.requested_generators = 0
         """Generators, if `r3async scale` asked for another number than the configuration's."""
         self.status, self.reason = UNFINISHED, ""
         self.first_time: float | None = None
         self.last_time: float | None = None
         """Unix seconds of the newest row or event."""
-        self._news_at: float | None = None
+        self._changed_at: float | None = None
         self._files = {name: FollowedFile(run_dir / f"{name}.jsonl") for name in ("metrics", "events", "evaluation")}
 
-    def poll(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def read_new(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Take in what was written since the last call. Returns the new rows and the new events."""
         if not self.config:
             self.config = read_run_config(self.run_dir)
@@ -175,66 +181,66 @@ class FollowedRun:
         rows, more = self._files["metrics"].read_new()
         evaluations, most = self._files["evaluation"].read_new()
         events += skipped + more + most
-        if self._news_at is None:
+        if self._changed_at is None:
             events += damaged_config_event(self.run_dir)
         for row in rows:
             self.metrics.append(row)
-            self.rows.append(row)
-            self._seen(row)
+            self.recent_rows.append(row)
+            self._update_times(row)
         for event in events:
-            self._take(event)
+            self._apply_event(event)
         for evaluation in evaluations:
             self.evaluations.append(evaluation)
         if rows or events:
             # What was there at first may be old; what comes later is news, whatever the clock of its machine says.
-            self._news_at = 0.0 if self._news_at is None else self._clock()
+            self._changed_at = 0.0 if self._changed_at is None else self._clock()
         return rows, events
 
-    def _seen(self, entry: dict[str, Any]) -> None:
+    def _update_times(self, entry: dict[str, Any]) -> None:
         at = entry.get("time")
         if isinstance(at, (int, float)):
             self.first_time = at if self.first_time is None else min(self.first_time, at)
             self.last_time = at if self.last_time is None else max(self.last_time, at)
 
-    def _take(self, event: dict[str, Any]) -> None:
-        self._seen(event)
-        if not self.history.take(event):
+    def _apply_event(self, event: dict[str, Any]) -> None:
+        self._update_times(event)
+        if not self.history.add_event(event):
             return
         self.events.append(event)
         self.warnings += event.get("level") == "warning"
         self.errors += event.get("level") in ("error", "critical")
         what, who = event.get("event"), str(event.get("generator", ""))
         if what == "generator_started":
-            self.generators[str(event.get("role", ""))] = "playing"
+            self.generator_states[str(event.get("role", ""))] = "playing"
         elif what == "generator_lost":
-            self.generators[who] = "lost"
+            self.generator_states[who] = "lost"
         elif what == "generator_suspect":
-            self.generators[who] = "silent"
+            self.generator_states[who] = "silent"
         elif what in ("generator_restarted", "generator_recovered", "generator_joined"):
-            self.generators[who] = "playing"
+            self.generator_states[who] = "playing"
         elif what in ("generator_left", "generator_refused"):
-            self.generators.pop(who, None)
+            self.generator_states.pop(who, None)
         elif what == "scaling" and isinstance(wanted := event.get("generators"), int):
-            self.wanted = wanted
-        elif (found := status_after(event)) is not None:
+            self.requested_generators = wanted
+        elif (found := get_status_change(event)) is not None:
             self.status, self.reason = found
 
     # -- what it says ----------------------------------------------------------------------------------------------
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self.status != UNFINISHED
 
     @property
     def step(self) -> int:
-        return int(self.metrics.last("step") or self.metrics.rows)
+        return int(self.metrics.last_value("step") or self.metrics.row_count)
 
     @property
     def planned_steps(self) -> int | None:
         steps = self.config.get("steps")
         return steps if isinstance(steps, int) else None
 
-    def setting(self, path: str) -> Any:
+    def get_setting(self, path: str) -> Any:
         """A value of the configuration, by its dotted name; None if there is none."""
         found: Any = self.config
         for part in path.split("."):
@@ -242,38 +248,38 @@ class FollowedRun:
         return found
 
     @property
-    def slots(self) -> int | None:
+    def slot_count(self) -> int | None:
         """How many groups may be in flight; see `schedule/admission.py`."""
-        schedule = read_schedule(self.config)
+        schedule = parse_schedule(self.config)
         if schedule is None:
             return None
-        return slots_of(schedule)
+        return count_slots(schedule)
 
     @property
-    def age_bound(self) -> int | None:
+    def staleness_bound(self) -> int | None:
         """Versions that a trained token can be old at most; see `schedule/admission.py`."""
-        schedule = read_schedule(self.config)
-        return None if schedule is None else age_bound(schedule)
+        schedule = parse_schedule(self.config)
+        return None if schedule is None else compute_staleness_bound(schedule)
 
     @property
     def silent_seconds(self) -> float:
         """How long nothing was written; 0 for a run that has ended or written nothing."""
-        if self.ended or self.last_time is None:
+        if self.has_ended or self.last_time is None:
             return 0.0
-        return max(0.0, self._clock() - max(self.last_time, self._news_at or 0.0))
+        return max(0.0, self._clock() - max(self.last_time, self._changed_at or 0.0))
 
     @property
     def elapsed_seconds(self) -> float:
         if self.first_time is None or self.last_time is None:
             return 0.0
-        return (self.last_time if self.ended else max(self._clock(), self.last_time)) - self.first_time
+        return (self.last_time if self.has_ended else max(self._clock(), self.last_time)) - self.first_time
 
     @property
-    def left_seconds(self) -> float | None:
+    def remaining_seconds(self) -> float | None:
         """At the pace of the last steps; None where the pace or the end is unknown."""
-        planned, times = self.planned_steps, self.metrics.values("time", 50)
+        planned, times = self.planned_steps, self.metrics.get_values("time", 50)
         times = times[np.isfinite(times)]
-        if planned is None or self.ended or len(times) < 2:
+        if planned is None or self.has_ended or len(times) < 2:
             return None
         pace = (times[-1] - times[0]) / (len(times) - 1)
         return max(0.0, (planned - self.step) * pace)
@@ -281,9 +287,9 @@ class FollowedRun:
     @property
     def phase(self) -> str:
         """In a word or two."""
-        if self.ended:
+        if self.has_ended:
             return self.status
-        if self.metrics.rows:
+        if self.metrics.row_count:
             done = self.planned_steps is not None and self.step >= self.planned_steps
             return "saving" if done else "training"
         seen = [str(event.get("event")) for event in self.events]

@@ -11,53 +11,57 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from r3async.record.catalogue import METRICS, Stats, end_windows, figure_label, finite
-from r3async.record.events import event_details
-from r3async.record.reading import EVALUATION, read_files, read_run_config, read_schedule
-from r3async.schedule.admission import age_bound
-from r3async.schedule.health import ALL_FAILED, NO_CONTRAST, why_no_update
-from r3async.views.charts import EVALUATED, evaluations_of
+from r3async.record.catalogue import METRICS, MetricStats, compute_end_windows, finite_or_none, format_stat_label
+from r3async.record.events import format_event_details
+from r3async.record.reading import EVALUATION_FILE, parse_schedule, read_run_config, read_run_files
+from r3async.schedule.admission import compute_staleness_bound
+from r3async.schedule.health import ALL_EPISODES_FAILED, NO_CONTRAST, explain_no_update
+from r3async.views.charts import EVALUATION_REWARD, parse_evaluations
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-PARTS = 10
+DRIFT_TABLE_PARTS = 10
 """Of a run, in the table of drift."""
 UNFINISHED = "unfinished"
 """Status of a run that still trains, or ended without an event."""
 NOT_TRAINED = "not trained"
 """Status of a run that made its steps, and none of them an update of the weights."""
-KINDS = {"finished": "good", "stopped": "warn", "failed": "bad", NOT_TRAINED: "bad"}
-COLORS = {"good": "green", "warn": "yellow", "bad": "red"}
+STATUS_KINDS = {"finished": "good", "stopped": "warn", "failed": "bad", NOT_TRAINED: "bad"}
+KIND_COLORS = {"good": "green", "warn": "yellow", "bad": "red"}
 """Of a kind, on a terminal."""
 
 
-MOST_SHOWN = 5
+MAX_ERRORS_SHOWN = 5
 """Kinds of errors, on a terminal."""
-MOST_FAILURES = 50
+MAX_FAILURE_KINDS = 50
 """Kinds of errors that are told from each other."""
 
 
 @dataclass
-class Failure:
+class FailureKind:
     """A kind of error that tries at episodes failed with: at one place of somebody's code, or in the same words but for numbers.
     `text`: task, group and error of the first."""
 
     text: str
-    times: int = 0
-    episodes: int = 0
+    count: int = 0
+    lost_episodes: int = 0
     """Lost to it after their last try."""
     tasks: set[Any] = field(default_factory=set)
 
-    def describe(self) -> str:
-        times = "once" if self.times == 1 else f"{self.times} times"
-        lost = f"{self.episodes} episode{'' if self.episodes == 1 else 's'}" if self.episodes else "no episode"
+    def to_text(self) -> str:
+        times = "once" if self.count == 1 else f"{self.count} times"
+        lost = (
+            f"{self.lost_episodes} episode{'' if self.lost_episodes == 1 else 's'}"
+            if self.lost_episodes
+            else "no episode"
+        )
         of = f" of {len(self.tasks)} tasks" if len(self.tasks) > 1 else ""
         return f"{self.text}; {times}, {lost}{of} lost"
 
 
-def failure_kind(event: dict[str, Any]) -> str:
-    """Equal for events of one `Failure`; "" for any other event."""
+def get_failure_key(event: dict[str, Any]) -> str:
+    """Equal for events of one `FailureKind`; "" for any other event."""
     if event.get("event") not in ("episode_failed", "episode_abandoned"):
         return ""
     error, place = str(event.get("error", "")), str(event.get("place", ""))
@@ -66,10 +70,10 @@ def failure_kind(event: dict[str, Any]) -> str:
 
 
 @dataclass
-class History:
-    """Grows by `take`, event by event, in the order of their writing. A life: from a conductor's start to the next."""
+class RunHistory:
+    """Grows by `add_event`, event by event, in the order of their writing. A life: from a conductor's start to the next."""
 
-    lives: int = 0
+    starts: int = 0
     generators_lost: int = 0
     """Processes of generators that ended by themselves; each is started again."""
     ranks_restarted: int = 0
@@ -78,18 +82,18 @@ class History:
     """Lives that followed one which did not end by itself: a process was lost that the run cannot do without."""
     failed_episodes: int = 0
     """After their last try. Their groups were trained without them."""
-    refused: int = 0
+    refused_trajectories: int = 0
     """Trajectories that the learner will never train."""
-    failures: dict[str, Failure] = field(default_factory=dict)
+    failures: dict[str, FailureKind] = field(default_factory=dict)
     """By kind, in the order in which they were first met."""
     _ended: bool = False
 
-    def take(self, event: dict[str, Any]) -> bool:
+    def add_event(self, event: dict[str, Any]) -> bool:
         """Whether it is news, and not one more failure of a kind that is known."""
         match event.get("event"):
             case "conductor_started":
-                self.run_restarts += bool(self.lives) and not self._ended
-                self.lives += 1
+                self.run_restarts += bool(self.starts) and not self._ended
+                self.starts += 1
                 self._ended = False
             case "run_finished":
                 self._ended = True
@@ -100,35 +104,35 @@ class History:
             case "episode_abandoned":
                 self.failed_episodes += 1
             case "trajectory_refused":
-                self.refused += 1
-        return not (kind := failure_kind(event)) or self._count(kind, event)
+                self.refused_trajectories += 1
+        return not (kind := get_failure_key(event)) or self._count_failure(kind, event)
 
-    def _count(self, kind: str, event: dict[str, Any]) -> bool:
+    def _count_failure(self, kind: str, event: dict[str, Any]) -> bool:
         new = kind not in self.failures
-        if new and len(self.failures) >= MOST_FAILURES:
+        if new and len(self.failures) >= MAX_FAILURE_KINDS:
             kind, new = "others", "others" not in self.failures
         if new:
-            self.failures[kind] = Failure("other errors" if kind == "others" else _failure_text(event))
+            self.failures[kind] = FailureKind("other errors" if kind == "others" else _describe_failure(event))
         failure = self.failures[kind]
-        failure.times += 1
-        failure.episodes += event.get("event") == "episode_abandoned"
+        failure.count += 1
+        failure.lost_episodes += event.get("event") == "episode_abandoned"
         failure.tasks.add(str(event.get("task_seed", "")))
         return new
 
-    def details(self, event: dict[str, Any]) -> str:
+    def describe_event(self, event: dict[str, Any]) -> str:
         """What there is to say of an event; of a failure, also how often it was met."""
-        failure = self.failures.get(failure_kind(event))
-        return event_details(event) if failure is None else failure.describe()
+        failure = self.failures.get(get_failure_key(event))
+        return format_event_details(event) if failure is None else failure.to_text()
 
 
-def _failure_text(event: dict[str, Any]) -> str:
+def _describe_failure(event: dict[str, Any]) -> str:
     known = (("task seed", "task_seed"), ("group", "group"), ("", "by"))
     who = ", ".join(f"{label} {event[key]}".strip() for label, key in known if key in event)
     place = f" ({event['place']})" if "place" in event else ""
     return f"{who or event.get('episode', 'an episode')}: {event.get('error', '')}{place}"
 
 
-def counted(values: Sequence[float]) -> int:
+def sum_restarting_counter(values: Sequence[float]) -> int:
     """The total of a counter that is 0 when its process starts: its last value before each fall, and the last of all."""
     falls = zip(values, [*values[1:], -1.0], strict=True) if values else ()
     return int(sum(value for value, after in falls if after < value))
@@ -153,35 +157,35 @@ class RunSummary(msgspec.Struct, kw_only=True):
     planned_steps: int | None = None
     started_at: float | None = None
     duration_seconds: float | None = None
-    stats: dict[str, Stats] = {}
+    stats: dict[str, MetricStats] = {}
     """By metric, of those that a comparison shows."""
-    evaluation_last: float | None = None
+    last_evaluation_reward: float | None = None
     """Mean reward of the evaluation after the latest step that has one."""
     staleness_bound: int | None = None
     """What the schedule promises, and the age of no trained token may exceed."""
-    history: History = msgspec.field(default_factory=History)
+    history: RunHistory = msgspec.field(default_factory=RunHistory)
     """In all lives of the run; so the next two."""
-    rejected: int = 0
+    rejected_messages: int = 0
     """Messages that did not validate."""
-    duplicates: int = 0
+    duplicate_trajectories: int = 0
     warnings: int = 0
     errors: int = 0
 
-    def __getitem__(self, metric: str) -> Stats:
-        return self.stats.get(metric, Stats())
+    def __getitem__(self, metric: str) -> MetricStats:
+        return self.stats.get(metric, MetricStats())
 
     @property
-    def kind(self) -> str:
-        return KINDS.get(self.status, "")
+    def status_kind(self) -> str:
+        return STATUS_KINDS.get(self.status, "")
 
     @property
-    def stale(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether a token older than the bound was trained: a bug."""
-        oldest = self["staleness/max"].high
+        oldest = self["staleness/max"].max
         return oldest is not None and self.staleness_bound is not None and oldest > self.staleness_bound
 
     @property
-    def progress(self) -> str:
+    def progress_text(self) -> str:
         of = f" of {self.planned_steps}" if self.planned_steps else ""
         return f"{self.steps}{of} steps in {format_seconds(self.duration_seconds)}"
 
@@ -195,14 +199,14 @@ class Headline(NamedTuple):
     kind: str = ""
 
 
-def headlines(summary: RunSummary) -> list[Headline]:
+def make_headlines(summary: RunSummary) -> list[Headline]:
     """Of a run with steps, in the order in which people look."""
     number, percent, seconds = format_number, format_percent, format_seconds
-    reward, drift, oldest = summary["reward/mean"], summary["rollout_kl/k3"], summary["staleness/max"].high
+    reward, drift, oldest = summary["reward/mean"], summary["rollout_kl/k3"], summary["staleness/max"].max
     age, bound, history = summary["staleness/mean"].mean, summary.staleness_bound, summary.history
     generated, trained = (summary[f"throughput/{name}_tokens_per_second"].mean for name in ("generated", "trained"))
-    rose = reward.first is not None and reward.last is not None and reward.last > reward.first
-    lost = history.failed_episodes + history.refused + summary.rejected
+    rose = reward.first_mean is not None and reward.last_mean is not None and reward.last_mean > reward.first_mean
+    lost = history.failed_episodes + history.refused_trajectories + summary.rejected_messages
     restarts = history.generators_lost + history.ranks_restarted + history.run_restarts
     noise = summary.warnings + summary.errors
     log = Headline(
@@ -215,13 +219,13 @@ def headlines(summary: RunSummary) -> list[Headline]:
     if (agreed := summary["routing/agreement"].mean) is not None:  # a model or a run may have no routes
         agreement = [Headline("routing agreement", percent(agreed), f"routes recorded: {percent(recorded)}")]
     answers, held_out = summary["loss/answers"], summary["loss/answers_held_out"]
-    if answers.first is not None and reward.first is None:  # nothing was generated
-        fell = answers.last is not None and answers.last < answers.first
+    if answers.first_mean is not None and reward.first_mean is None:  # nothing was generated
+        fell = answers.last_mean is not None and answers.last_mean < answers.first_mean
         return [
             Headline(
                 "answers",
-                f"{number(answers.first)} → {number(answers.last)} nats",
-                f"{' → '.join(_ends(answers))}; held out {number(held_out.final)}",
+                f"{number(answers.first_mean)} → {number(answers.last_mean)} nats",
+                f"{' → '.join(_label_end_windows(answers))}; held out {number(held_out.last_value)}",
                 "good" if fell else "",
             ),
             Headline("trained", f"{number(trained)} tokens/s", "of answers"),
@@ -230,20 +234,20 @@ def headlines(summary: RunSummary) -> list[Headline]:
     return [
         Headline(
             "reward",
-            f"{number(reward.first)} → {number(reward.last)}",
-            f"{' → '.join(_ends(reward))}; best step {number(reward.high)}",
+            f"{number(reward.first_mean)} → {number(reward.last_mean)}",
+            f"{' → '.join(_label_end_windows(reward))}; best step {number(reward.max)}",
             "good" if rose else "",
         ),
         Headline(
             "drift",
-            f"{number(drift.last, 2)} nats",
-            f"k3, {_ends(drift)[1]}; worst step {number(drift.high, 2)}",
+            f"{number(drift.last_mean, 2)} nats",
+            f"k3, {_label_end_windows(drift)[1]}; worst step {number(drift.max, 2)}",
         ),
         Headline(
             "oldest token",
             f"{number(oldest)} {'version' if oldest == 1 else 'versions'}",
             "no bound recorded" if bound is None else f"{bound} allowed; mean {number(age, 2)}",
-            "bad" if summary.stale else "",
+            "bad" if summary.is_stale else "",
         ),
         *agreement,
         Headline("generated", f"{number(generated)} tokens/s", f"{number(trained)} tokens/s trained"),
@@ -263,21 +267,21 @@ def headlines(summary: RunSummary) -> list[Headline]:
         Headline(
             "lost",
             str(lost),
-            f"{history.failed_episodes} episodes failed, {history.refused} trajectories refused, "
-            f"{summary.rejected} messages rejected",
+            f"{history.failed_episodes} episodes failed, {history.refused_trajectories} trajectories refused, "
+            f"{summary.rejected_messages} messages rejected",
             "warn" if lost else "",
         ),
         log,
     ]
 
 
-def _ends(stats: Stats) -> tuple[str, str]:
+def _label_end_windows(stats: MetricStats) -> tuple[str, str]:
     """Say which steps `first` and `last` are the means of."""
-    first, last = end_windows(stats.count)
+    first, last = compute_end_windows(stats.count)
     return f"first {first}", f"last {last} step{'s' if last > 1 else ''}"
 
 
-def status_after(event: dict[str, Any]) -> tuple[str, str] | None:
+def get_status_change(event: dict[str, Any]) -> tuple[str, str] | None:
     """Status and reason that an event gives its run; None if it changes neither. A run that starts again after an end is
     unfinished."""
     if event.get("event") in ("conductor_started", "learner_started"):
@@ -291,15 +295,17 @@ def status_after(event: dict[str, Any]) -> tuple[str, str] | None:
     return "stopped" if event.get("stopped") else NOT_TRAINED if untrained else "finished", reason
 
 
-def summarize(run_dir: Path) -> RunSummary:
+def summarize_run(run_dir: Path) -> RunSummary:
     """Read the run's files. Whatever is missing or torn is left out; this never raises for an unfinished run."""
     run_dir = Path(run_dir)
-    (rows, events, evaluations), skipped = read_files(run_dir, "metrics.jsonl", "events.jsonl", EVALUATION)
-    return summarize_records(run_dir, rows, [*events, *skipped], read_run_config(run_dir), evaluations_of(evaluations))
+    (rows, events, evaluations), skipped = read_run_files(run_dir, "metrics.jsonl", "events.jsonl", EVALUATION_FILE)
+    return summarize_records(
+        run_dir, rows, [*events, *skipped], read_run_config(run_dir), parse_evaluations(evaluations)
+    )
 
 
-def _values(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
-    return [value for row in rows if (value := finite(row.get(name))) is not None]
+def _collect_values(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
+    return [value for row in rows if (value := finite_or_none(row.get(name))) is not None]
 
 
 def summarize_records(
@@ -309,14 +315,14 @@ def summarize_records(
     config: dict[str, Any],
     evaluations: Sequence[dict[str, Any]],
 ) -> RunSummary:
-    """The same of what was read of them. `evaluations`: see `evaluations_of`."""
-    status, reason = next((end for event in reversed(events) if (end := status_after(event))), (UNFINISHED, ""))
-    times = _values(events, "time") + _values(rows, "time")
-    history = History()
-    levels = [event.get("level") for event in events if history.take(event)]
-    schedule = read_schedule(config)
-    updates = _values(rows, "optimizer/updates")
-    kept_from = [why_no_update(row) for row in rows]
+    """The same of what was read of them. `evaluations`: see `parse_evaluations`."""
+    status, reason = next((end for event in reversed(events) if (end := get_status_change(event))), (UNFINISHED, ""))
+    times = _collect_values(events, "time") + _collect_values(rows, "time")
+    history = RunHistory()
+    levels = [event.get("level") for event in events if history.add_event(event)]
+    schedule = parse_schedule(config)
+    updates = _collect_values(rows, "optimizer/updates")
+    kept_from = [explain_no_update(row) for row in rows]
     return RunSummary(
         name=run_dir.resolve().name,
         status=status,
@@ -324,17 +330,21 @@ def summarize_records(
         steps=len(rows),
         updates=int(sum(updates)) if updates else None,
         steps_without_contrast=kept_from.count(NO_CONTRAST),
-        steps_failed=kept_from.count(ALL_FAILED),
-        steps_skipped=sum(why not in ("", NO_CONTRAST, ALL_FAILED) for why in kept_from),
+        steps_failed=kept_from.count(ALL_EPISODES_FAILED),
+        steps_skipped=sum(why not in ("", NO_CONTRAST, ALL_EPISODES_FAILED) for why in kept_from),
         planned_steps=steps if isinstance(steps := config.get("steps"), int) else None,
         started_at=min(times) if times else None,
         duration_seconds=max(times) - min(times) if times else None,
-        stats={metric.name: Stats.of(rows, metric.name) for metric in METRICS.values() if metric.figures},
-        evaluation_last=evaluations[-1][EVALUATED] if evaluations else None,
-        staleness_bound=age_bound(schedule) if schedule else None,
+        stats={
+            metric.name: MetricStats.from_rows(rows, metric.name)
+            for metric in METRICS.values()
+            if metric.comparison_stats
+        },
+        last_evaluation_reward=evaluations[-1][EVALUATION_REWARD] if evaluations else None,
+        staleness_bound=compute_staleness_bound(schedule) if schedule else None,
         history=history,
-        rejected=counted(_values(rows, "transport/rejected")),
-        duplicates=counted(_values(rows, "transport/duplicates")),
+        rejected_messages=sum_restarting_counter(_collect_values(rows, "transport/rejected")),
+        duplicate_trajectories=sum_restarting_counter(_collect_values(rows, "transport/duplicates")),
         warnings=levels.count("warning"),
         errors=levels.count("error") + levels.count("critical"),
     )
@@ -343,24 +353,26 @@ def summarize_records(
 # -- parts of a run ----------------------------------------------------------------------------------------------------
 
 
-def drift_table(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def make_drift_table(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """`titles` of columns, and `lines` of steps and cells: ten parts of the run, then all of it. Metrics that were never measured
     are left out; None without any of drift."""
-    asked = [(known, of) for known in METRICS.values() for of in known.parts.split()]
-    columns = [(known, of) for known, of in asked if Stats.of(rows, known.name).mean is not None]
+    asked = [(known, of) for known in METRICS.values() for of in known.part_stats.split()]
+    columns = [(known, of) for known, of in asked if MetricStats.from_rows(rows, known.name).mean is not None]
     if not any(known.unit == "nats" for known, _ in columns):
         return None
-    edges = [len(rows) * part // min(PARTS, len(rows)) for part in range(min(PARTS, len(rows)) + 1)]
-    parts = [(_steps(rows[a:b]), rows[a:b]) for a, b in pairwise(edges)]
+    edges = [
+        len(rows) * part // min(DRIFT_TABLE_PARTS, len(rows)) for part in range(min(DRIFT_TABLE_PARTS, len(rows)) + 1)
+    ]
+    parts = [(_format_step_range(rows[a:b]), rows[a:b]) for a, b in pairwise(edges)]
     parts += [("all", rows)] if len(parts) > 1 else []
     lines = [
-        (steps, [format_number(getattr(Stats.of(part, known.name), of)) for known, of in columns])
+        (steps, [format_number(getattr(MetricStats.from_rows(part, known.name), of)) for known, of in columns])
         for steps, part in parts
     ]
-    return {"titles": [figure_label(known, of) for known, of in columns], "lines": lines}
+    return {"titles": [format_stat_label(known, of) for known, of in columns], "lines": lines}
 
 
-def _steps(part: Sequence[dict[str, Any]]) -> str:
+def _format_step_range(part: Sequence[dict[str, Any]]) -> str:
     first, last = part[0].get("step", "?"), part[-1].get("step", "?")
     return f"{first}" if first == last else f"{first} – {last}"
 
@@ -412,8 +424,8 @@ def format_summary(summary: RunSummary) -> Table:
     table.add_column(style="dim")
     table.add_column()
     lines = [
-        Headline("status", summary.status, summary.reason, summary.kind),
-        Headline("progress", summary.progress, ""),
+        Headline("status", summary.status, summary.reason, summary.status_kind),
+        Headline("progress", summary.progress_text, ""),
     ]
     idle = summary.steps_without_contrast + summary.steps_failed + summary.steps_skipped
     if summary.updates is not None and (idle or not summary.updates):
@@ -422,11 +434,11 @@ def format_summary(summary: RunSummary) -> Table:
             + (f", of {summary.steps_failed} every episode failed" if summary.steps_failed else "")
         )
         lines.append(Headline("updates", str(summary.updates), why, "warn" if summary.updates else "bad"))
-    lines += headlines(summary) if summary.steps else []
-    failures = sorted(summary.history.failures.values(), key=lambda failure: -failure.times)
-    lines += [Headline("error", failure.describe(), "", "warn") for failure in failures[:MOST_SHOWN]]
-    lines += [Headline("", f"and {more} other errors", "")] if (more := len(failures) - MOST_SHOWN) > 0 else []
+    lines += make_headlines(summary) if summary.steps else []
+    failures = sorted(summary.history.failures.values(), key=lambda failure: -failure.count)
+    lines += [Headline("error", failure.to_text(), "", "warn") for failure in failures[:MAX_ERRORS_SHOWN]]
+    lines += [Headline("", f"and {more} other errors", "")] if (more := len(failures) - MAX_ERRORS_SHOWN) > 0 else []
     for line in lines:
         text = f"{line.value}; {line.note}" if line.note else line.value
-        table.add_row(line.label, Text(text, style=COLORS.get(line.kind, "")))
+        table.add_row(line.label, Text(text, style=KIND_COLORS.get(line.kind, "")))
     return table

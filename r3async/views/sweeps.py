@@ -13,50 +13,50 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.data.statistics import Estimate, Run, estimate, paired
-from r3async.record.catalogue import LAST_STEPS, metric
-from r3async.views.charts import AXES, Chart, Drawing, Line, color
+from r3async.data.statistics import Estimate, RunKey, estimate_mean, paired_difference
+from r3async.record.catalogue import LAST_STEPS, find_metric
+from r3async.views.charts import X_AXES, Chart, ChartLine, ChartSet, pick_color
 from r3async.views.summary import format_number, format_seconds
 from r3async.views.swept_runs import (
-    DRIFT,
-    FINISHED,
-    WINDOW,
-    Curves,
-    KeptRun,
-    RunFigures,
-    SweptRun,
-    read_finished,
-    short,
+    DRIFT_PREFIXES,
+    FINISHED_FILE,
+    WINDOW_STEPS,
+    FinishedRun,
+    RunCurves,
+    RunResults,
+    SweepRun,
+    read_finished_runs,
+    round_to_six_digits,
 )
 from r3async.views.templates import TEMPLATES
 from r3async.world.files import replace_file
 
-RESULTS, PAGE = "results.json", "report.html"
+RESULTS_FILE, REPORT_FILE = "results.json", "report.html"
 """In the sweep's directory."""
-BINS = 40
+MAX_BINS = 40
 """Of a curve, at most."""
-AXIS_WORDS = {"time": "wall time", "tokens": "trained tokens"}
+AXIS_LABELS = {"time": "wall time", "tokens": "trained tokens"}
 
 
-class SweptPoint(msgspec.Struct, frozen=True):
-    """What is repeated with every seed and model. `base`: the point that it is compared with. `settings`: its own."""
+class SweepPoint(msgspec.Struct, frozen=True):
+    """What is repeated with every seed and model. `base_point`: the point that it is compared with. `settings`: its own."""
 
     name: str
-    base: str
+    base_point: str
     settings: dict[str, Any]
 
 
-class Swept(msgspec.Struct, frozen=True):
+class SweepDescription(msgspec.Struct, frozen=True):
     """What a sweep is made of. `facts`: what its results depend on, in words by name: command, commit, machine."""
 
     title: str
     metrics: list[str]
-    points: list[SweptPoint]
-    runs: list[SweptRun]
+    points: list[SweepPoint]
+    runs: list[SweepRun]
     facts: dict[str, str]
 
 
-class PointFigures(msgspec.Struct, frozen=True):
+class PointResults(msgspec.Struct, frozen=True):
     """Of all runs of a point. `differences`: of each outcome to `base`, paired by seed and model. `largest`: of any run."""
 
     name: str
@@ -69,7 +69,7 @@ class PointFigures(msgspec.Struct, frozen=True):
     largest: dict[str, float] = {}
 
 
-class Band(msgspec.Struct, frozen=True):
+class CurveBand(msgspec.Struct, frozen=True):
     """A curve of a point over an axis, by bin: the mean over runs, and its 95 % interval."""
 
     mean: list[float | None]
@@ -77,87 +77,97 @@ class Band(msgspec.Struct, frozen=True):
     high: list[float | None]
 
 
-class Results(msgspec.Struct, frozen=True):
+class SweepResults(msgspec.Struct, frozen=True):
     """`outcomes`: what each figure is, by name. `axes`: the middle of each bin, by axis. `bands`: by metric, axis and point."""
 
     title: str
     facts: dict[str, str]
     outcomes: dict[str, str]
-    runs: list[RunFigures]
-    points: list[PointFigures]
+    runs: list[RunResults]
+    points: list[PointResults]
     axes: dict[str, list[float]]
-    bands: dict[str, dict[str, dict[str, Band]]]
+    bands: dict[str, dict[str, dict[str, CurveBand]]]
 
 
-def read_results(directory: Path, swept: Swept) -> Results:
+def read_sweep_results(directory: Path, swept: SweepDescription) -> SweepResults:
     """What the sweep's runs have written so far: of whole ones as `finished.jsonl` has them, of others in their directories."""
-    kept = read_finished(directory / FINISHED, swept.metrics)
+    kept = read_finished_runs(directory / FINISHED_FILE, swept.metrics)
     curves = [
-        (run, Curves.kept(kept[run.name]) if run.name in kept else Curves.read(directory / run.name, swept.metrics))
+        (
+            run,
+            RunCurves.from_finished(kept[run.name])
+            if run.name in kept
+            else RunCurves.from_directory(directory / run.name, swept.metrics),
+        )
         for run in swept.runs
     ]
-    complete = [(run, each) for run, each in curves if each.complete]
-    ends = {axis: _common_end([each for _, each in complete], axis) for axis in AXES}
-    outcomes = _outcomes(swept.metrics, ends)
-    runs = [each.figures(run, swept.metrics, ends) for run, each in curves]
+    complete = [(run, each) for run, each in curves if each.is_complete]
+    ends = {axis: _find_common_end([each for _, each in complete], axis) for axis in X_AXES}
+    outcomes = _name_outcomes(swept.metrics, ends)
+    runs = [each.compute_results(run, swept.metrics, ends) for run, each in curves]
     edges = {
-        axis: np.linspace(0.0, end, min(BINS, max(1, min(each.steps for _, each in complete))) + 1)
+        axis: np.linspace(0.0, end, min(MAX_BINS, max(1, min(each.step_count for _, each in complete))) + 1)
         for axis, end in ends.items()
         if end is not None
     }
-    return Results(
+    return SweepResults(
         swept.title,
-        swept.facts | _facts([kept[run.name] for run in swept.runs if run.name in kept]),
+        swept.facts | _merge_facts([kept[run.name] for run in swept.runs if run.name in kept]),
         outcomes,
         runs,
-        [_point(point, runs, outcomes) for point in swept.points],
-        {axis: [short(x) for x in (each[1:] + each[:-1]) / 2] for axis, each in edges.items()},
-        {name: {axis: _bands(complete, name, axis, each) for axis, each in edges.items()} for name in swept.metrics},
+        [_estimate_point(point, runs, outcomes) for point in swept.points],
+        {axis: [round_to_six_digits(x) for x in (each[1:] + each[:-1]) / 2] for axis, each in edges.items()},
+        {
+            name: {axis: _estimate_bands(complete, name, axis, each) for axis, each in edges.items()}
+            for name in swept.metrics
+        },
     )
 
 
-def _facts(runs: Sequence[KeptRun]) -> dict[str, str]:
+def _merge_facts(runs: Sequence[FinishedRun]) -> dict[str, str]:
     """Of all of them: each commit and each machine once, in the order of the runs."""
     names = dict.fromkeys(name for run in runs for name in run.facts)
     return {name: "; ".join(dict.fromkeys(run.facts[name] for run in runs if name in run.facts)) for name in names}
 
 
-def _common_end(runs: Sequence[Curves], axis: str) -> float | None:
+def _find_common_end(runs: Sequence[RunCurves], axis: str) -> float | None:
     """As far as every complete run gets on that axis; None if one is not on it."""
-    ends = [run.end(axis) for run in runs]
+    ends = [run.get_axis_end(axis) for run in runs]
     known = [end for end in ends if end is not None]
     return min(known) if known and len(known) == len(ends) else None
 
 
-def _outcomes(metrics: Sequence[str], ends: Mapping[str, float | None]) -> dict[str, str]:
+def _name_outcomes(metrics: Sequence[str], ends: Mapping[str, float | None]) -> dict[str, str]:
     found = {}
     for name in metrics:
-        label = metric(name).label
+        label = find_metric(name).label
         found[name] = f"{label}, mean of all steps"
         found[f"{name}, last"] = f"{label}, last {LAST_STEPS} steps"
-        if name.startswith(DRIFT):
-            found[f"{name}, window"] = f"{label}, largest mean of {WINDOW} steps"
-        for axis, words in AXIS_WORDS.items():
+        if name.startswith(DRIFT_PREFIXES):
+            found[f"{name}, window"] = f"{label}, largest mean of {WINDOW_STEPS} steps"
+        for axis, words in AXIS_LABELS.items():
             if (end := ends[axis]) is not None:
                 much = format_seconds(end) if axis == "time" else f"{format_number(end)} tokens"
                 found[f"{name}, {axis}"] = f"{label}, mean over equal {words} ({much})"
     return found
 
 
-def _point(point: SweptPoint, runs: Sequence[RunFigures], outcomes: Iterable[str]) -> PointFigures:
+def _estimate_point(point: SweepPoint, runs: Sequence[RunResults], outcomes: Iterable[str]) -> PointResults:
     estimates, differences, largest = {}, {}, {}
     for outcome in outcomes:
-        mine, base = _values(runs, point.name, outcome), _values(runs, point.base, outcome)
+        mine, base = _collect_outcomes(runs, point.name, outcome), _collect_outcomes(runs, point.base_point, outcome)
         if mine:
-            estimates[outcome], largest[outcome] = estimate(mine), max(mine.values())
-        if point.base != point.name and (difference := paired(mine, base)) is not None:
+            estimates[outcome], largest[outcome] = estimate_mean(mine), max(mine.values())
+        if point.base_point != point.name and (difference := paired_difference(mine, base)) is not None:
             differences[outcome] = difference
     of = [run for run in runs if run.point == point.name]
     complete = sum(run.complete for run in of)
-    return PointFigures(point.name, point.base, point.settings, len(of), complete, estimates, differences, largest)
+    return PointResults(
+        point.name, point.base_point, point.settings, len(of), complete, estimates, differences, largest
+    )
 
 
-def _values(runs: Sequence[RunFigures], point: str, outcome: str) -> dict[Run, float]:
+def _collect_outcomes(runs: Sequence[RunResults], point: str, outcome: str) -> dict[RunKey, float]:
     return {
         (run.seed, run.model): run.figures[outcome]
         for run in runs
@@ -165,36 +175,38 @@ def _values(runs: Sequence[RunFigures], point: str, outcome: str) -> dict[Run, f
     }
 
 
-def _bands(runs: Sequence[tuple[SweptRun, Curves]], name: str, axis: str, edges: np.ndarray) -> dict[str, Band]:
+def _estimate_bands(
+    runs: Sequence[tuple[SweepRun, RunCurves]], name: str, axis: str, edges: np.ndarray
+) -> dict[str, CurveBand]:
     """By point."""
-    by_point: dict[str, dict[Run, np.ndarray]] = {}
+    by_point: dict[str, dict[RunKey, np.ndarray]] = {}
     for run, curves in runs:
-        if (sums := curves.until(name, axis, edges)) is not None:
+        if (sums := curves.integrate_until(name, axis, edges)) is not None:
             by_point.setdefault(run.point, {})[run.seed, run.model] = np.diff(sums) / np.diff(edges)
-    return {point: _band(means, len(edges) - 1) for point, means in by_point.items()}
+    return {point: _estimate_band(means, len(edges) - 1) for point, means in by_point.items()}
 
 
-def _band(curves: Mapping[Run, np.ndarray], bins: int) -> Band:
-    found = [estimate({run: float(curve[at]) for run, curve in curves.items()}) for at in range(bins)]
-    return Band(
-        *([short(getattr(each, part)) for each in found] for part in ("mean", "low", "high")),
+def _estimate_band(curves: Mapping[RunKey, np.ndarray], bins: int) -> CurveBand:
+    found = [estimate_mean({run: float(curve[at]) for run, curve in curves.items()}) for at in range(bins)]
+    return CurveBand(
+        *([round_to_six_digits(getattr(each, part)) for each in found] for part in ("mean", "low", "high")),
     )
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
 
 
-def format_estimate(found: Estimate | None, signed: bool = False) -> str:
+def format_estimate(estimate: Estimate | None, signed: bool = False) -> str:
     """`0.812 [0.790, 0.834]`; of a single run without the interval."""
-    if found is None:
+    if estimate is None:
         return "-"
-    sign = "+" if signed and found.mean > 0 else ""
-    if found.low is None or found.high is None:
-        return f"{sign}{format_number(found.mean)} (one run)"
-    return f"{sign}{format_number(found.mean)} [{format_number(found.low)}, {format_number(found.high)}]"
+    sign = "+" if signed and estimate.mean > 0 else ""
+    if estimate.low is None or estimate.high is None:
+        return f"{sign}{format_number(estimate.mean)} (one run)"
+    return f"{sign}{format_number(estimate.mean)} [{format_number(estimate.low)}, {format_number(estimate.high)}]"
 
 
-def format_outcome(point: PointFigures, outcome: str) -> str:
+def format_outcome(point: PointResults, outcome: str) -> str:
     """The estimate, and of windows also the largest of any run."""
     text = format_estimate(point.estimates.get(outcome))
     if outcome.endswith(", window") and outcome in point.largest:
@@ -202,7 +214,7 @@ def format_outcome(point: PointFigures, outcome: str) -> str:
     return text
 
 
-def counted(results: Results) -> str:
+def describe_run_counts(results: SweepResults) -> str:
     """How many runs there are: `5 seeds x 3 initial models`, and what is missing."""
     runs = [run for run in results.runs if run.complete]
     seeds, models = len({run.seed for run in runs}), len({run.model for run in runs})
@@ -213,9 +225,9 @@ def counted(results: Results) -> str:
     return words + (f"; {lacking} of {len(results.runs)} runs are missing or failed" if lacking else "")
 
 
-def describe_results(results: Results) -> str:
+def describe_results(results: SweepResults) -> str:
     """For a terminal: each point with its figures, and the differences."""
-    lines = [results.title or "sweep", counted(results)]
+    lines = [results.title or "sweep", describe_run_counts(results)]
     for outcome, words in results.outcomes.items():
         lines += ["", words]
         for point in results.points:
@@ -230,26 +242,26 @@ def describe_results(results: Results) -> str:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def write_results(directory: Path, swept: Swept) -> Results:
+def write_sweep_results(directory: Path, swept: SweepDescription) -> SweepResults:
     """Write `results.json` and `report.html` into the sweep's directory, each whole or not at all."""
-    results = read_results(directory, swept)
-    replace_file(directory / RESULTS, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
-    replace_file(directory / PAGE, results_page(results, directory).encode("utf-8", "replace"))
+    results = read_sweep_results(directory, swept)
+    replace_file(directory / RESULTS_FILE, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    replace_file(directory / REPORT_FILE, render_results_page(results, directory).encode("utf-8", "replace"))
     return results
 
 
-def results_page(results: Results, directory: Path) -> str:
+def render_results_page(results: SweepResults, directory: Path) -> str:
     """The whole page, as HTML."""
-    drawing = _drawing(results)
+    drawing = _build_charts(results)
     names = [point.name for point in results.points]
     compared = [point for point in results.points if point.differences]
     page = {
         "results": results,
-        "names": [(name, color(at)) for at, name in enumerate(names)],
-        "counted": counted(results),
-        "estimates": _table(results.points, results.outcomes, "estimates"),
-        "compared": [(f"{each.name} less {each.base}", color(names.index(each.name))) for each in compared],
-        "differences": _table(compared, results.outcomes, "differences"),
+        "names": [(name, pick_color(at)) for at, name in enumerate(names)],
+        "counted": describe_run_counts(results),
+        "estimates": _make_table(results.points, results.outcomes, "estimates"),
+        "compared": [(f"{each.name} less {each.base}", pick_color(names.index(each.name))) for each in compared],
+        "differences": _make_table(compared, results.outcomes, "differences"),
         "runs": [(run, format_seconds(run.seconds)) for run in results.runs],
     }
     data = {
@@ -265,15 +277,15 @@ def results_page(results: Results, directory: Path) -> str:
         title=results.title or directory.name,
         data=data,
         drawn=bool(drawing.charts),
-        axes=[axis for axis in AXES if axis in results.axes],
+        axes=[axis for axis in X_AXES if axis in results.axes],
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
         where=str(directory),
         live=None,
     )
 
 
-def _table(
-    points: Sequence[PointFigures], outcomes: Mapping[str, str], kind: str
+def _make_table(
+    points: Sequence[PointResults], outcomes: Mapping[str, str], kind: str
 ) -> list[tuple[str, list[tuple[str, int]]]]:
     """A line for each outcome: a text and a sign for each point."""
     lines = []
@@ -286,21 +298,21 @@ def _table(
     return lines
 
 
-def _drawing(results: Results) -> Drawing:
+def _build_charts(results: SweepResults) -> ChartSet:
     """A chart for each metric, a line and a band for each point."""
-    drawing = Drawing("sweep")
+    drawing = ChartSet("sweep")
     for name, by_axis in results.bands.items():
-        known, lines = metric(name), []
+        known, lines = find_metric(name), []
         for at, point in enumerate(results.points):
             for axis, bands in by_axis.items():
                 if (band := bands.get(point.name)) is None:
                     continue
                 key = f"{at}:{name}"
                 drawing.series |= {f"{key}{part}@{axis}": getattr(band, part) for part in ("mean", "low", "high")}
-                if axis == AXES[0]:
-                    line = Line(f"{key}mean", point.name, color(at), low=f"{key}low", high=f"{key}high")
+                if axis == X_AXES[0]:
+                    line = ChartLine(f"{key}mean", point.name, pick_color(at), low=f"{key}low", high=f"{key}high")
                     lines.append((line, band.mean))
         caption = "mean of the runs; the band is its 95 % interval"
-        drawing.add(Chart(known.label, caption, known.unit), lines)
+        drawing.add_chart(Chart(known.label, caption, known.unit), lines)
     drawing.series |= {f"x/{axis}": column for axis, column in results.axes.items()}
     return drawing

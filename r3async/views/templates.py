@@ -8,31 +8,35 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from r3async.record.catalogue import metric
+from r3async.record.catalogue import find_metric
 from r3async.views.summary import format_number
 
-HERE = Path(__file__).parent
+TEMPLATE_DIRECTORY = Path(__file__).parent
 
 
-def plotly() -> str:
+def load_plotly_script() -> str:
     """The script that draws charts, 4.7 MB."""
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()
 
 
-def _environment() -> Environment:
+def _make_jinja_environment() -> Environment:
     """JSON stands inside a script element, and has null for what is not finite."""
     found = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(TEMPLATE_DIRECTORY),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     found.policies["json.dumps_function"] = lambda value, **_: msgspec.json.encode(value).decode()
-    found.filters |= {"number": format_number, "docs": lambda name: metric(name).docs}
+    found.filters |= {"number": format_number, "docs": lambda name: find_metric(name).description}
     found.globals |= {
-        "plotly": lambda: Markup(plotly()),
-        "beside": lambda name: Markup((HERE / name).read_text("utf-8")),
+        "plotly": lambda: Markup(load_plotly_script()),
+        "beside": lambda name: Markup((TEMPLATE_DIRECTORY / name).read_text("utf-8")),
     }
     return found
 
 
-TEMPLATES = _environment()
+TEMPLATES = _make_jinja_environment()

@@ -25,101 +25,101 @@ import msgspec
 import numpy as np
 import xxhash
 
-from r3async.untrusted import Malformed, decode_msgpack
+from r3async.untrusted import MalformedError, decode_msgpack
 from r3async.weights.manifest import WeightError, WeightManifest
 from r3async.world import Buffer, File
 
-MAGIC = b"r3delta1"
-BLOCK_BYTES = 4 * 2**20
+DELTA_MAGIC = b"r3delta1"
+DELTA_BLOCK_BYTES = 4 * 2**20
 """Of a file, compared and applied at once."""
-MOST_BLOCK_BYTES = 64 * 2**20
+MAX_DELTA_BLOCK_BYTES = 64 * 2**20
 """Of a delta that is read: a block is held in memory."""
-SPARSE_SHARE = 0.5
+MAX_SPARSE_FRACTION = 0.5
 """Where more of a block's words changed, it is sent as it is: finding and packing them would take longer than sending them."""
-LOOKED_AT = 4
+SAMPLED_BLOCKS = 4
 """Blocks that are compared before a delta is made."""
 _WORD = np.dtype("<u2")
 _RECORD = struct.Struct("<BIIIIQ")
 _SAME, _SPARSE, _RAW = range(3)
-_GAP = 255
+_GAP_CONTINUES = 255
 
 
-class Identity(msgspec.Struct, frozen=True):
+class VersionDigest(msgspec.Struct, frozen=True):
     """Contents of a version: what a delta changes, or makes. `digest`: see `WeightManifest.digest`."""
 
     version: int
     digest: int
 
 
-def identity(manifest: WeightManifest) -> Identity:
+def digest_version(manifest: WeightManifest) -> VersionDigest:
     """Of what the manifest describes."""
-    return Identity(manifest.version, manifest.digest)
+    return VersionDigest(manifest.version, manifest.digest)
 
 
-class Head(msgspec.Struct, frozen=True):
+class DeltaHeader(msgspec.Struct, frozen=True):
     """With which a delta begins. `nbytes`: of the file, before and after. `block_bytes`: of each block but the last."""
 
-    base: Identity
-    made: Identity
+    base: VersionDigest
+    made: VersionDigest
     nbytes: int
     block_bytes: int
 
 
-def encode_head(head: Head) -> bytes:
+def encode_delta_header(head: DeltaHeader) -> bytes:
     data = msgspec.msgpack.encode(head)
-    return MAGIC + len(data).to_bytes(4, "little") + data
+    return DELTA_MAGIC + len(data).to_bytes(4, "little") + data
 
 
-def decode_head(delta: Buffer) -> tuple[Head, int]:
+def decode_delta_header(delta: Buffer) -> tuple[DeltaHeader, int]:
     """And where the records begin. Raises `WeightError`."""
     view = memoryview(delta)
-    length = int.from_bytes(view[len(MAGIC) : len(MAGIC) + 4], "little")
-    begin = len(MAGIC) + 4 + length
-    if view[: len(MAGIC)] != MAGIC or begin > view.nbytes:
+    length = int.from_bytes(view[len(DELTA_MAGIC) : len(DELTA_MAGIC) + 4], "little")
+    begin = len(DELTA_MAGIC) + 4 + length
+    if view[: len(DELTA_MAGIC)] != DELTA_MAGIC or begin > view.nbytes:
         raise WeightError("these bytes are no delta")
     try:
-        head = decode_msgpack(view[len(MAGIC) + 4 : begin], Head)
-    except Malformed as error:
+        head = decode_msgpack(view[len(DELTA_MAGIC) + 4 : begin], DeltaHeader)
+    except MalformedError as error:
         raise WeightError(f"the head of a delta cannot be read: {error}") from error
-    if not 0 < head.block_bytes <= MOST_BLOCK_BYTES or head.block_bytes % _WORD.itemsize or head.nbytes < 0:
+    if not 0 < head.block_bytes <= MAX_DELTA_BLOCK_BYTES or head.block_bytes % _WORD.itemsize or head.nbytes < 0:
         raise WeightError(f"the head of a delta names blocks of {head.block_bytes} in a file of {head.nbytes} bytes")
     return head, begin
 
 
-def blocks(nbytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+def iter_blocks(nbytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
     """Where each block of a file begins, and how many bytes it has."""
     for start in range(0, nbytes, block_bytes):
         yield start, min(block_bytes, nbytes - start)
 
 
-def encode_block(base: Buffer, new: Buffer) -> list[bytes | memoryview]:
+def encode_delta_block(base: Buffer, new: Buffer) -> list[bytes | memoryview]:
     """The record that makes `new` of `base`, which is as long. It keeps a view of `new`."""
     view, digest = memoryview(new), xxhash.xxh3_64_intdigest(new)
-    before, after = _words(base), _words(new)
+    before, after = _view_words(base), _view_words(new)
     changed = before != after
     count = int(np.count_nonzero(changed))
     if not count:
         return [_RECORD.pack(_SAME, 0, 0, 0, 0, digest)]
-    if count > SPARSE_SHARE * len(after):
+    if count > MAX_SPARSE_FRACTION * len(after):
         return [_RECORD.pack(_RAW, count, view.nbytes, 0, 0, digest), view]
     at = np.flatnonzero(changed)
-    moved = _zigzag(before[at], after[at])
+    moved = _encode_zigzag(before[at], after[at])
     low, high = (moved & 0xFF).astype(np.uint8), (moved >> 8).astype(np.uint8)
-    planes = [_deflated(plane) for plane in (_gaps(at), low, high)]
+    planes = [_deflate_plane(plane) for plane in (_encode_gaps(at), low, high)]
     return [_RECORD.pack(_SPARSE, count, *map(len, planes), digest), *planes]
 
 
-def record_length(data: Buffer) -> int:
-    """Of the record that begins with `data`, which has `RECORD_BYTES` at least."""
+def read_record_length(data: Buffer) -> int:
+    """Of the record that begins with `data`, which has `MIN_RECORD_BYTES` at least."""
     _, _, *lengths, _ = _RECORD.unpack_from(data)
     return _RECORD.size + sum(lengths)
 
 
-RECORD_BYTES = _RECORD.size
+MIN_RECORD_BYTES = _RECORD.size
 """Of a record without planes."""
 
 
-def decode_block(base: Buffer, record: Buffer) -> memoryview:
+def decode_delta_block(base: Buffer, record: Buffer) -> memoryview:
     """What `record`, all of it, makes of a block. Raises `WeightError` if it is torn, or of another block."""
     kind, count, *lengths, digest = _RECORD.unpack_from(record)
     view, at, planes = memoryview(record), _RECORD.size, []
@@ -133,7 +133,7 @@ def decode_block(base: Buffer, record: Buffer) -> memoryview:
     elif kind == _RAW:
         made = planes[0]
     elif kind == _SPARSE:
-        made = _applied(base, count, planes)
+        made = _apply_sparse(base, count, planes)
     else:
         raise WeightError(f"a record of a delta is of kind {kind}, which there is not")
     if made.nbytes != memoryview(base).nbytes or xxhash.xxh3_64_intdigest(made) != digest:
@@ -141,17 +141,17 @@ def decode_block(base: Buffer, record: Buffer) -> memoryview:
     return made
 
 
-def _applied(base: Buffer, count: int, planes: list[memoryview]) -> memoryview:
+def _apply_sparse(base: Buffer, count: int, planes: list[memoryview]) -> memoryview:
     data = memoryview(base)
-    words = _words(data).copy()
+    words = _view_words(data).copy()
     if count > len(words):
         raise WeightError(f"a record of a delta has {count} changes of {len(words)} words")
     try:
-        gaps = np.frombuffer(_inflated(planes[0], 2 * len(words)), np.uint8)
-        low, high = (np.frombuffer(_inflated(plane, count), np.uint8) for plane in planes[1:])
+        gaps = np.frombuffer(_inflate_plane(planes[0], 2 * len(words)), np.uint8)
+        low, high = (np.frombuffer(_inflate_plane(plane, count), np.uint8) for plane in planes[1:])
     except zlib.error as error:
         raise WeightError(f"a plane of a delta is corrupt: {error}") from error
-    at = (np.cumsum(gaps + (gaps != _GAP).astype(np.int64)) - 1)[gaps != _GAP]
+    at = (np.cumsum(gaps + (gaps != _GAP_CONTINUES).astype(np.int64)) - 1)[gaps != _GAP_CONTINUES]
     if not len(at) == len(low) == len(high) == count or (count and at[-1] >= len(words)):
         raise WeightError(f"a record of a delta has not {count} changes of {len(words)} words")
     moved = low.astype(np.uint16) | high.astype(np.uint16) << 8
@@ -159,81 +159,82 @@ def _applied(base: Buffer, count: int, planes: list[memoryview]) -> memoryview:
     return words.data.cast("B")[: data.nbytes]
 
 
-def _words(data: Buffer) -> np.ndarray:
+def _view_words(data: Buffer) -> np.ndarray:
     """uint16; an odd byte at the end is a word with a zero."""
     view = memoryview(data)
     return np.frombuffer(view if view.nbytes % 2 == 0 else bytes(view) + b"\0", _WORD)
 
 
-def _zigzag(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+def _encode_zigzag(before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """uint16: the difference modulo 2^16, small numbers of both signs being small."""
     moved = (after - before).view(np.int16)
     return (moved.view(np.uint16) << 1) ^ (moved >> 15).view(np.uint16)
 
 
-def _gaps(at: np.ndarray) -> np.ndarray:
+def _encode_gaps(at: np.ndarray) -> np.ndarray:
     """uint8: words between each of the ascending numbers `at` and the one before."""
-    more, rest = np.divmod(np.diff(at, prepend=-1) - 1, _GAP)
-    out = np.full(int(more.sum()) + len(at), _GAP, np.uint8)
+    more, rest = np.divmod(np.diff(at, prepend=-1) - 1, _GAP_CONTINUES)
+    out = np.full(int(more.sum()) + len(at), _GAP_CONTINUES, np.uint8)
     out[np.cumsum(more + 1) - 1] = rest
     return out
 
 
-def _deflated(plane: np.ndarray) -> bytes:
+def _deflate_plane(plane: np.ndarray) -> bytes:
     packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, strategy=zlib.Z_RLE)
     return packer.compress(plane.data) + packer.flush()
 
 
-def _inflated(plane: Buffer, most: int) -> bytes:
+def _inflate_plane(plane: Buffer, max_bytes: int) -> bytes:
     """At most so many bytes, whatever a torn plane says."""
     opener = zlib.decompressobj(-zlib.MAX_WBITS)
-    data = opener.decompress(plane, most + 1)
-    if not opener.eof and len(data) <= most:
+    data = opener.decompress(plane, max_bytes + 1)
+    if not opener.eof and len(data) <= max_bytes:
         raise zlib.error("it ends too early")
     return data
 
 
-def worth(before: File, after: File) -> bool:
-    """Whether a delta would be much shorter than the file: whether, in most of a few blocks, less than `SPARSE_SHARE` changed."""
+def is_delta_worthwhile(before: File, after: File) -> bool:
+    """Whether a delta would be much shorter than the file: whether, in most of a few blocks, less than
+    `MAX_SPARSE_FRACTION` changed."""
     if before.size() != after.size():
         return False
-    all_of_them = list(blocks(after.size(), BLOCK_BYTES))
-    looked = all_of_them[:: max(1, len(all_of_them) // LOOKED_AT)]
-    raw = [encode_block(before.map(*at), after.map(*at))[0][0] == _RAW for at in looked]
+    all_of_them = list(iter_blocks(after.size(), DELTA_BLOCK_BYTES))
+    looked = all_of_them[:: max(1, len(all_of_them) // SAMPLED_BLOCKS)]
+    raw = [encode_delta_block(before.map_bytes(*at), after.map_bytes(*at))[0][0] == _RAW for at in looked]
     return sum(raw) < len(raw) / 2
 
 
-def apply(base: Identity, before: File, delta: File) -> Iterator[Buffer]:
+def apply_delta(base: VersionDigest, before: File, delta: File) -> Iterator[Buffer]:
     """The file that a delta makes of the one of `base`, block by block. Raises `WeightError` if it is the delta of another
     version, or if either file is not what it was."""
-    data = delta.map()
-    head, at = decode_head(data)
+    data = delta.map_bytes()
+    head, at = decode_delta_header(data)
     if head.base != base:
         raise WeightError(f"a delta to version {head.base.version} was to be applied to version {base.version}")
     if before.size() != head.nbytes:
         raise WeightError(f"a delta changes a file of {head.nbytes} bytes, and was to change one of {before.size()}")
-    for start, length in blocks(head.nbytes, head.block_bytes):
-        end = at + (record_length(data[at:]) if len(data) - at >= RECORD_BYTES else RECORD_BYTES)
+    for start, length in iter_blocks(head.nbytes, head.block_bytes):
+        end = at + (read_record_length(data[at:]) if len(data) - at >= MIN_RECORD_BYTES else MIN_RECORD_BYTES)
         if end > len(data):
             raise WeightError(f"a delta ends at byte {start} of {head.nbytes}")
-        yield decode_block(before.map(start, length), data[at:end])
+        yield decode_delta_block(before.map_bytes(start, length), data[at:end])
         at = end
     if at != len(data):
         raise WeightError(f"a delta has {len(data) - at} bytes too many")
 
 
-def encode(base: Identity, made: Identity, before: File, after: File) -> Iterator[Buffer]:
+def encode_delta(base: VersionDigest, target: VersionDigest, before: File, after: File) -> Iterator[Buffer]:
     """What makes the second file of the first, which is as long."""
-    yield head_of(base, made, after.size())
-    yield from records(before, after)
+    yield make_delta_header(base, target, after.size())
+    yield from encode_records(before, after)
 
 
-def head_of(base: Identity, made: Identity, nbytes: int) -> bytes:
-    """With which a delta begins; `records` follow."""
-    return encode_head(Head(base, made, nbytes, BLOCK_BYTES))
+def make_delta_header(base: VersionDigest, target: VersionDigest, nbytes: int) -> bytes:
+    """With which a delta begins; `encode_records` follow."""
+    return encode_delta_header(DeltaHeader(base, target, nbytes, DELTA_BLOCK_BYTES))
 
 
-def records(before: File, after: File, first: int = 0, last: int | None = None) -> Iterator[Buffer]:
+def encode_records(before: File, after: File, first: int = 0, last: int | None = None) -> Iterator[Buffer]:
     """Those of blocks `first` to `last`: several processes may make a delta together."""
-    for start, length in list(blocks(after.size(), BLOCK_BYTES))[first:last]:
-        yield from encode_block(before.map(start, length), after.map(start, length))
+    for start, length in list(iter_blocks(after.size(), DELTA_BLOCK_BYTES))[first:last]:
+        yield from encode_delta_block(before.map_bytes(start, length), after.map_bytes(start, length))

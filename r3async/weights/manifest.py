@@ -53,7 +53,7 @@ class WeightManifest(msgspec.Struct, frozen=True):
         return zlib.crc32(msgspec.msgpack.encode(self.tensors, order="sorted"))
 
 
-class Difference(msgspec.Struct, frozen=True):
+class TensorMismatch(msgspec.Struct, frozen=True):
     """A published tensor of which an engine holds something else: in `elements` places of its `parameter`."""
 
     tensor: str

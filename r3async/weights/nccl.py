@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
-from r3async.untrusted import Malformed, decode_msgpack
+from r3async.untrusted import MalformedError, decode_msgpack
 from r3async.weights.manifest import NcclSource, WeightError, WeightManifest
-from r3async.weights.publish import Publication, Publisher
+from r3async.weights.publish import TransferOffer, VersionStore
 
 if TYPE_CHECKING:
     import torch
@@ -87,20 +87,20 @@ class Send(msgspec.Struct, frozen=True, tag=True):
     bucket_bytes: int
 
 
-Message = Ready | Up | Sent | Offer | Refused | Send
+NcclMessage = Ready | Up | Sent | Offer | Refused | Send
 
 
-def encode(message: Message) -> bytes:
+def encode_nccl_message(message: NcclMessage) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode(data: bytes) -> Message:
-    """Raises `Malformed`."""
-    return decode_msgpack(data, Message)
+def decode_nccl_message(data: bytes) -> NcclMessage:
+    """Raises `MalformedError`."""
+    return decode_msgpack(data, NcclMessage)
 
 
-class Process(Protocol):
-    """What `Links` asks of a sending process."""
+class SenderProcess(Protocol):
+    """What `NcclLinkTable` asks of a sending process."""
 
     def poll(self) -> int | None: ...
 
@@ -108,29 +108,29 @@ class Process(Protocol):
 
 
 @dataclass
-class Link:
-    """A generator's group. With `deadline` None it is idle. `asked`: workers that wait for `version`, by rank. `sending`: the
-    version that is on its way, or -1."""
+class NcclLink:
+    """A generator's group. With `deadline` None it is idle. `waiting_workers`: workers that wait for `version`, by rank.
+    `sending_version`: the version that is on its way, or -1."""
 
     name: str
     generator: str
     receiver: str
-    workers: int
+    worker_count: int
     port: int
-    process: Process
-    sender: bytes = b""
+    process: SenderProcess
+    sender_id: bytes = b""
     version: int = -1
     deadline: float | None = None
-    sending: int = -1
-    asked: dict[int, bytes] = field(default_factory=dict)
+    sending_version: int = -1
+    waiting_workers: dict[int, bytes] = field(default_factory=dict)
 
 
-class Links:
+class NcclLinkTable:
     """The groups of all generators. Nothing here waits; `now` are seconds of one clock.
 
-    `start(name)` starts the process of a new link, `post(to, message)` sends a message, `path(version)` is the file of a version
-    that is still there. A link is dropped, its process killed, if a delivery takes longer than `timeout` from the first
-    worker's request, if the process ends, or if its generator restarts; the next request makes another.
+    `start_process(name)` starts the process of a new link, `send_message(to, message)` sends a message, `find_path(version)`
+    is the file of a version that is still there. A link is dropped, its process killed, if a delivery takes longer than
+    `timeout` from the first worker's request, if the process ends, or if its generator restarts; the next request makes another.
     """
 
     def __init__(
@@ -139,98 +139,105 @@ class Links:
         bucket_bytes: int,
         timeout: float,
         *,
-        start: Callable[[str], Process],
-        post: Callable[[bytes, Message], None],
-        path: Callable[[int], str | None],
-        port: Callable[[str], int],
+        start_process: Callable[[str], SenderProcess],
+        send_message: Callable[[bytes, NcclMessage], None],
+        find_path: Callable[[int], str | None],
+        find_port: Callable[[str], int],
     ):
         self._host, self._bucket_bytes, self._timeout = host, bucket_bytes, timeout
-        self._start, self._post, self._path, self._port = start, post, path, port
-        self._links: dict[str, Link] = {}
+        self._start_process, self._send_message, self._find_path, self._find_port = (
+            start_process,
+            send_message,
+            find_path,
+            find_port,
+        )
+        self._links: dict[str, NcclLink] = {}
         """By generator."""
 
     def __len__(self) -> int:
         return len(self._links)
 
-    def handle(self, sender: bytes, message: Message, now: float) -> None:
+    def handle_message(self, sender: bytes, message: NcclMessage, now: float) -> None:
         """A message came from `sender`. Messages of a dropped process are ignored."""
         if isinstance(message, Ready):
-            self._ready(sender, message, now)
+            self._add_request(sender, message, now)
             return
         link = next((k for k in self._links.values() if k.name == getattr(message, "link", "")), None)
         if link is None:
             return
         if isinstance(message, Up):
-            link.sender = sender
-            self._go(link)
-        elif isinstance(message, Sent) and message.version == link.sending:
-            link.sending = -1
-            link.deadline = now + self._timeout if link.asked else None
-            self._go(link)
+            link.sender_id = sender
+            self._send_if_ready(link)
+        elif isinstance(message, Sent) and message.version == link.sending_version:
+            link.sending_version = -1
+            link.deadline = now + self._timeout if link.waiting_workers else None
+            self._send_if_ready(link)
 
-    def tick(self, now: float) -> None:
+    def drop_overdue_links(self, now: float) -> None:
         """Drop what has ended or takes too long."""
         for link in list(self._links.values()):
             code = link.process.poll()
             if code is not None:
-                self._drop(link, f"the process that sends from the learner's GPU ended with code {code}")
+                self._drop_link(link, f"the process that sends from the learner's GPU ended with code {code}")
             elif link.deadline is not None and now > link.deadline:
-                self._drop(link, f"it took longer than {self._timeout:g} s (weights.install_timeout)")
+                self._drop_link(link, f"it took longer than {self._timeout:g} s (weights.install_timeout)")
 
     def close(self) -> None:
         """Drop all."""
         for link in list(self._links.values()):
-            self._drop(link, "the learner has closed")
+            self._drop_link(link, "the learner has closed")
 
-    def _ready(self, worker: bytes, message: Ready, now: float) -> None:
-        if self._path(message.version) is None:
-            self._post(worker, Refused(f"version {message.version} is not kept"))
+    def _add_request(self, worker: bytes, message: Ready, now: float) -> None:
+        if self._find_path(message.version) is None:
+            self._send_message(worker, Refused(f"version {message.version} is not kept"))
             return
         link = self._links.get(message.generator)
         if link is not None and (
-            (link.receiver, link.workers) != (message.receiver, message.workers)
-            or link.sending == message.version
-            or (link.asked and link.version != message.version)
+            (link.receiver, link.worker_count) != (message.receiver, message.workers)
+            or link.sending_version == message.version
+            or (link.waiting_workers and link.version != message.version)
         ):
             # It restarted, or what it asked for before has timed out.
-            self._drop(link, "the generator has asked again")
+            self._drop_link(link, "the generator has asked again")
             link = None
         if link is None:
             name = uuid.uuid4().hex
-            port, process = self._port(self._host), self._start(name)
-            link = Link(name, message.generator, message.receiver, message.workers, port, process)
+            port, process = self._find_port(self._host), self._start_process(name)
+            link = NcclLink(name, message.generator, message.receiver, message.workers, port, process)
             self._links[message.generator] = link
         if link.deadline is None:
             link.deadline = now + self._timeout
         link.version = message.version
-        link.asked[message.rank] = worker
-        self._go(link)
+        link.waiting_workers[message.rank] = worker
+        self._send_if_ready(link)
 
-    def _go(self, link: Link) -> None:
-        if not link.sender or link.sending >= 0 or len(link.asked) < link.workers:
+    def _send_if_ready(self, link: NcclLink) -> None:
+        if not link.sender_id or link.sending_version >= 0 or len(link.waiting_workers) < link.worker_count:
             return
-        path = self._path(link.version)
+        path = self._find_path(link.version)
         if path is None:
-            self._drop(link, "a newer one has taken its place")
+            self._drop_link(link, "a newer one has taken its place")
             return
-        for worker in link.asked.values():
-            self._post(worker, Offer(link.name, self._host, link.port, self._bucket_bytes))
-        link.asked.clear()
-        link.sending = link.version
-        self._post(link.sender, Send(path, link.version, self._host, link.port, link.workers, self._bucket_bytes))
+        for worker in link.waiting_workers.values():
+            self._send_message(worker, Offer(link.name, self._host, link.port, self._bucket_bytes))
+        link.waiting_workers.clear()
+        link.sending_version = link.version
+        self._send_message(
+            link.sender_id, Send(path, link.version, self._host, link.port, link.worker_count, self._bucket_bytes)
+        )
 
-    def _drop(self, link: Link, reason: str) -> None:
+    def _drop_link(self, link: NcclLink, reason: str) -> None:
         del self._links[link.generator]
         link.process.kill()
-        for worker in link.asked.values():
-            self._post(worker, Refused(f"version {link.version} was not sent: {reason}"))
+        for worker in link.waiting_workers.values():
+            self._send_message(worker, Refused(f"version {link.version} was not sent: {reason}"))
 
 
 class NcclSender:
-    """The learner's end: writes versions as `Publisher` does, and has them sent to whoever asks; see `Links`.
+    """The learner's end: writes versions as `VersionStore` does, and has them sent to whoever asks; see `NcclLinkTable`.
 
     `host`: the interface at which generators ask, and meet the senders. `timeout(nbytes)`: seconds that a delivery of so many may
-    take. A thread answers them, from the first `send` on.
+    take. A thread answers them, from the first `publish_tensors` on.
     """
 
     def __init__(
@@ -239,68 +246,76 @@ class NcclSender:
         host: str,
         bucket_bytes: int,
         timeout: Callable[[int], float],
-        start: Callable[[str, str], Process] | None = None,
+        start: Callable[[str, str], SenderProcess] | None = None,
     ):
-        self._publisher = Publisher(directory, bucket_bytes=bucket_bytes)
+        self._store = VersionStore(directory, bucket_bytes=bucket_bytes)
         self._host, self._bucket_bytes, self._timeout = host, bucket_bytes, timeout
-        self._start = start or start_process
+        self._start_process = start or start_sender_process
         self._paths: dict[int, str] = {}
         self._endpoint = ""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def send(
-        self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, reading: Collection[int] = ()
-    ) -> Publication:
-        """See `WeightSender.send`. Raises `WeightError` also for scalars, which vLLM cannot pack."""
+    def publish_tensors(
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        versions_in_use: Collection[int] = (),
+    ) -> TransferOffer:
+        """See `WeightSender.publish_tensors`. Raises `WeightError` also for scalars, which vLLM cannot pack."""
         for name, tensor in tensors.items():
             _refuse_scalar(name, tensor.dim())
-        return self.announce(self._publisher.publish(version, tensors, dtype, reading))
+        return self.announce_version(self._store.write_tensors(version, tensors, dtype, versions_in_use))
 
-    def announce(self, manifest: WeightManifest) -> Publication:
-        """See `WeightSender.announce`. Raises what `send` raises."""
+    def announce_version(self, manifest: WeightManifest) -> TransferOffer:
+        """See `WeightSender.announce_version`. Raises what `publish_tensors` raises."""
         for name, entry in manifest.tensors.items():
             _refuse_scalar(name, len(entry.shape))
         kept = {v: p for v, p in self._paths.items() if Path(p).exists()}
         self._paths = {**kept, manifest.version: manifest.path}
         if self._thread is None:
-            self._listen(self._timeout(manifest.nbytes))
-        return Publication(manifest, [self._endpoint])
+            self._start_listening(self._timeout(manifest.nbytes))
+        return TransferOffer(manifest, [self._endpoint])
 
     def close(self) -> None:
         """Kill the senders and remove the files. Idempotent."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
-        self._publisher.close()
+        self._store.close()
 
-    def _listen(self, timeout: float) -> None:
+    def _start_listening(self, timeout: float) -> None:
         router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         router.linger = 0
         self._endpoint = f"tcp://{self._host}:{router.bind_to_random_port(f'tcp://{self._host}')}"
-        self._thread = threading.Thread(target=self._answer, args=(router, timeout), name="nccl-links", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve_requests, args=(router, timeout), name="nccl-links", daemon=True
+        )
         self._thread.start()
 
-    def _answer(self, router: zmq.Socket[bytes], timeout: float) -> None:
-        def post(to: bytes, message: Message) -> None:
-            router.send_multipart([to, encode(message)])  # nothing waits for one that is lost: ZeroMQ drops it
+    def _serve_requests(self, router: zmq.Socket[bytes], timeout: float) -> None:
+        def post(to: bytes, message: NcclMessage) -> None:
+            router.send_multipart(
+                [to, encode_nccl_message(message)]
+            )  # nothing waits for one that is lost: ZeroMQ drops it
 
-        links = Links(
+        links = NcclLinkTable(
             self._host,
             self._bucket_bytes,
             timeout,
-            start=lambda name: self._start(self._endpoint, name),
-            post=post,
-            path=lambda version: self._paths.get(version),
-            port=free_port,
+            start_process=lambda name: self._start_process(self._endpoint, name),
+            send_message=post,
+            find_path=lambda version: self._paths.get(version),
+            find_port=find_free_port,
         )
         with contextlib.closing(router), contextlib.closing(links):
             while not self._closing.is_set():
                 if router.poll(POLL_MILLISECONDS):
                     sender, *data = router.recv_multipart()
-                    with contextlib.suppress(Malformed):  # not one of ours
-                        links.handle(sender, decode(b"".join(data)), time.monotonic())
-                links.tick(time.monotonic())
+                    with contextlib.suppress(MalformedError):  # not one of ours
+                        links.handle_message(sender, decode_nccl_message(b"".join(data)), time.monotonic())
+                links.drop_overdue_links(time.monotonic())
 
 
 def _refuse_scalar(name: str, dimensions: int) -> None:
@@ -309,7 +324,8 @@ def _refuse_scalar(name: str, dimensions: int) -> None:
 
 
 class NcclReceiver:
-    """A generator's end. Nothing to bring: the workers receive the tensors when the engine is paused; see `ask`.
+    """A generator's end. Nothing to bring: the workers receive the tensors when the engine is paused; see
+    `request_receive_offer`.
 
     Each start of a generator has one of its own, and with it a group of its own.
     """
@@ -317,18 +333,18 @@ class NcclReceiver:
     def __init__(self, generator: str):
         self._generator, self._receiver = generator, uuid.uuid4().hex
 
-    async def fetch(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
+    async def fetch_version(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
         source = NcclSource(parts[0], self._generator, self._receiver, timeout)
         return msgspec.structs.replace(manifest, source=source)
 
-    async def discard(self, manifest: WeightManifest) -> None:
+    async def discard_version(self, manifest: WeightManifest) -> None:
         pass
 
     async def close(self) -> None:
         pass
 
 
-def ask(manifest: WeightManifest, rank: int, workers: int) -> Offer:
+def request_receive_offer(manifest: WeightManifest, rank: int, workers: int) -> Offer:
     """A worker's request, when it can receive. Blocking. Raises `WeightError` if it is refused, or not answered in time."""
     source = manifest.source
     assert source is not None
@@ -337,22 +353,22 @@ def ask(manifest: WeightManifest, rank: int, workers: int) -> Offer:
     with contextlib.closing(dealer):
         dealer.linger = 0
         dealer.connect(source.endpoint)
-        dealer.send(encode(Ready(source.generator, source.receiver, manifest.version, rank, workers)))
+        dealer.send(encode_nccl_message(Ready(source.generator, source.receiver, manifest.version, rank, workers)))
         if not dealer.poll(int(source.timeout * 1000)):
             raise WeightError(f"{where}: no answer from the learner at {source.endpoint} within {source.timeout:g} s")
-        answer = decode(dealer.recv())
+        answer = decode_nccl_message(dealer.recv())
     if not isinstance(answer, Offer):
         raise WeightError(f"{where}: {getattr(answer, 'reason', answer)}")
     return answer
 
 
-def free_port(host: str) -> int:
+def find_free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
-def start_process(endpoint: str, link: str) -> Process:
+def start_sender_process(endpoint: str, link: str) -> SenderProcess:
     """A sending process, which finds what this one finds, and ends with it."""
     boot = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from r3async.rollout.engines.vllm_sender import main; main()"
     command = [sys.executable, "-c", boot, json.dumps(sys.path), endpoint, link, str(os.getpid())]

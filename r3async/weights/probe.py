@@ -19,11 +19,11 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config
-from r3async.weights.manifest import Difference
+from r3async.weights.manifest import TensorMismatch
 
-KEPT = "probe-failed"
+FAILED_MODEL_DIRECTORY = "probe-failed"
 """In a run's directory: a model directory of the version that a probe failed with, for `r3async diagnose`."""
-_TEXT = "The quick brown fox jumps over 13 lazy dogs; def f(x): return x * 2  # reverse: xof nworb kciuq. "
+_PROBE_TEXT = "The quick brown fox jumps over 13 lazy dogs; def f(x): return x * 2  # reverse: xof nworb kciuq. "
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class ProbeResult(msgspec.Struct, frozen=True):
     def passed(self) -> bool:
         return bool(self.mean_difference <= self.tolerance)
 
-    def describe(self) -> str:
+    def describe_scored(self) -> str:
         return (
             f"mean |difference| of the probe's log-probs is {self.mean_difference:.3g} nats (weights.probe_tolerance = "
             f"{self.tolerance:g}); the largest is {self.max_difference:.3g} at position {self.position} (token "
@@ -69,12 +69,14 @@ class SampledProbe(msgspec.Struct, frozen=True):
     plain: np.ndarray
 
 
-def probe_positions(tokens: int, most: int = 16, longest: int = 64) -> list[int]:
+def choose_probe_positions(tokens: int, count: int = 16, max_length: int = 64) -> list[int]:
     """Lengths of the beginnings of a text of so many tokens: evenly, and few, for each is a request of its own."""
-    return sorted({int(p) for p in np.linspace(1, min(tokens - 1, longest), most)})
+    return sorted({int(p) for p in np.linspace(1, min(tokens - 1, max_length), count)})
 
 
-def compare_sampled(sampled: SampledProbe, scores: np.ndarray, temperature: float, tolerance: float) -> ProbeResult:
+def compare_sampled_probe(
+    sampled: SampledProbe, scores: np.ndarray, temperature: float, tolerance: float
+) -> ProbeResult:
     """Compare what was reported with what follows from the learner's `scores` `[2, T - 1]`, at temperature 1 and `temperature`.
 
     Rounding of logits is divided by the temperature, and `tolerance`, which is for temperature 1, grows with it.
@@ -83,10 +85,10 @@ def compare_sampled(sampled: SampledProbe, scores: np.ndarray, temperature: floa
     constant = plain / temperature - tempered
     expected = sampled.plain.astype(np.float64) / temperature - constant
     tolerance *= max(1.0, 1.0 / temperature)
-    return _compared(sampled.positions, sampled.token_ids, expected, sampled.reported, tolerance)
+    return _measure_differences(sampled.positions, sampled.token_ids, expected, sampled.reported, tolerance)
 
 
-def _compared(
+def _measure_differences(
     positions: np.ndarray, token_ids: np.ndarray, learner: np.ndarray, engine: np.ndarray, tolerance: float
 ) -> ProbeResult:
     """All `[n]`. A difference that is not finite counts as infinite."""
@@ -104,29 +106,33 @@ def _compared(
     )
 
 
-def name_differences(found: Sequence[Difference], most: int = 4) -> str:
+def describe_mismatches(mismatches: Sequence[TensorMismatch], max_named: int = 4) -> str:
     """In words: which published tensors an engine does not hold."""
-    if not found:
+    if not mismatches:
         return (
             "The engine holds what loading the published tensors again gives: the fault is in how it loads or computes them, or "
             "in what the learner published."
         )
-    named = ", ".join(f"{d.tensor!r} ({d.elements} elements of parameter {d.parameter!r})" for d in found[:most])
-    return f"The engine does not hold {named}" + (f" and {len(found) - most} more." if len(found) > most else ".")
+    named = ", ".join(
+        f"{d.tensor!r} ({d.elements} elements of parameter {d.parameter!r})" for d in mismatches[:max_named]
+    )
+    return f"The engine does not hold {named}" + (
+        f" and {len(mismatches) - max_named} more." if len(mismatches) > max_named else "."
+    )
 
 
-def probe_text(max_tokens: int) -> str:
+def make_probe_text(max_tokens: int) -> str:
     """At most `max_tokens - 1` bytes, so that no tokenizer makes more tokens than fit."""
-    return (_TEXT * 4)[: max(2, min(len(_TEXT) * 4, max_tokens - 2))]
+    return (_PROBE_TEXT * 4)[: max(2, min(len(_PROBE_TEXT) * 4, max_tokens - 2))]
 
 
-def probe_texts(token_ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def make_probe_pair(token_ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """int32 `[T]` each: the probe's text, and the second one, which is the same tokens from the last to the first."""
     text = np.asarray(token_ids, np.int32)
     return text, text[::-1].copy()
 
 
-def probe_tolerance(config: Config) -> float:
+def resolve_probe_tolerance(config: Config) -> float:
     """`weights.probe_tolerance`, or what precision explains: bf16 against fp32 differs by 0.01 to 0.06 nats on average."""
     if config.weights.probe_tolerance is not None:
         return config.weights.probe_tolerance
@@ -138,4 +144,4 @@ def compare_probe(token_ids: Sequence[int], learner: np.ndarray, engine: np.ndar
     """Compare log-probs `[T - 1]` of tokens `1..T`. A non-finite log-prob counts as an infinite difference."""
     if learner.shape != engine.shape or len(learner) != len(token_ids) - 1:
         raise ValueError(f"probe of {len(token_ids)} tokens: learner scored {learner.shape}, engine {engine.shape}")
-    return _compared(np.arange(1, len(token_ids)), np.asarray(token_ids)[1:], learner, engine, tolerance)
+    return _measure_differences(np.arange(1, len(token_ids)), np.asarray(token_ids)[1:], learner, engine, tolerance)

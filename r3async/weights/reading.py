@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from r3async.data.container import CODES, decode_header
+from r3async.data.container import SAFETENSORS_DTYPES, decode_safetensors_header
 from r3async.weights.manifest import TensorEntry, WeightError, WeightManifest
 from r3async.world import Files
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:
     import torch
@@ -20,63 +20,65 @@ if TYPE_CHECKING:
 
 class VersionFile:
     """The file of a published version, mapped: its names, shapes and dtypes are those of the manifest. Checksums are not compared
-    before `check`. `content`: its bytes, uint8 `[n]`, if it is mapped already. Raises `WeightError` that names the file or the
-    tensor."""
+    before `verify_checksums`. `content`: its bytes, uint8 `[n]`, if it is mapped already. Raises `WeightError` that names the
+    file or the tensor."""
 
-    def __init__(self, manifest: WeightManifest, content: torch.Tensor | None = None, *, files: Files = REAL.files):
+    def __init__(
+        self, manifest: WeightManifest, content: torch.Tensor | None = None, *, files: Files = REAL_WORLD.files
+    ):
         import torch
 
-        self._where = f"weights version {manifest.version} ({manifest.path})"
+        self._label = f"weights version {manifest.version} ({manifest.path})"
         try:
-            content = map_privately(manifest.path, files=files) if content is None else content
-            found, begin = decode_header(content.numpy())
+            content = map_file_privately(manifest.path, files=files) if content is None else content
+            found, begin = decode_safetensors_header(content.numpy())
         except (OSError, RuntimeError, ValueError) as error:
-            raise WeightError(f"{self._where} cannot be read: {error}") from error
+            raise WeightError(f"{self._label} cannot be read: {error}") from error
         self.header = content[:begin].numpy().tobytes()
         self.data = content[begin:]
         """uint8 `[nbytes]`."""
         if missing := sorted(set(manifest.tensors) - set(found)):
-            raise WeightError(f"{self._where}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
+            raise WeightError(f"{self._label}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
         if unknown := sorted(set(found) - set(manifest.tensors)):
-            raise WeightError(f"{self._where}: tensor {unknown[0]!r} is not in the manifest ({len(unknown)} in all)")
-        widths = {dtype: getattr(torch, dtype).itemsize for dtype in CODES}
-        names = {code: dtype for dtype, code in CODES.items()}
-        self._places: list[tuple[str, TensorEntry, int, int]] = []
+            raise WeightError(f"{self._label}: tensor {unknown[0]!r} is not in the manifest ({len(unknown)} in all)")
+        widths = {dtype: getattr(torch, dtype).itemsize for dtype in SAFETENSORS_DTYPES}
+        names = {code: dtype for dtype, code in SAFETENSORS_DTYPES.items()}
+        self._tensor_spans: list[tuple[str, TensorEntry, int, int]] = []
         for name, entry in manifest.tensors.items():
             this = found[name]
             start, stop = this.data_offsets
-            if this.dtype != CODES.get(entry.dtype) or this.shape != entry.shape:
+            if this.dtype != SAFETENSORS_DTYPES.get(entry.dtype) or this.shape != entry.shape:
                 raise WeightError(
-                    f"{self._where}: tensor {name!r} is {names.get(this.dtype, this.dtype)} {list(this.shape)}, "
+                    f"{self._label}: tensor {name!r} is {names.get(this.dtype, this.dtype)} {list(this.shape)}, "
                     f"the manifest says {entry.dtype} {list(entry.shape)}"
                 )
             nbytes = math.prod(entry.shape) * widths[entry.dtype]
             if not 0 <= start <= stop <= len(self.data) or stop - start != nbytes:
                 raise WeightError(
-                    f"{self._where} cannot be read: tensor {name!r} is at bytes {start} to {stop} of {len(self.data)}"
+                    f"{self._label} cannot be read: tensor {name!r} is at bytes {start} to {stop} of {len(self.data)}"
                 )
-            self._places.append((name, entry, start, stop))
+            self._tensor_spans.append((name, entry, start, stop))
 
-    def tensors(self, *, checksums: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor in the manifest's order, not copied; with `checksums`, compared just before."""
+    def iter_tensors(self, *, verify_checksums: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor in the manifest's order, not copied; with `verify_checksums`, compared just before."""
         view = memoryview(self.data.numpy())
-        for name, entry, start, stop in self._places:
-            if checksums:
-                self._compare(view, name, entry, start, stop)
-            yield name, typed(self.data, start, stop, entry)
+        for name, entry, start, stop in self._tensor_spans:
+            if verify_checksums:
+                self._verify_checksum(view, name, entry, start, stop)
+            yield name, view_as_tensor(self.data, start, stop, entry)
 
-    def check(self) -> None:
+    def verify_checksums(self) -> None:
         """Compare all checksums. Blocking: about a second for 3 to 5 GB."""
         view = memoryview(self.data.numpy())
-        for name, entry, start, stop in self._places:
-            self._compare(view, name, entry, start, stop)
+        for name, entry, start, stop in self._tensor_spans:
+            self._verify_checksum(view, name, entry, start, stop)
 
-    def _compare(self, view: memoryview, name: str, entry: TensorEntry, start: int, stop: int) -> None:
+    def _verify_checksum(self, view: memoryview, name: str, entry: TensorEntry, start: int, stop: int) -> None:
         if xxhash.xxh3_64_intdigest(view[start:stop]) != entry.checksum:
-            raise WeightError(f"{self._where}: tensor {name!r} is corrupt: its checksum differs from the published one")
+            raise WeightError(f"{self._label}: tensor {name!r} is corrupt: its checksum differs from the published one")
 
 
-def map_privately(path: str, *, files: Files = REAL.files) -> torch.Tensor:
+def map_file_privately(path: str, *, files: Files = REAL_WORLD.files) -> torch.Tensor:
     """The bytes of a file, uint8 `[n]`, mapped. What is written into the tensor does not reach the file. Raises `OSError` and
     `RuntimeError`."""
     import torch
@@ -87,7 +89,7 @@ def map_privately(path: str, *, files: Files = REAL.files) -> torch.Tensor:
     return torch.from_file(path, shared=False, size=found.size, dtype=torch.uint8)
 
 
-def typed(data: torch.Tensor, start: int, stop: int, entry: TensorEntry) -> torch.Tensor:
+def view_as_tensor(data: torch.Tensor, start: int, stop: int, entry: TensorEntry) -> torch.Tensor:
     """The tensor in `data[start:stop]`; not copied, unless it begins where its dtype cannot."""
     import torch
 
@@ -97,16 +99,18 @@ def typed(data: torch.Tensor, start: int, stop: int, entry: TensorEntry) -> torc
     return piece.view(dtype).view(entry.shape)
 
 
-def read_verified(manifest: WeightManifest, *, checksums: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_verified_tensors(
+    manifest: WeightManifest, *, verify_checksums: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a published version in the manifest's order, mapped from the file rather than copied.
 
     Names, shapes and dtypes are checked before the first tensor is given out, the checksum of each just before it is.
-    `checksums=False` leaves out the latter, for a reader whose caller has verified the same file a moment ago.
+    `verify_checksums=False` leaves out the latter, for a reader whose caller has verified the same file a moment ago.
     Raises `WeightError` that names the file or the tensor.
     """
-    yield from VersionFile(manifest).tensors(checksums=checksums)
+    yield from VersionFile(manifest).iter_tensors(verify_checksums=verify_checksums)
 
 
-def verify(manifest: WeightManifest) -> None:
-    """Check a whole published file; see `VersionFile.check`. Raises `WeightError`."""
-    VersionFile(manifest).check()
+def verify_version_file(manifest: WeightManifest) -> None:
+    """Check a whole published file; see `VersionFile.verify_checksums`. Raises `WeightError`."""
+    VersionFile(manifest).verify_checksums()

@@ -1,7 +1,7 @@
 """The seam: everything by which the system touches the outside, as protocols that are handed in.
 
 A process has one `World`: its clock, its threads, the files of its host, message sockets, the actors that it calls, and what it
-knows of processes. There are two implementations: the real one (`r3async.world.real.REAL`: Ray, ZeroMQ, the disk), and the
+knows of processes. There are two implementations: the real one (`r3async.world.real.REAL_WORLD`: Ray, ZeroMQ, the disk), and the
 simulated one (`r3async.world.simulated`: one process, one event loop in virtual time, one seed). Conductor, fleet, watch, saver,
 learner, generator, sender, receiver, spool, checkpoint directory and the run's supervision are the same classes in both.
 
@@ -17,18 +17,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
-from r3async.world.actors import ActorLost as ActorLost
+from r3async.world.actors import ActorLostError as ActorLostError
+from r3async.world.actors import ActorOptions as ActorOptions
 from r3async.world.actors import ActorRef as ActorRef
 from r3async.world.actors import Actors as Actors
-from r3async.world.actors import Bundle as Bundle
-from r3async.world.actors import Node as Node
-from r3async.world.actors import NotFree as NotFree
-from r3async.world.actors import Placement as Placement
+from r3async.world.actors import ClusterNode as ClusterNode
+from r3async.world.actors import InsufficientResourcesError as InsufficientResourcesError
 from r3async.world.actors import Reservation as Reservation
+from r3async.world.actors import ResourceBundle as ResourceBundle
 
 if TYPE_CHECKING:
-    from r3async.world.appending import Keeper
-    from r3async.world.disk import Stat
+    from r3async.world.appending import RecordFlusher
+    from r3async.world.disk import FileStat
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,7 +54,7 @@ class Clock(Protocol):
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
-class Lane(Protocol):
+class WorkerThread(Protocol):
     """One background thread: what it is given runs in order, one call at a time."""
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -73,16 +73,16 @@ class Threads(Protocol):
         """In some thread."""
         ...
 
-    def lane(self, name: str) -> Lane:
+    def new_worker(self, name: str) -> WorkerThread:
         """A thread of its own, always the same one."""
         ...
 
-    def repeat(self, name: str, seconds: float, function: Callable[[], bool]) -> None:
+    def repeat_until_done(self, name: str, seconds: float, function: Callable[[], bool]) -> None:
         """Call `function` every `seconds` beside everything else, first after `seconds`, until it returns True. Returns at
         once. Needs no event loop: any thread may call it."""
         ...
 
-    def lock(self) -> AbstractContextManager[Any]:
+    def new_lock(self) -> AbstractContextManager[Any]:
         """A new lock, which one thread holds at a time: for short work that does not wait for another thread."""
         ...
 
@@ -99,22 +99,22 @@ class File(Protocol):
         """Bytes from `start` on; fewer than `length` only at the end."""
         ...
 
-    def map(self, start: int = 0, length: int | None = None) -> memoryview:
+    def map_bytes(self, start: int = 0, length: int | None = None) -> memoryview:
         """The same, read-only and without a copy where possible. Stays readable when the file is closed or removed."""
         ...
 
-    def append(self, pieces: Sequence[Buffer]) -> int:
+    def append(self, buffers: Sequence[Buffer]) -> int:
         """Write the pieces at the end. Returns how many bytes that are; after an error, some of them may be there."""
         ...
 
     def truncate(self, size: int) -> None: ...
 
-    def sync(self) -> None:
-        """Its content, and its length, survive a power failure when this returns. Its name does after `sync_directory`."""
+    def fsync(self) -> None:
+        """Its content, and its length, survive a power failure when this returns. Its name does after `fsync_directory`."""
         ...
 
-    def lock(self, *, shared: bool = False, wait: float = 0.0) -> None:
-        """`flock`. Raises `BlockingIOError` if another open file holds it, and does for `wait` seconds. The end of the process
+    def lock(self, *, shared: bool = False, timeout: float = 0.0) -> None:
+        """`flock`. Raises `BlockingIOError` if another open file holds it, and does for `timeout` seconds. The end of the process
         releases it."""
         ...
 
@@ -132,30 +132,30 @@ class File(Protocol):
 class Files(Protocol):
     """The file systems of this host. Every method may raise `OSError`. What is not synced may be lost with the machine."""
 
-    def open(self, path: Path, *, create: bool = False, new: bool = False, mode: int = 0o644) -> File:
-        """For reading and appending; `create` makes the file if it lacks, `new` refuses one that exists. Without either, for
-        reading only."""
+    def open(self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644) -> File:
+        """For reading and appending; `create` makes the file if it lacks, `exclusive` refuses one that exists. Without
+        either, for reading only."""
         ...
 
-    def stat(self, path: Path) -> Stat | None:
+    def stat(self, path: Path) -> FileStat | None:
         """None if nothing has that name."""
         ...
 
-    def list(self, directory: Path) -> list[str]:
+    def list_names(self, directory: Path) -> list[str]:
         """Names in it, sorted; none if it is not there."""
         ...
 
-    def make(self, directory: Path, mode: int = 0o777) -> None:
+    def create_directory(self, directory: Path, mode: int = 0o777) -> None:
         """One new directory. Raises `FileExistsError`."""
         ...
 
-    def claim(self, directory: Path) -> None:
+    def make_private_directory(self, directory: Path) -> None:
         """Make `directory` for this user alone (0700), or see that it is his, and that nobody else writes there. Raises
         `PermissionError`."""
         ...
 
-    def rename(self, path: Path, to: Path) -> None:
-        """Atomic. A file that has the name `to` is replaced; a directory must not."""
+    def rename(self, path: Path, new_path: Path) -> None:
+        """Atomic. A file that has the name `new_path` is replaced; a directory must not."""
         ...
 
     def remove(self, path: Path) -> None:
@@ -166,15 +166,15 @@ class Files(Protocol):
         """Whatever has that name, and everything in it. Nothing happens if nothing has it."""
         ...
 
-    def sync_directory(self, directory: Path) -> None:
+    def fsync_directory(self, directory: Path) -> None:
         """Names made, renamed or removed in it survive a power failure when this returns."""
         ...
 
-    def free(self, path: Path) -> int:
+    def free_bytes(self, path: Path) -> int:
         """Bytes that this user may still write on the disk of `path`."""
         ...
 
-    def capacity(self, path: Path) -> int:
+    def total_bytes(self, path: Path) -> int:
         """Bytes that the whole disk of `path` can hold."""
         ...
 
@@ -187,7 +187,7 @@ TURN_SECONDS = 0.0005
 """How long one socket, or one kind of work, may keep the event loop before others have their turn."""
 
 
-class Frame(Protocol):
+class ReceivedFrame(Protocol):
     """A part of a message that has come. It has a length, and is a buffer itself."""
 
     @property
@@ -197,8 +197,8 @@ class Frame(Protocol):
     def bytes(self) -> bytes: ...
 
 
-OnMessage = Callable[[list[Any]], None]
-"""Called on the event loop with the `Frame`s of a message; a router's first one names the peer."""
+MessageHandler = Callable[[list[Any]], None]
+"""Called on the event loop with the `ReceivedFrame`s of a message; a router's first one names the peer."""
 
 
 class MessageSocket(Protocol):
@@ -206,7 +206,7 @@ class MessageSocket(Protocol):
 
     endpoint: str
     """Of a router that is bound: where dealers reach it. Of a dealer: where it connects to."""
-    denied: str
+    denial_reason: str
     """Of a dealer: why the router does not let it in, once that is certain; else "". """
 
     def send(self, frames: Sequence[Buffer]) -> int:
@@ -214,8 +214,8 @@ class MessageSocket(Protocol):
         its first frame names."""
         ...
 
-    def drain(self, limit: float = ...) -> None:
-        """Handle what has come, for `limit` seconds or a little more."""
+    def receive_pending(self, seconds: float = ...) -> None:
+        """Handle what has come, for `seconds` seconds or a little more."""
         ...
 
     def close(self) -> None:
@@ -226,12 +226,14 @@ class MessageSocket(Protocol):
 class Sockets(Protocol):
     """The sockets of a sender or receiver. Between two sockets, messages arrive whole and in order, or not at all."""
 
-    def router(self, address: str, on_message: OnMessage, *, keys: Any, refused: Counter[str]) -> MessageSocket:
-        """Bound at `address`, on a free port if it names none. `refused` counts peers without a known key, by reason
-        (`NO_KEY` …). Raises `OSError` with what prevented it."""
+    def bind_router(
+        self, address: str, on_message: MessageHandler, *, keys: Any, refused_peers: Counter[str]
+    ) -> MessageSocket:
+        """Bound at `address`, on a free port if it names none. `refused_peers` counts peers without a known key, by reason
+        (`REFUSED_NO_KEY` …). Raises `OSError` with what prevented it."""
         ...
 
-    def dealer(self, endpoint: str, identity: bytes, on_message: OnMessage, *, keys: Any) -> MessageSocket:
+    def connect_dealer(self, endpoint: str, identity: bytes, on_message: MessageHandler, *, keys: Any) -> MessageSocket:
         """Connects, and connects again whenever the connection is lost. Raises `OSError` for an endpoint that is none."""
         ...
 
@@ -243,10 +245,10 @@ class Sockets(Protocol):
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-class Figures(Protocol):
-    """Where a process serves its figures: what `read()` returns whenever they are asked for, in a thread."""
+class MetricsServer(Protocol):
+    """Where a process serves its figures: what `read_metrics()` returns whenever they are asked for, in a thread."""
 
-    read: Callable[[], Mapping[str, Any]]
+    read_metrics: Callable[[], Mapping[str, Any]]
 
 
 class Processes(Protocol):
@@ -258,46 +260,47 @@ class Processes(Protocol):
     @property
     def host(self) -> str: ...
 
-    def redirect_output(self, log: Path) -> None:
-        """Send what this process, and its children, print to `log`; a signal has it write its stacks there."""
+    def redirect_output(self, log_path: Path) -> None:
+        """Send what this process, and its children, print to `log_path`; a signal has it write its stacks there."""
         ...
 
-    def serve_figures(self, serve: Callable[[], Figures | None]) -> None:
-        """Serve this process's memory and CPU time from now on, where `serve` opens an endpoint. A simulated process serves
-        nothing."""
+    def serve_metrics(self, open_endpoint: Callable[[], MetricsServer | None]) -> None:
+        """Serve this process's memory and CPU time from now on, where `open_endpoint` opens an endpoint. A simulated process
+        serves nothing."""
         ...
 
-    def show_figures(self, read: Callable[[], Mapping[str, Any]]) -> None:
-        """Where this process serves its figures, also those that `read()` returns."""
+    def add_metrics_source(self, read_metrics: Callable[[], Mapping[str, Any]]) -> None:
+        """Where this process serves its figures, also those that `read_metrics()` returns."""
         ...
 
-    def measure_loop(self, tell: Callable[[float, float], None]) -> Callable[[], None]:
-        """Until what is returned is called, account for the running event loop's time by stage (`stages.py`), and `tell` many
+    def measure_event_loop(self, on_lag: Callable[[float, float], None]) -> Callable[[], None]:
+        """Until what is returned is called, account for the running event loop's time by stage (`stages.py`), and `on_lag` many
         times a second how many seconds late a sleeping task wakes up, and how many of these, at most, the loop's thread computed;
         in the others it waited for a core, or in a call that blocks. A simulated loop is never late."""
         ...
 
     def stage_seconds(self) -> tuple[dict[str, float], dict[str, float]]:
-        """By stage: this process's processor time, and the loop's wall time since `measure_loop`. None of a simulated one."""
+        """By stage: this process's processor time, and the loop's wall time since `measure_event_loop`. None of a simulated
+        one."""
         ...
 
-    def cpu_seconds(self, others: Sequence[int] = ()) -> float:
-        """Processor time of this process so far, and of `others` here, by pid. A simulated one computes nothing."""
+    def cpu_seconds(self, other_pids: Sequence[int] = ()) -> float:
+        """Processor time of this process so far, and of `other_pids` here, by pid. A simulated one computes nothing."""
         ...
 
     def dump_stacks(self, path: Path, reason: str) -> Path:
         """Append what every thread and task of this process is doing to `path`."""
         ...
 
-    def ask_for_stacks(self, pid: int, host: str) -> bool:
+    def request_stack_dump(self, pid: int, host: str) -> bool:
         """Have an actor's process write what its threads do to its log. False if it is on another host, or not there."""
         ...
 
-    def alive(self, pid: int, host: str) -> bool:
+    def is_alive(self, pid: int, host: str) -> bool:
         """Whether an actor's process is there. False if it is on another host."""
         ...
 
-    def kill(self, pid: int, host: str) -> bool:
+    def kill_process(self, pid: int, host: str) -> bool:
         """End an actor's process at once, also a stopped one. False if it is on another host, or not there."""
         ...
 
@@ -324,14 +327,14 @@ class World(Protocol):
     def processes(self) -> Processes: ...
 
     @property
-    def keeper(self) -> Keeper:
+    def record_flusher(self) -> RecordFlusher:
         """Of the records of this process that the disk does not take yet."""
         ...
 
-    def sockets(self) -> Sockets:
+    def open_sockets(self) -> Sockets:
         """New sockets, which are closed together."""
         ...
 
-    def unique(self) -> str:
+    def unique_id(self) -> str:
         """32 hexadecimal digits that nobody had before."""
         ...

@@ -1,8 +1,9 @@
 """Files that records are appended to: a record is in the file whole, or waits in memory until the disk takes it.
 
 A record never ends a run. A write that fails or is cut short (ENOSPC, EDQUOT, EIO, EFBIG, …) is cut back, so no reader meets half
-a line; the record, and every later one of that file, waits in order, in at most `KEPT_BYTES`. The process's `Keeper` tries
-again until all are written, and reports when that begins and when it ends. Beyond the limit records are lost, and counted.
+a line; the record, and every later one of that file, waits in order, in at most `MAX_WAITING_BYTES`. The process's
+`RecordFlusher` tries again until all are written, and reports when that begins and when it ends. Beyond the limit records are
+lost, and counted.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from typing import NamedTuple
 
 from r3async.world import File, Files, World
 from r3async.world.files import make_directory
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 
-KEPT_BYTES = 16 * 2**20
+MAX_WAITING_BYTES = 16 * 2**20
 """Of one file's records in memory."""
 RETRY_SECONDS = 0.5
-LOCK_SECONDS = 0.02
+LOCK_TIMEOUT_SECONDS = 0.02
 """To wait for another process's write."""
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_NO_LOCK_ERRNOS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
-Report = Callable[..., object]
+EventReporter = Callable[..., object]
 """`report(event, **facts)`"""
 
 
-class Position(NamedTuple):
-    """How far a file is: `nbytes` of whole records in it, and the records behind them that it has not taken yet."""
+class FilePosition(NamedTuple):
+    """How far a file is: `whole_bytes` of whole records in it, and the records behind them that it has not taken yet."""
 
-    nbytes: int
-    kept: list[bytes]
+    whole_bytes: int
+    waiting_records: list[bytes]
 
 
 class AppendFile:
@@ -43,77 +44,84 @@ class AppendFile:
 
     Threads may share one, and processes a file: each write holds a lock on it (`flock`), so a tail without an end is what a
     killed process left, and is cut off. Nothing is buffered but what the disk refused: a written record survives the process's
-    end (not the machine's). `kept_bytes`: at most that much waits in memory.
+    end (not the machine's). `max_waiting_bytes`: at most that much waits in memory.
     """
 
-    end = b"\n"
+    terminator = b"\n"
     """Of every record. Without one, the file belongs to this object alone."""
 
-    def __init__(self, path: Path, *, world: World = REAL, keeper: Keeper | None = None, kept_bytes: int = KEPT_BYTES):
+    def __init__(
+        self,
+        path: Path,
+        *,
+        world: World = REAL_WORLD,
+        flusher: RecordFlusher | None = None,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+    ):
         self.path = Path(path)
-        self.lost = 0
+        self.lost_records = 0
         """Records that memory had no capacity for."""
         self._files = world.files
-        self._keeper = world.keeper if keeper is None else keeper
-        self._limit = kept_bytes
-        self._kept: deque[bytes] = deque()
-        self._kept_bytes = 0
+        self._flusher = world.record_flusher if flusher is None else flusher
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting_records: deque[bytes] = deque()
+        self._waiting_bytes = 0
         self._file: File | None = None
         self._size = 0
-        self._lock = world.threads.lock()
+        self._lock = world.threads.new_lock()
 
     def append(self, record: bytes) -> bool:
         """Whether it is in the file. If not, it waits in memory, or is lost. Never raises `OSError`."""
-        record += self.end
+        record += self.terminator
         error: OSError | None = None
         with self._lock:
-            if not self._kept:
-                error = self._write(record)
+            if not self._waiting_records:
+                error = self._write_record(record)
                 if error is None:
                     return True
-            fits = self._kept_bytes + len(record) <= self._limit
+            fits = self._waiting_bytes + len(record) <= self._max_waiting_bytes
             if fits:
-                self._kept.append(record)
-                self._kept_bytes += len(record)
-            self.lost += not fits
-        self._keeper.note(self, error, lost=not fits)
+                self._waiting_records.append(record)
+                self._waiting_bytes += len(record)
+            self.lost_records += not fits
+        self._flusher.add_waiting_file(self, error, lost=not fits)
         return False
 
     def flush(self) -> OSError | None:
         """Write what waits, in order, as far as the disk takes it. Returns what it still refuses with."""
         with self._lock:
-            while self._kept:
-                if (error := self._write(self._kept[0])) is not None:
+            while self._waiting_records:
+                if (error := self._write_record(self._waiting_records[0])) is not None:
                     return error
-                self._kept_bytes -= len(self._kept.popleft())
+                self._waiting_bytes -= len(self._waiting_records.popleft())
         return None
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Records that wait."""
-        return len(self._kept)
+        return len(self._waiting_records)
 
-    def position(self) -> Position:
+    def current_position(self) -> FilePosition:
         """What is in the file, and what waits; together, everything that was appended and not lost."""
         with self._lock:
-            return Position(whole_bytes(self.path, files=self._files), list(self._kept))
+            return FilePosition(whole_record_bytes(self.path, files=self._files), list(self._waiting_records))
 
     def close(self) -> None:
         """Let go of the file. Records that wait are still written."""
         with self._lock:
-            self._close()
+            self._close_file()
 
-    def _close(self) -> None:
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _write(self, record: bytes) -> OSError | None:
+    def _write_record(self, record: bytes) -> OSError | None:
         try:
             if self._file is None:
-                self._file, self._size = self._open(), 0
-            with _locked(self._file):
-                start = self._cut_back(self._file)
+                self._file, self._size = self._open_file(), 0
+            with _file_lock(self._file):
+                start = self._truncate_partial(self._file)
                 try:
                     self._file.append([record])
                 except OSError:
@@ -122,35 +130,35 @@ class AppendFile:
                     raise
                 self._size = start + len(record)
         except OSError as error:
-            if self.end:  # opened again: it may have been mounted again, or replaced
-                self._close()
+            if self.terminator:  # opened again: it may have been mounted again, or replaced
+                self._close_file()
             return error
         return None
 
-    def _open(self) -> File:
+    def _open_file(self) -> File:
         make_directory(self.path.parent, files=self._files)
         return self._files.open(self.path, create=True)
 
-    def _cut_back(self, file: File) -> int:
+    def _truncate_partial(self, file: File) -> int:
         """Where the next record begins: behind the last whole one."""
         size = file.size()
-        start = _last_end(file, size, self.end) if self.end else min(size, self._size)
+        start = _last_record_end(file, size, self.terminator) if self.terminator else min(size, self._size)
         if start < size:
             file.truncate(start)
         return start
 
 
-def whole_bytes(path: Path, end: bytes = b"\n", *, files: Files = REAL.files) -> int:
+def whole_record_bytes(path: Path, end: bytes = b"\n", *, files: Files = REAL_WORLD.files) -> int:
     """Length of the file up to the end of its last whole record; 0 for one that is not there."""
     try:
         file = files.open(path)
     except FileNotFoundError:
         return 0
     with file:
-        return _last_end(file, file.size(), end)
+        return _last_record_end(file, file.size(), end)
 
 
-def _last_end(file: File, size: int, end: bytes, block: int = 4096) -> int:
+def _last_record_end(file: File, size: int, end: bytes, block: int = 4096) -> int:
     if not size or file.read(size - 1, 1) == end:
         return size
     at = size
@@ -164,12 +172,12 @@ def _last_end(file: File, size: int, end: bytes, block: int = 4096) -> int:
 
 
 @contextlib.contextmanager
-def _locked(file: File) -> Iterator[None]:
+def _file_lock(file: File) -> Iterator[None]:
     """Raises `BlockingIOError` if another process does not end its write: it may have been stopped."""
     try:
-        file.lock(wait=LOCK_SECONDS)
+        file.lock(timeout=LOCK_TIMEOUT_SECONDS)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in _NO_LOCK_ERRNOS:
             raise
         yield  # a file system without locks: as well as it can be done
         return
@@ -180,7 +188,7 @@ def _locked(file: File) -> Iterator[None]:
             file.unlock()
 
 
-class Keeper:
+class RecordFlusher:
     """The files of one process that have records waiting; a thread tries again while there are any.
 
     `report` is called with `records_kept` when the first record has to wait, `records_lost` when memory is used up, and
@@ -189,121 +197,121 @@ class Keeper:
 
     def __init__(
         self,
-        report: Report | None = None,
+        reporter: EventReporter | None = None,
         *,
-        world: World = REAL,
+        world: World = REAL_WORLD,
         retry_seconds: float = RETRY_SECONDS,
     ):
-        self._report, self._retry_seconds = report, retry_seconds
+        self._reporter, self._retry_seconds = reporter, retry_seconds
         self._disk, self._clock, self._threads = world.files, world.clock.monotonic, world.threads
-        self._lock = world.threads.lock()
-        self._trying = world.threads.lock()
-        self._files: dict[AppendFile, int] = {}
+        self._lock = world.threads.new_lock()
+        self._retry_lock = world.threads.new_lock()
+        self._waiting_files: dict[AppendFile, int] = {}
         """With the records that each had lost before."""
-        self._began = 0.0
+        self._waiting_since = 0.0
         self._reported: set[str] = set()
-        self._retries = False
+        self._is_retrying = False
 
-    def report_to(self, report: Report) -> None:
+    def set_reporter(self, report: EventReporter) -> None:
         """From now on, tell `report`: the process has opened its events."""
-        self._report = report
+        self._reporter = report
 
-    def note(self, file: AppendFile, error: OSError | None, *, lost: bool = False) -> None:
+    def add_waiting_file(self, file: AppendFile, error: OSError | None, *, lost: bool = False) -> None:
         """`file` has a record that waits, or has lost one."""
         with self._lock:
-            if not self._files:
-                self._began = self._clock()
-            self._files.setdefault(file, file.lost - lost)
-            begins, self._retries = not self._retries and self._retry_seconds > 0, True
+            if not self._waiting_files:
+                self._waiting_since = self._clock()
+            self._waiting_files.setdefault(file, file.lost_records - lost)
+            begins, self._is_retrying = not self._is_retrying and self._retry_seconds > 0, True
         if begins:
-            self._threads.repeat("records", self._retry_seconds, self._retry_until_done)
-        self._tell_failure(file, error)
-        if lost and self._first("records_lost"):
+            self._threads.repeat_until_done("records", self._retry_seconds, self._retry_until_done)
+        self._report_failure(file, error)
+        if lost and self._is_first_report("records_lost"):
             hint = "free bytes on that disk; records that wait in memory are kept, those that come now are not"
-            self._tell("records_lost", file=str(file.path), hint=hint)
+            self._report_event("records_lost", file=str(file.path), hint=hint)
 
-    def _tell_failure(self, file: AppendFile, error: OSError | None) -> None:
+    def _report_failure(self, file: AppendFile, error: OSError | None) -> None:
         # One that waits for another process's write is no failure of the disk.
-        if error is not None and not isinstance(error, BlockingIOError) and self._first("records_kept"):
+        if error is not None and not isinstance(error, BlockingIOError) and self._is_first_report("records_kept"):
             hint = "the run continues; records wait in memory until the disk takes them: free bytes there"
-            self._tell("records_kept", file=str(file.path), error=str(error), hint=hint)
+            self._report_event("records_kept", file=str(file.path), error=str(error), hint=hint)
 
-    def retry(self) -> bool:
+    def retry_writes(self) -> bool:
         """Write what can be written. Whether nothing waits any more."""
-        with self._trying:
+        with self._retry_lock:
             with self._lock:
-                files = list(self._files)
+                files = list(self._waiting_files)
             for file in files:
-                self._tell_failure(file, file.flush())
+                self._report_failure(file, file.flush())
             with self._lock:
-                if any(file.waiting for file in self._files):
+                if any(file.waiting_count for file in self._waiting_files):
                     return False
-                lost = sum(file.lost - before for file, before in self._files.items())
-                seconds, reported = self._clock() - self._began, "records_kept" in self._reported
-                names = sorted({file.path.name for file in self._files})
-                self._files.clear()
+                lost = sum(file.lost_records - before for file, before in self._waiting_files.items())
+                seconds, reported = self._clock() - self._waiting_since, "records_kept" in self._reported
+                names = sorted({file.path.name for file in self._waiting_files})
+                self._waiting_files.clear()
                 self._reported.clear()
         if reported or lost:
-            self._tell("records_written", files=names, lost=lost, seconds=round(seconds, 3))
+            self._report_event("records_written", files=names, lost=lost, seconds=round(seconds, 3))
         return True
 
-    async def finish(self, seconds: float) -> int:
+    async def finish_writes(self, seconds: float) -> int:
         """Try for so long to have everything written. Returns how many records still wait; and stderr gets a line."""
         deadline = self._clock() + seconds
-        while not await self._threads.run(self.retry):
+        while not await self._threads.run(self.retry_writes):
             if self._clock() >= deadline:
-                return self.count_lost()
+                return self.count_unwritten()
             await asyncio.sleep(min(0.1, self._retry_seconds))
         return 0
 
-    def count_lost(self) -> int:
+    def count_unwritten(self) -> int:
         """How many records wait, which the process that ends now has not written; and stderr gets a line."""
         with self._lock:
-            left = {f.path.name: f.waiting for f in self._files if f.waiting}
-        _say(f"records that the disk did not take are lost with this process: {left}")
+            left = {f.path.name: f.waiting_count for f in self._waiting_files if f.waiting_count}
+        _print_stderr(f"records that the disk did not take are lost with this process: {left}")
         return sum(left.values())
 
-    def position(self, path: Path) -> Position:
+    def file_position(self, path: Path) -> FilePosition:
         """Of the file of lines at `path`, which only this process appends to."""
         with self._lock:
-            files = [file for file in self._files if file.path == path]
-        return files[0].position() if files else Position(whole_bytes(path, files=self._disk), [])
+            files = [file for file in self._waiting_files if file.path == path]
+        return files[0].current_position() if files else FilePosition(whole_record_bytes(path, files=self._disk), [])
 
-    async def sync(self, directory: Path, names: Sequence[str]) -> None:
+    async def fsync_files(self, directory: Path, names: Sequence[str]) -> None:
         """What is in these files of `directory`, whoever appends to them, survives a power failure when this returns. A disk that
         does not do it is reported."""
         try:
-            await self._threads.run(self._sync, directory, names)
+            await self._threads.run(self._fsync_files, directory, names)
         except OSError as error:
             hint = "rows of steps that a checkpoint has may be missing after a power failure: look at that disk"
-            self._tell("records_not_synced", directory=str(directory), error=str(error), hint=hint)
+            self._report_event("records_not_synced", directory=str(directory), error=str(error), hint=hint)
 
-    def _sync(self, directory: Path, names: Sequence[str]) -> None:
+    def _fsync_files(self, directory: Path, names: Sequence[str]) -> None:
         for path in (directory / name for name in names):
             if self._disk.stat(path) is not None:
                 with self._disk.open(path) as file:
-                    file.sync()
-        self._disk.sync_directory(directory)
+                    file.fsync()
+        self._disk.fsync_directory(directory)
 
     def _retry_until_done(self) -> bool:
-        self.retry()
+        self.retry_writes()
         with self._lock:
-            self._retries = bool(self._files)
-            return not self._files
+            self._is_retrying = bool(self._waiting_files)
+            return not self._waiting_files
 
-    def _first(self, event: str) -> bool:
+    def _is_first_report(self, event: str) -> bool:
         with self._lock:
             new = event not in self._reported
             self._reported.add(event)
             return new
 
-    def _tell(self, event: str, **facts: object) -> None:
-        if self._report is not None:
-            self._report(event, **facts)
+    def _report_event(self, event: str, **facts: object) -> None:
+        if self._reporter is not None:
+            self._reporter(event, **facts)
         else:
-            _say(f"{event}: {' '.join(f'{k}={v}' for k, v in facts.items())}")
+            _print_stderr(f"{event}: {' '.join(f'{k}={v}' for k, v in facts.items())}")
 
 
-def _say(line: str) -> None:
+def _print_stderr(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{line}\n")

@@ -16,25 +16,25 @@ from pathlib import Path
 
 from r3async.world import Buffer
 
-PIECES = 512
+WRITEV_BUFFERS = 512
 """Of one call of `writev`; the system's own limit is 1,024."""
 
-LOCK_SECONDS = 0.001
+LOCK_RETRY_SECONDS = 0.001
 """Between two tries to lock a file that another one holds."""
 
 
 @dataclass(frozen=True)
-class Stat:
+class FileStat:
     """What `Files.stat` says. `size` in bytes. `modified`: a number that orders files by when they were last written. `mode`: its
     permissions."""
 
     size: int
     modified: int
-    directory: bool
+    is_directory: bool
     mode: int
 
 
-class DiskFile:
+class SystemFile:
     """See `world.File`."""
 
     def __init__(self, descriptor: int):
@@ -51,7 +51,7 @@ class DiskFile:
             start, left = start + len(block), left - len(block)
         return b"".join(blocks)
 
-    def map(self, start: int = 0, length: int | None = None) -> memoryview:
+    def map_bytes(self, start: int = 0, length: int | None = None) -> memoryview:
         left = self.size() - start
         length = left if length is None else min(length, left)
         if length <= 0:
@@ -60,10 +60,10 @@ class DiskFile:
         mapped = mmap.mmap(self._descriptor, start + length - first, access=mmap.ACCESS_READ, offset=first)
         return memoryview(mapped)[start - first :]
 
-    def append(self, pieces: Sequence[Buffer]) -> int:
+    def append(self, buffers: Sequence[Buffer]) -> int:
         total = 0
-        for at in range(0, len(pieces), PIECES):
-            batch = pieces[at : at + PIECES]
+        for at in range(0, len(buffers), WRITEV_BUFFERS):
+            batch = buffers[at : at + WRITEV_BUFFERS]
             wanted = sum(memoryview(piece).nbytes for piece in batch)
             written = os.writev(self._descriptor, batch)
             if written < wanted:  # the disk fills up, or a signal came: the rest as one piece
@@ -76,12 +76,12 @@ class DiskFile:
     def truncate(self, size: int) -> None:
         os.ftruncate(self._descriptor, size)
 
-    def sync(self) -> None:
+    def fsync(self) -> None:
         os.fsync(self._descriptor)
 
-    def lock(self, *, shared: bool = False, wait: float = 0.0) -> None:
+    def lock(self, *, shared: bool = False, timeout: float = 0.0) -> None:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        deadline = time.monotonic() + wait
+        deadline = time.monotonic() + timeout
         while True:
             try:
                 fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
@@ -89,7 +89,7 @@ class DiskFile:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise
-                time.sleep(LOCK_SECONDS)
+                time.sleep(LOCK_RETRY_SECONDS)
 
     def unlock(self) -> None:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
@@ -99,37 +99,37 @@ class DiskFile:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def __enter__(self) -> DiskFile:
+    def __enter__(self) -> SystemFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
 
-class Disk:
+class SystemFiles:
     """See `world.Files`."""
 
-    def open(self, path: Path, *, create: bool = False, new: bool = False, mode: int = 0o644) -> DiskFile:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT if create or new else os.O_RDONLY
-        return DiskFile(os.open(path, flags | (os.O_EXCL if new else 0) | os.O_CLOEXEC, mode))
+    def open(self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644) -> SystemFile:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT if create or exclusive else os.O_RDONLY
+        return SystemFile(os.open(path, flags | (os.O_EXCL if exclusive else 0) | os.O_CLOEXEC, mode))
 
-    def stat(self, path: Path) -> Stat | None:
+    def stat(self, path: Path) -> FileStat | None:
         try:
             found = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return Stat(found.st_size, found.st_mtime_ns, stat.S_ISDIR(found.st_mode), stat.S_IMODE(found.st_mode))
+        return FileStat(found.st_size, found.st_mtime_ns, stat.S_ISDIR(found.st_mode), stat.S_IMODE(found.st_mode))
 
-    def list(self, directory: Path) -> list[str]:
+    def list_names(self, directory: Path) -> list[str]:
         try:
             return sorted(os.listdir(directory))
         except FileNotFoundError:
             return []
 
-    def make(self, directory: Path, mode: int = 0o777) -> None:
+    def create_directory(self, directory: Path, mode: int = 0o777) -> None:
         os.mkdir(directory, mode)
 
-    def claim(self, directory: Path) -> None:
+    def make_private_directory(self, directory: Path) -> None:
         # In a place like /dev/shm anyone may have made a folder, or a link, of the name that we would use: who owns the folder
         # can put something else in the place of what is ours.
         try:
@@ -139,45 +139,47 @@ class Disk:
             if stat.S_ISLNK(found.st_mode) and not os.stat(directory.parent).st_mode & 0o022:
                 found = os.stat(directory)  # a link that only this user can have made
             if not stat.S_ISDIR(found.st_mode):
-                raise _not_ours(directory, "is a link, or no directory") from None
+                raise _not_private_error(directory, "is a link, or no directory") from None
             if found.st_uid != os.getuid():
-                raise _not_ours(directory, f"belongs to user {found.st_uid}, and this is user {os.getuid()}") from None
+                raise _not_private_error(
+                    directory, f"belongs to user {found.st_uid}, and this is user {os.getuid()}"
+                ) from None
             if found.st_mode & 0o022:
                 os.chmod(directory, 0o700)
 
-    def rename(self, path: Path, to: Path) -> None:
-        if os.path.isdir(to):  # an empty one would be replaced
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(to))
-        os.rename(path, to)
+    def rename(self, path: Path, new_path: Path) -> None:
+        if os.path.isdir(new_path):  # an empty one would be replaced
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new_path))
+        os.rename(path, new_path)
 
     def remove(self, path: Path) -> None:
-        _remove(path, os.rmdir)
+        _remove_path(path, os.rmdir)
 
     def remove_tree(self, path: Path) -> None:
-        _remove(path, shutil.rmtree)
+        _remove_path(path, shutil.rmtree)
 
-    def sync_directory(self, directory: Path) -> None:
+    def fsync_directory(self, directory: Path) -> None:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
-    def free(self, path: Path) -> int:
+    def free_bytes(self, path: Path) -> int:
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
-    def capacity(self, path: Path) -> int:
+    def total_bytes(self, path: Path) -> int:
         found = os.statvfs(path)
         return found.f_blocks * found.f_frsize
 
 
-def write_at(path: Path, start: int, pieces: Iterable[Buffer]) -> None:
+def write_at(path: Path, start: int, buffers: Iterable[Buffer]) -> None:
     """Write the pieces into a file that is long enough, one behind the other from `start` on. Several processes may do so at
     once, each in a region of its own; none of them maps what it writes. Raises `OSError`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        for piece in pieces:
+        for piece in buffers:
             rest = memoryview(piece).cast("B")
             while rest:
                 written = os.pwrite(descriptor, rest, start)
@@ -186,14 +188,14 @@ def write_at(path: Path, start: int, pieces: Iterable[Buffer]) -> None:
         os.close(descriptor)
 
 
-def _remove(path: Path, directory: Callable[[Path], object]) -> None:
-    """`directory` removes one; a link to it is a file."""
+def _remove_path(path: Path, remove_directory: Callable[[Path], object]) -> None:
+    """`remove_directory` removes one; a link to it is a file."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if os.path.isdir(path) and not os.path.islink(path):
-            directory(path)
+            remove_directory(path)
         else:
             os.unlink(path)
 
 
-def _not_ours(directory: Path, why: str) -> PermissionError:
+def _not_private_error(directory: Path, why: str) -> PermissionError:
     return PermissionError(errno.EPERM, why, str(directory))

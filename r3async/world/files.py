@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from r3async.world import Buffer, File, Files
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """The disk, or what this user may have of it, is used up."""
 
 
-def make_directory(directory: Path, mode: int = 0o777, *, files: Files = REAL.files) -> None:
+def make_directory(directory: Path, mode: int = 0o777, *, files: Files = REAL_WORLD.files) -> None:
     """Make `directory` and the parents that it lacks; each new name is on the disk when this returns. One that exists is kept.
 
     Raises `OSError`, `FileExistsError` where something else has the name.
@@ -23,56 +23,56 @@ def make_directory(directory: Path, mode: int = 0o777, *, files: Files = REAL.fi
     if _is_directory(directory, files):
         # It may be there since a call of this that made it and then failed: its name is not on the disk yet.
         with contextlib.suppress(PermissionError):
-            files.sync_directory(directory.parent)
+            files.fsync_directory(directory.parent)
         return
     make_directory(directory.parent, files=files)
     with contextlib.suppress(FileExistsError):  # another process was faster
-        files.make(directory, mode)
+        files.create_directory(directory, mode)
     if not _is_directory(directory, files):
         raise FileExistsError(errno.EEXIST, "it is no directory", str(directory))
-    files.sync_directory(directory)
-    files.sync_directory(directory.parent)
+    files.fsync_directory(directory)
+    files.fsync_directory(directory.parent)
 
 
-def settle_directory(directory: Path, *, files: Files = REAL.files) -> None:
+def fsync_with_parents(directory: Path, *, files: Files = REAL_WORLD.files) -> None:
     """Have the names in `directory`, its own, and those of all directories above it on the disk, as far as this user may.
 
     For one that was there: whoever made it may have been killed before it was synced. Raises `OSError`.
     """
     for path in (directory, *directory.parents):
         with contextlib.suppress(PermissionError):
-            files.sync_directory(path)
+            files.fsync_directory(path)
 
 
 def _is_directory(path: Path, files: Files) -> bool:
     found = files.stat(path)
-    return found is not None and found.directory
+    return found is not None and found.is_directory
 
 
-def read_file(path: Path, *, files: Files = REAL.files) -> bytes:
+def read_file(path: Path, *, files: Files = REAL_WORLD.files) -> bytes:
     """All of it. Raises `OSError`."""
     with files.open(path) as file:
         return file.read()
 
 
-def replace_file(path: Path, data: Buffer, mode: int = 0o644, *, files: Files = REAL.files) -> None:
+def replace_file(path: Path, data: Buffer, mode: int = 0o644, *, files: Files = REAL_WORLD.files) -> None:
     """Write `path` aside and rename it there: whole, on the disk, or as it was. Raises `OSError`."""
-    write_aside(path, [data], mode, sync=True, files=files)
-    files.sync_directory(path.parent)
+    write_atomically(path, [data], mode, fsync=True, files=files)
+    files.fsync_directory(path.parent)
 
 
-def write_aside(
-    path: Path, parts: Iterable[Buffer], mode: int = 0o644, *, sync: bool, files: Files = REAL.files
+def write_atomically(
+    path: Path, parts: Iterable[Buffer], mode: int = 0o644, *, fsync: bool, files: Files = REAL_WORLD.files
 ) -> None:
-    """Write the parts aside, one after the other, and rename that to `path`: whole, or as it was. `sync`: its content, though not
-    its name, is on the disk then. Raises `OSError`, and what `parts` raises."""
-    scratch, file = _scratch(path, mode, files)
+    """Write the parts aside, one after the other, and rename that to `path`: whole, or as it was. `fsync`: its content,
+    though not its name, is on the disk then. Raises `OSError`, and what `parts` raises."""
+    scratch, file = _open_scratch_file(path, mode, files)
     try:
         with file:
             for part in parts:
                 file.append([part])
-            if sync:
-                file.sync()
+            if fsync:
+                file.fsync()
         files.rename(scratch, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -80,7 +80,7 @@ def write_aside(
         raise
 
 
-def replace_directory(new: Path, directory: Path, *, files: Files = REAL.files) -> None:
+def replace_directory(new: Path, directory: Path, *, files: Files = REAL_WORLD.files) -> None:
     """Rename `new`, which is complete, to `directory`. What has that name is moved aside first, for a directory cannot be
     renamed over, and then removed. Raises `OSError`."""
     old = directory.with_name(f".{directory.name}.old")
@@ -89,14 +89,14 @@ def replace_directory(new: Path, directory: Path, *, files: Files = REAL.files) 
         files.rename(directory, old)
     files.rename(new, directory)
     files.remove_tree(old)
-    files.sync_directory(directory.parent)
+    files.fsync_directory(directory.parent)
 
 
-def _scratch(path: Path, mode: int, files: Files) -> tuple[Path, File]:
+def _open_scratch_file(path: Path, mode: int, files: Files) -> tuple[Path, File]:
     """A new file beside `path`; one that another process is writing, or left when it was killed, is not touched."""
     number = 0
     while True:
         scratch = path.with_name(f".{path.name}.{number}")
         with contextlib.suppress(FileExistsError):
-            return scratch, files.open(scratch, new=True, mode=mode)
+            return scratch, files.open(scratch, exclusive=True, mode=mode)
         number += 1

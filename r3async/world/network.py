@@ -8,7 +8,7 @@ import socket
 import psutil
 
 
-def interfaces() -> dict[str, list[str]]:
+def list_interfaces() -> dict[str, list[str]]:
     """The addresses of each interface, IPv4 first."""
     kinds = (socket.AF_INET, socket.AF_INET6)
     return {
@@ -17,18 +17,18 @@ def interfaces() -> dict[str, list[str]]:
     }
 
 
-def address_of(interface: str) -> str:
+def interface_address(interface: str) -> str:
     """The first address of an interface. Raises `ConnectionError` with those that there are."""
-    here = interfaces()
+    here = list_interfaces()
     if not (addresses := here.get(interface)):
         names = ", ".join(name for name, has in here.items() if has)
         raise ConnectionError(f"{socket.gethostname()} has no network interface {interface!r} with an address: {names}")
     return addresses[0]
 
 
-def interface_of(address: str) -> str:
+def find_interface(address: str) -> str:
     """The interface that has an address; "" if none has."""
-    return next((name for name, addresses in interfaces().items() if address in addresses), "")
+    return next((name for name, addresses in list_interfaces().items() if address in addresses), "")
 
 
 def use_interface(name: str) -> None:

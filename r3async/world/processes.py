@@ -24,38 +24,38 @@ from typing import Any, TypeVar
 
 import psutil
 
-from r3async.config.places import USER_PATH
-from r3async.world import Figures, stages
+from r3async.config.places import USER_PATH_VARIABLE
+from r3async.world import MetricsServer, stages
 
 T = TypeVar("T")
 
-HOST_NAME = "R3ASYNC_HOST"
+HOST_NAME_VARIABLE = "R3ASYNC_HOST"
 """Environment variable: this host's name, where hosts have equal ones. Processes of one name share memory and files."""
 
-ON_CUTS = "RAY_grpc_keepalive_timeout_ms"
-CUT_SECONDS = 120
+GRPC_KEEPALIVE_VARIABLE = "RAY_grpc_keepalive_timeout_ms"
+GRPC_KEEPALIVE_SECONDS = 120
 """Lines that are cut for less than that break no connection of our actors' processes. Ray's nodes have a setting of their own."""
 
-LAG_SECONDS = 0.05
+LAG_INTERVAL_SECONDS = 0.05
 """Between two measurements of how late the event loop is."""
 
 
-def environment(threads: int) -> dict[str, str]:
+def actor_environment(threads: int) -> dict[str, str]:
     """Environment variables of an actor that computes with that many threads.
 
     Ray starts its workers at nice 15: any other work on the host would starve the learner and the engines. Its servers let go of
     a connection whose line is cut for 20 s, and the other end is not told: it waits for its answer, for minutes.
     """
     return {
-        ON_CUTS: os.environ.get(ON_CUTS, str(1000 * CUT_SECONDS)),
+        GRPC_KEEPALIVE_VARIABLE: os.environ.get(GRPC_KEEPALIVE_VARIABLE, str(1000 * GRPC_KEEPALIVE_SECONDS)),
         "OMP_NUM_THREADS": str(max(1, threads)),
         "RAY_worker_niceness": "0",
-        USER_PATH: os.environ.get(USER_PATH, os.getcwd()),
+        USER_PATH_VARIABLE: os.environ.get(USER_PATH_VARIABLE, os.getcwd()),
     }
 
 
 @contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
+def pause_garbage_collector() -> Iterator[None]:
     """While torch, vLLM or a model is loaded: a million objects are made that stay, and the collector would walk them again
     and again, for a tenth to a fifth of the time."""
     collecting = gc.isenabled()
@@ -68,7 +68,7 @@ def collector_paused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def program_apart() -> Iterator[None]:
+def hide_main_module() -> Iterator[None]:
     """Processes that are spawned meanwhile do not import the program that runs: without `if __name__ == "__main__":` in it, it
     would run again in each of them."""
     main = sys.modules["__main__"]
@@ -97,9 +97,9 @@ def run_on_shared_loop(call: Coroutine[Any, Any, T]) -> T:
         lock.release()
 
 
-def find_user_modules() -> None:
+def add_user_module_path() -> None:
     """Let `module:name` of a configuration name a module beside which the run was started. Ours come first."""
-    path = os.environ.get(USER_PATH, os.getcwd())
+    path = os.environ.get(USER_PATH_VARIABLE, os.getcwd())
     if path not in sys.path:
         sys.path.append(path)
 
@@ -108,7 +108,7 @@ class SystemProcesses:
     """See `world.Processes`."""
 
     def __init__(self) -> None:
-        self._figures: Figures | None = None
+        self._metrics_server: MetricsServer | None = None
 
     @property
     def pid(self) -> int:
@@ -116,40 +116,40 @@ class SystemProcesses:
 
     @property
     def host(self) -> str:
-        return os.environ.get(HOST_NAME) or socket.gethostname()
+        return os.environ.get(HOST_NAME_VARIABLE) or socket.gethostname()
 
-    def redirect_output(self, log: Path) -> None:
-        from r3async.world.processes import survive_full_disk
+    def redirect_output(self, log_path: Path) -> None:
+        from r3async.world.processes import ignore_output_errors
 
         sys.stdout.flush()
         sys.stderr.flush()
         with contextlib.suppress(OSError):  # without free bytes for a new file, output stays where it went
-            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             os.close(descriptor)
-        survive_full_disk()
+        ignore_output_errors()
         # The stacks of all threads, also where the event loop, or all of Python, is held up.
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
-    def serve_figures(self, serve: Callable[[], Figures | None]) -> None:
-        self._figures = self._figures or serve()
+    def serve_metrics(self, open_endpoint: Callable[[], MetricsServer | None]) -> None:
+        self._metrics_server = self._metrics_server or open_endpoint()
 
-    def show_figures(self, read: Callable[[], Mapping[str, Any]]) -> None:
-        if self._figures is not None:
-            self._figures.read = read
+    def add_metrics_source(self, read_metrics: Callable[[], Mapping[str, Any]]) -> None:
+        if self._metrics_server is not None:
+            self._metrics_server.read_metrics = read_metrics
 
-    def measure_loop(self, tell: Callable[[float, float], None]) -> Callable[[], None]:
+    def measure_event_loop(self, on_lag: Callable[[float, float], None]) -> Callable[[], None]:
         async def measure() -> None:
             computed = time.thread_time()
             while True:
-                due = time.monotonic() + LAG_SECONDS
-                await asyncio.sleep(LAG_SECONDS)
+                due = time.monotonic() + LAG_INTERVAL_SECONDS
+                await asyncio.sleep(LAG_INTERVAL_SECONDS)
                 lag, before, computed = time.monotonic() - due, computed, time.thread_time()
-                tell(lag, min(lag, computed - before))
+                on_lag(lag, min(lag, computed - before))
 
-        end_account = stages.account()
-        task = asyncio.create_task(stages.booked("metrics", measure()), name="lag-meter")
+        end_account = stages.start_accounting()
+        task = asyncio.create_task(stages.in_stage("metrics", measure()), name="lag-meter")
 
         def end() -> None:
             task.cancel()
@@ -158,11 +158,11 @@ class SystemProcesses:
         return end
 
     def stage_seconds(self) -> tuple[dict[str, float], dict[str, float]]:
-        return stages.processor_seconds(), stages.wall_seconds()
+        return stages.cpu_seconds_by_stage(), stages.wall_seconds_by_stage()
 
-    def cpu_seconds(self, others: Sequence[int] = ()) -> float:
+    def cpu_seconds(self, other_pids: Sequence[int] = ()) -> float:
         seconds = time.process_time()
-        for pid in others:
+        for pid in other_pids:
             with contextlib.suppress(psutil.Error):
                 times = psutil.Process(pid).cpu_times()
                 seconds += times.user + times.system
@@ -173,17 +173,17 @@ class SystemProcesses:
 
         return dump_stacks(path, reason)
 
-    def ask_for_stacks(self, pid: int, host: str) -> bool:
-        return host == self.host and _signal(pid, signal.SIGUSR1)
+    def request_stack_dump(self, pid: int, host: str) -> bool:
+        return host == self.host and _signal_worker(pid, signal.SIGUSR1)
 
-    def alive(self, pid: int, host: str) -> bool:
-        return host == self.host and _worker(pid) is not None
+    def is_alive(self, pid: int, host: str) -> bool:
+        return host == self.host and _find_worker(pid) is not None
 
-    def kill(self, pid: int, host: str) -> bool:
-        return host == self.host and _signal(pid, signal.SIGKILL)
+    def kill_process(self, pid: int, host: str) -> bool:
+        return host == self.host and _signal_worker(pid, signal.SIGKILL)
 
 
-def _worker(pid: int) -> psutil.Process | None:
+def _find_worker(pid: int) -> psutil.Process | None:
     """Process ids are used again: only what calls itself a worker of Ray and is of this user."""
     try:
         process = psutil.Process(pid)
@@ -194,8 +194,8 @@ def _worker(pid: int) -> psutil.Process | None:
     return process if ours else None
 
 
-def _signal(pid: int, number: signal.Signals) -> bool:
-    process = _worker(pid)
+def _signal_worker(pid: int, number: signal.Signals) -> bool:
+    process = _find_worker(pid)
     try:
         if process is not None:
             process.send_signal(number)
@@ -204,14 +204,14 @@ def _signal(pid: int, number: signal.Signals) -> bool:
     return process is not None
 
 
-def processes_with(value: str) -> list[psutil.Process]:
-    """Those that have `value` in their environment, which all inherit that a process starts, whatever session or parent they
+def find_processes_by_env(env_value: str) -> list[psutil.Process]:
+    """Those that have `env_value` in their environment, which all inherit that a process starts, whatever session or parent they
     have now. One that has ended and is not waited for has none. Linux only."""
     found = []
     for pid in psutil.pids():
         # Of thousands of processes, psutil would look at six times as long.
         with contextlib.suppress(psutil.Error, OSError):
-            if value.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+            if env_value.encode() in Path(f"/proc/{pid}/environ").read_bytes():
                 found.append(psutil.Process(pid))
     return found
 
@@ -221,7 +221,7 @@ class _LogFile(io.RawIOBase):
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
-        self._left_out = 0
+        self._dropped_bytes = 0
 
     def writable(self) -> bool:
         return True
@@ -235,26 +235,27 @@ class _LogFile(io.RawIOBase):
     def write(self, data: object) -> int:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         try:
-            if self._left_out:
+            if self._dropped_bytes:
                 os.write(
-                    self._descriptor, b"\n[%d bytes of this log were not written: no free bytes]\n" % self._left_out
+                    self._descriptor,
+                    b"\n[%d bytes of this log were not written: no free bytes]\n" % self._dropped_bytes,
                 )
-                self._left_out = 0
+                self._dropped_bytes = 0
             return os.write(self._descriptor, view)
         except OSError:
-            self._left_out += len(view)
+            self._dropped_bytes += len(view)
             return len(view)
 
 
-def output_outlives_disk_and_terminal() -> None:
+def ignore_command_output_errors() -> None:
     """The same for a command whose output and errors are files, or a terminal that may be closed; others, and what tests capture,
     stay."""
     mine = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
     if mine and all(os.isatty(number) or stat.S_ISREG(os.fstat(number).st_mode) for number in (1, 2)):
-        survive_full_disk()
+        ignore_output_errors()
 
 
-def survive_full_disk() -> None:
+def ignore_output_errors() -> None:
     """From now on, nothing raises that Python code writes to `sys.stdout` or `sys.stderr`; descriptors stay as they are."""
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(
@@ -268,7 +269,7 @@ def survive_full_disk() -> None:
     )
 
 
-_ORDERED = [
+_CONTROL_CODES = [
     *range(
         0x20
     ),  # C0: among them escape, which begins what a terminal obeys, and carriage return, which overwrites a line
@@ -281,24 +282,24 @@ _ORDERED = [
     *range(0xD800, 0xE000),  # halves of a pair, which cannot be written as UTF-8
     *range(0xFFF9, 0xFFFC),
 ]
-_ESCAPED = {code: f"\\u{code:04x}" for code in _ORDERED}
-_ESCAPED |= {
+_ESCAPES = {code: f"\\u{code:04x}" for code in _CONTROL_CODES}
+_ESCAPES |= {
     code: "".join(f"\\u{half:04x}" for half in (0xD800 | (code - 0x10000) >> 10, 0xDC00 | (code & 0x3FF)))
     for code in range(0xE0000, 0xE0080)  # tags: invisible
 }
-_IN_LINES = {code: text for code, text in _ESCAPED.items() if code not in (0x09, 0x0A)}
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_LINE_ESCAPES = {code: text for code, text in _ESCAPES.items() if code not in (0x09, 0x0A)}
+_COLOR_CODES = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def printable(text: str, *, lines: bool = True) -> str:
+def escape_control_characters(text: str, *, keep_newlines: bool = True) -> str:
     """`text` with every character that a terminal would obey, or that hides or turns around what is written, as `\\uXXXX`.
 
-    Newline and tab stay, unless `lines` is false. What comes out stays as it is if it is given in again, and JSON stays the same
-    JSON.
+    Newline and tab stay, unless `keep_newlines` is false. What comes out stays as it is if it is given in again, and JSON
+    stays the same JSON.
     """
-    return text.translate(_IN_LINES if lines else _ESCAPED)
+    return text.translate(_LINE_ESCAPES if keep_newlines else _ESCAPES)
 
 
-def printable_log(text: str) -> str:
+def clean_log_output(text: str) -> str:
     """The same of a program's output, whose colours are taken out and whose lines may end as on Windows."""
-    return printable(_COLOURS.sub("", text).replace("\r\n", "\n"))
+    return escape_control_characters(_COLOR_CODES.sub("", text).replace("\r\n", "\n"))

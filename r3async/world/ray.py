@@ -14,23 +14,31 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from r3async.world import ActorLost, ActorRef, Bundle, Node, NotFree, Placement, Reservation
-from r3async.world.network import address_of
+from r3async.world import (
+    ActorLostError,
+    ActorOptions,
+    ActorRef,
+    ClusterNode,
+    InsufficientResourcesError,
+    Reservation,
+    ResourceBundle,
+)
+from r3async.world.network import interface_address
 
-PLACEMENT = Placement()
+DEFAULT_OPTIONS = ActorOptions()
 SPARE_ACTORS = 16
 """Of a cluster that is started here: a run may have that many more than it begins with."""
-AGAIN_SECONDS = 0.25
+RESERVE_RETRY_SECONDS = 0.25
 """Between two looks at what is free."""
-RESERVE_SECONDS = 2.0
+RESERVE_TIMEOUT_SECONDS = 2.0
 """Ray reserves what is free in milliseconds; what it cannot in this time, others have taken."""
 
 
-TOO_BUSY = "timed out during startup"
+STARTUP_TIMEOUT_TEXT = "timed out during startup"
 """Of what `ray.init` raises where the node did not report itself."""
 
 
-class RayRef:
+class RayActorRef:
     """See `world.ActorRef`."""
 
     def __init__(self, name: str, handle: Any):
@@ -45,15 +53,15 @@ class RayRef:
             async with asyncio.timeout(timeout):
                 return await answer
         except Exception as error:
-            _raise(self.name, error)
+            _raise_actor_error(self.name, error)
 
 
-def _raise(name: str, error: Exception) -> None:
+def _raise_actor_error(name: str, error: Exception) -> None:
     """The exception that the actor raised, or that it was lost."""
     from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
     if isinstance(error, RayActorError | ActorUnavailableError | ObjectLostError):
-        raise ActorLost(f"{name or 'an actor'}: {str(error).strip() or type(error).__name__}") from error
+        raise ActorLostError(f"{name or 'an actor'}: {str(error).strip() or type(error).__name__}") from error
     if isinstance(error, GetTimeoutError):
         raise TimeoutError(str(error)) from error
     if isinstance(error, RayTaskError) and isinstance(cause := getattr(error, "cause", None), Exception):
@@ -63,22 +71,22 @@ def _raise(name: str, error: Exception) -> None:
 
 @dataclass(frozen=True)
 class RayReservation:
-    """`groups`: Ray's placement groups. `bundles`: the group of each bundle, and its number in it."""
+    """`placement_groups`: Ray's placement groups. `bundle_locations`: the group of each bundle, and its number in it."""
 
-    groups: tuple[Any, ...]
-    bundles: tuple[tuple[int, int], ...]
+    placement_groups: tuple[Any, ...]
+    bundle_locations: tuple[tuple[int, int], ...]
 
     def __len__(self) -> int:
-        return len(self.bundles)
+        return len(self.bundle_locations)
 
 
 class RayActors:
     """See `world.Actors`."""
 
     def __init__(self) -> None:
-        self._owns = False
+        self._owns_cluster = False
 
-    def connect(self, address: str | None, actors: int) -> None:
+    def join_cluster(self, address: str | None, actor_count: int) -> None:
         import ray
 
         if ray.is_initialized():
@@ -90,83 +98,87 @@ class RayActors:
             else:
                 # Local actors share few cores on purpose: logical CPUs only count actors.
                 # "local": one of its own, also where somebody has started a head on this host.
-                capacity = max(actors, os.cpu_count() or 1) + SPARE_ACTORS
-                with _bare_head(), _hangups_blocked():
-                    _start(capacity)
+                capacity = max(actor_count, os.cpu_count() or 1) + SPARE_ACTORS
+                with _without_dashboard(), _block_hangup_signal():
+                    _start_local_ray(capacity)
         except Exception as error:
-            raise ConnectionError(_not_connected(address, str(error).partition("\n")[0])) from error
-        self._owns = True
+            raise ConnectionError(_connection_error_text(address, str(error).partition("\n")[0])) from error
+        self._owns_cluster = True
 
-    def nodes(self) -> list[Node]:
+    def list_nodes(self) -> list[ClusterNode]:
         import ray
         from ray._private.state import available_resources_per_node
 
         free = available_resources_per_node()
         alive = [node for node in ray.nodes() if node["Alive"]]
         home = ray.get_runtime_context().get_node_id()
-        return [_node(node, free.get(node["NodeID"], {}), home) for node in sorted(alive, key=_order)]
+        return [_cluster_node(node, free.get(node["NodeID"], {}), home) for node in sorted(alive, key=_node_sort_key)]
 
-    def reserve(self, plan: Callable[[Sequence[Node]], Sequence[Bundle]], seconds: float) -> RayReservation:
-        deadline = time.monotonic() + seconds
+    def reserve_bundles(
+        self, plan: Callable[[Sequence[ClusterNode]], Sequence[ResourceBundle]], timeout: float
+    ) -> RayReservation:
+        deadline = time.monotonic() + timeout
         while True:
             try:
-                return _reserve(plan(self.nodes()))
-            except NotFree:
+                return _reserve_placement_groups(plan(self.list_nodes()))
+            except InsufficientResourcesError:
                 if time.monotonic() >= deadline:
                     raise
-            time.sleep(AGAIN_SECONDS)
+            time.sleep(RESERVE_RETRY_SECONDS)
 
-    def release(self, reservation: Reservation, bundle: int | None = None) -> None:
+    def release_bundles(self, reservation: Reservation, bundle: int | None = None) -> None:
         from ray.util.placement_group import remove_placement_group
 
         assert isinstance(reservation, RayReservation)
         if bundle is None:
-            ended = set(range(len(reservation.groups)))
+            ended = set(range(len(reservation.placement_groups)))
         else:
-            group, _ = reservation.bundles[bundle]
-            ended = {group} if sum(of == group for of, _ in reservation.bundles) == 1 else set()
+            group, _ = reservation.bundle_locations[bundle]
+            ended = {group} if sum(of == group for of, _ in reservation.bundle_locations) == 1 else set()
         for index in ended:
-            remove_placement_group(reservation.groups[index])
+            remove_placement_group(reservation.placement_groups[index])
 
-    def address(self, interface: str = "") -> str:
+    def host_address(self, interface: str = "") -> str:
         import ray
 
-        return address_of(interface) if interface else str(ray.util.get_node_ip_address())
+        return interface_address(interface) if interface else str(ray.util.get_node_ip_address())
 
-    def spawn(self, kind: type, *args: Any, name: str, placement: Placement = PLACEMENT, **env: str) -> RayRef:
+    def spawn_actor(
+        self, actor_class: type, *args: Any, name: str, actor_options: ActorOptions = DEFAULT_OPTIONS, **env: str
+    ) -> RayActorRef:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from r3async.world.processes import environment
-        from r3async.world.real import REAL
+        from r3async.world.processes import actor_environment
+        from r3async.world.real import REAL_WORLD
 
         options: dict[str, Any] = {
-            "num_cpus": 1 if placement.threads else 0,
-            "num_gpus": placement.gpus,
-            "runtime_env": {"env_vars": environment(placement.threads)},
+            "num_cpus": 1 if actor_options.threads else 0,
+            "num_gpus": actor_options.gpus,
+            "runtime_env": {"env_vars": actor_environment(actor_options.threads)},
         }
-        if placement.restarts:
-            options |= {"max_restarts": placement.restarts, "max_task_retries": 0}
-        if placement.concurrency is not None:
-            options["max_concurrency"] = placement.concurrency
-        if placement.within is not None:
-            options["scheduling_strategy"] = _strategy(*placement.within)
-        elif placement.beside:
+        if actor_options.max_restarts:
+            options |= {"max_restarts": actor_options.max_restarts, "max_task_retries": 0}
+        if actor_options.max_concurrency is not None:
+            options["max_concurrency"] = actor_options.max_concurrency
+        if actor_options.reserved_bundle is not None:
+            options["scheduling_strategy"] = _scheduling_strategy(*actor_options.reserved_bundle)
+        elif actor_options.same_node:
             node = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
-        lanes = dict.fromkeys(placement.lanes, 1)
+        lanes = dict.fromkeys(actor_options.concurrency_groups, 1)
         remote = ray.remote(concurrency_groups=lanes) if lanes else ray.remote  # no option, unlike the others
-        return RayRef(name, remote(kind).options(**options).remote(REAL, *args))
+        return RayActorRef(name, remote(actor_class).options(**options).remote(REAL_WORLD, *args))
 
-    def current(self) -> RayRef:
+    def current_actor(self) -> RayActorRef:
         import ray
 
-        return RayRef("", ray.get_runtime_context().current_actor)
+        return RayActorRef("", ray.get_runtime_context().current_actor)
 
-    def kill(self, actor: ActorRef, *, restart: bool = False) -> None:
+    def kill_actor(self, actor: ActorRef, *, restart: bool = False) -> None:
         import ray
 
-        ray.kill(_handle(actor), no_restart=not restart)
+        ray.kill(_ray_handle(actor), no_restart=not restart)
 
     def put(self, value: Any) -> Any:
         import ray
@@ -179,34 +191,36 @@ class RayActors:
         try:
             return ray.get(reference, timeout=timeout)
         except Exception as error:
-            _raise("", error)
+            _raise_actor_error("", error)
 
-    def begin(self, actor: ActorRef, method: str, *args: Any, lane: str = "", **kwargs: Any) -> Any:
-        call = getattr(_handle(actor), method)
-        return (call.options(concurrency_group=lane) if lane else call).remote(*args, **kwargs)
+    def begin_call(self, actor: ActorRef, method: str, *args: Any, concurrency_group: str = "", **kwargs: Any) -> Any:
+        call = getattr(_ray_handle(actor), method)
+        return (call.options(concurrency_group=concurrency_group) if concurrency_group else call).remote(
+            *args, **kwargs
+        )
 
-    def wait(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
+    def wait_for_call(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
         import ray
 
         return ray.wait(list(calls), timeout=timeout)
 
-    def disconnect(self) -> None:
-        if self._owns:  # else an import of Ray may just have been interrupted, and it cannot be imported twice
+    def leave_cluster(self) -> None:
+        if self._owns_cluster:  # else an import of Ray may just have been interrupted, and it cannot be imported twice
             import ray
 
             ray.shutdown()
             time.sleep(0.1)
-        self._owns = False
+        self._owns_cluster = False
 
 
-def _order(node: Any) -> tuple[str, str]:
+def _node_sort_key(node: Any) -> tuple[str, str]:
     return node["NodeManagerHostname"], node["NodeID"]
 
 
-def _node(node: Any, free: Any, home: str) -> Node:
+def _cluster_node(node: Any, free: Any, home: str) -> ClusterNode:
     total = node["Resources"]
     kinds = [key.removeprefix("accelerator_type:") for key in total if key.startswith("accelerator_type:")]
-    return Node(
+    return ClusterNode(
         node["NodeID"],
         node["NodeManagerHostname"] or node["NodeManagerAddress"],
         float(total.get("CPU", 0)),
@@ -220,46 +234,48 @@ def _node(node: Any, free: Any, home: str) -> Node:
     )
 
 
-def _reserve(bundles: Sequence[Bundle]) -> RayReservation:
+def _reserve_placement_groups(bundles: Sequence[ResourceBundle]) -> RayReservation:
     """Those that stay in one group, whose hosts are certain; each that moves in one of its own, whose host is a wish."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    staying = [bundle for bundle in bundles if not bundle.moves]
+    staying = [bundle for bundle in bundles if not bundle.can_move]
     groups, at, fixed = [], list[tuple[int, int]](), 0
     if staying:
-        wanted = [{"ray.io/node-id": bundle.node} for bundle in staying]
-        groups.append(placement_group([_resources(b) for b in staying], "PACK", bundle_label_selector=wanted))
+        wanted = [{"ray.io/node-id": bundle.node_id} for bundle in staying]
+        groups.append(placement_group([_bundle_resources(b) for b in staying], "PACK", bundle_label_selector=wanted))
     for bundle in bundles:
-        if bundle.moves:
+        if bundle.can_move:
             at.append((len(groups), 0))
             groups.append(
-                placement_group([_resources(bundle)], "STRICT_PACK", _soft_target_node_id=bundle.node or None)
+                placement_group([_bundle_resources(bundle)], "STRICT_PACK", _soft_target_node_id=bundle.node_id or None)
             )
         else:
             at.append((0, fixed))
             fixed += 1
-    deadline = time.monotonic() + RESERVE_SECONDS
+    deadline = time.monotonic() + RESERVE_TIMEOUT_SECONDS
     if all(group.wait(max(0.01, deadline - time.monotonic())) for group in groups):
         return RayReservation(tuple(groups), tuple(at))
     for group in groups:
         remove_placement_group(group)
     asked = sum(bundle.gpus for bundle in bundles), sum(bundle.cpus for bundle in bundles)
-    raise NotFree(f"others were faster: Ray could not reserve {asked[0]:g} GPUs and {asked[1]:g} CPUs as planned")
+    raise InsufficientResourcesError(
+        f"others were faster: Ray could not reserve {asked[0]:g} GPUs and {asked[1]:g} CPUs as planned"
+    )
 
 
-def _resources(bundle: Bundle) -> dict[str, float]:
+def _bundle_resources(bundle: ResourceBundle) -> dict[str, float]:
     return {"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {})
 
 
-def _strategy(reservation: Reservation, bundle: int) -> Any:
+def _scheduling_strategy(reservation: Reservation, bundle: int) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     assert isinstance(reservation, RayReservation)
-    group, index = reservation.bundles[bundle]
-    return PlacementGroupSchedulingStrategy(reservation.groups[group], index)
+    group, index = reservation.bundle_locations[bundle]
+    return PlacementGroupSchedulingStrategy(reservation.placement_groups[group], index)
 
 
-def _start(capacity: int) -> None:
+def _start_local_ray(capacity: int) -> None:
     """A Ray of our own on this machine. Its node has 30 s to report itself, however busy the machine is: once more, then."""
     import psutil
     import ray
@@ -278,7 +294,7 @@ def _start(capacity: int) -> None:
             )
             return
         except Exception as error:
-            if last or TOO_BUSY not in str(error):
+            if last or STARTUP_TIMEOUT_TEXT not in str(error):
                 raise
         # Ray leaves what it started.
         for process in set(here.children()) - before:
@@ -288,7 +304,7 @@ def _start(capacity: int) -> None:
 
 
 @contextlib.contextmanager
-def _bare_head() -> Iterator[None]:
+def _without_dashboard() -> Iterator[None]:
     """Inside, `ray.init` starts no process for a dashboard, which it would wait for also where that is left out, and none that
     asks for further machines. A Ray that has other names for them starts them."""
     from ray._private import node, services
@@ -305,7 +321,7 @@ def _bare_head() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hangups_blocked() -> Iterator[None]:
+def _block_hangup_signal() -> Iterator[None]:
     """What is started inside never gets SIGHUP: a closed terminal sends it to all processes of the command, which alone is to end
     them. Ray does the same for SIGINT."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
@@ -315,12 +331,12 @@ def _hangups_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _not_connected(address: str | None, why: str) -> str:
+def _connection_error_text(address: str | None, why: str) -> str:
     if not address:
         return f"Ray did not start on this machine: {why} Its logs are in /tmp/ray/session_latest/logs"
     return f"the Ray cluster at {address} (`cluster.address`, or RAY_ADDRESS) cannot be reached: {why}"
 
 
-def _handle(actor: ActorRef) -> Any:
-    assert isinstance(actor, RayRef)
+def _ray_handle(actor: ActorRef) -> Any:
+    assert isinstance(actor, RayActorRef)
     return actor._handle

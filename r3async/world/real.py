@@ -9,16 +9,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from r3async.world import Sockets
-from r3async.world.disk import Disk
+from r3async.world.disk import SystemFiles
 from r3async.world.processes import SystemProcesses
 from r3async.world.ray import RayActors
 from r3async.world.threads import SystemThreads
 
 if TYPE_CHECKING:
-    from r3async.world.appending import Keeper
+    from r3async.world.appending import RecordFlusher
 
 
-EXIT_SECONDS = 1.0
+EXIT_FLUSH_SECONDS = 1.0
 """For records that wait when the process exits."""
 
 
@@ -28,7 +28,7 @@ class RealWorld:
     clock = time
     """The module is one."""
     threads = SystemThreads()
-    files = Disk()
+    files = SystemFiles()
 
     @cached_property
     def actors(self) -> RayActors:
@@ -39,39 +39,39 @@ class RealWorld:
         return SystemProcesses()
 
     @cached_property
-    def keeper(self) -> Keeper:
-        from r3async.world.appending import Keeper
+    def record_flusher(self) -> RecordFlusher:
+        from r3async.world.appending import RecordFlusher
 
-        keeper = Keeper(world=self)
-        atexit.register(_finish, keeper)
+        keeper = RecordFlusher(world=self)
+        atexit.register(_flush_at_exit, keeper)
         return keeper
 
-    def sockets(self) -> Sockets:
+    def open_sockets(self) -> Sockets:
         from r3async.world.zeromq import ZeroMqSockets
 
         return ZeroMqSockets()
 
-    def unique(self) -> str:
+    def unique_id(self) -> str:
         return uuid.uuid4().hex
 
-    def __reduce__(self) -> tuple[type[_Real], tuple[()]]:
-        return _Real, ()
+    def __reduce__(self) -> tuple[type[_RealWorldReference], tuple[()]]:
+        return _RealWorldReference, ()
 
 
-def _finish(keeper: Keeper) -> None:
-    deadline = time.monotonic() + EXIT_SECONDS
-    while not keeper.retry():
+def _flush_at_exit(keeper: RecordFlusher) -> None:
+    deadline = time.monotonic() + EXIT_FLUSH_SECONDS
+    while not keeper.retry_writes():
         if time.monotonic() >= deadline:
-            keeper.count_lost()
+            keeper.count_unwritten()
             return
         time.sleep(0.1)
 
 
-class _Real:
+class _RealWorldReference:
     """Unpickles to this process's world."""
 
     def __new__(cls) -> RealWorld:  # type: ignore[misc]
-        return REAL
+        return REAL_WORLD
 
 
-REAL = RealWorld()
+REAL_WORLD = RealWorld()

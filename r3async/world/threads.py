@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from r3async.world.stages import AccountedThreads
+from r3async.world.stages import MeteredExecutor
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class ThreadLane:
-    """See `world.Lane`. The thread is started with the first call."""
+class SystemWorkerThread:
+    """See `world.WorkerThread`. The thread is started with the first call."""
 
     def __init__(self, name: str):
-        self._executor = AccountedThreads(name)
+        self._executor = MeteredExecutor(name)
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         call = functools.partial(function, *args, **kwargs)
@@ -42,10 +42,10 @@ class SystemThreads:
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.to_thread(function, *args, **kwargs)
 
-    def lane(self, name: str) -> ThreadLane:
-        return ThreadLane(name)
+    def new_worker(self, name: str) -> SystemWorkerThread:
+        return SystemWorkerThread(name)
 
-    def repeat(self, name: str, seconds: float, function: Callable[[], bool]) -> None:
+    def repeat_until_done(self, name: str, seconds: float, function: Callable[[], bool]) -> None:
         def work() -> None:
             while True:
                 time.sleep(seconds)
@@ -54,7 +54,7 @@ class SystemThreads:
 
         threading.Thread(target=work, name=name, daemon=True).start()
 
-    def lock(self) -> threading.Lock:
+    def new_lock(self) -> threading.Lock:
         return threading.Lock()
 
 
@@ -70,9 +70,9 @@ def dump_stacks(path: Path, reason: str = "") -> Path:
     for ident, frame in sys._current_frames().items():
         out.write(f"\n-- thread {names.get(ident, ident)}\n")
         out.write("".join(traceback.format_stack(frame)))
-    for task in sorted(_tasks(), key=lambda t: t.get_name()):
+    for task in sorted(_running_tasks(), key=lambda t: t.get_name()):
         out.write(f"\n-- task {task.get_name()}: {getattr(task.get_coro(), '__qualname__', task.get_coro())}\n")
-        out.write("".join(f"  {line}\n" for line in _awaited(task.get_coro())))
+        out.write("".join(f"  {line}\n" for line in _describe_awaits(task.get_coro())))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
@@ -83,7 +83,7 @@ def dump_stacks(path: Path, reason: str = "") -> Path:
     return path
 
 
-def _awaited(awaited: Any) -> Iterator[str]:
+def _describe_awaits(awaited: Any) -> Iterator[str]:
     """From a task's outermost coroutine to what it waits for at last, with the line at which each stands. asyncio's own listing
     ends at the first coroutine that is compiled, as Ray's are, and has no frame."""
     while awaited is not None:
@@ -102,7 +102,7 @@ def _awaited(awaited: Any) -> Iterator[str]:
         awaited = next((x for x in inner if x is not None), None)
 
 
-def _tasks() -> set[asyncio.Task[Any]]:
+def _running_tasks() -> set[asyncio.Task[Any]]:
     try:
         return asyncio.all_tasks()
     except RuntimeError:  # no loop runs in this thread

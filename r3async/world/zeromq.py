@@ -28,7 +28,7 @@ from r3async.world import (
     MAX_FRAME,
     TURN_SECONDS,
     Buffer,
-    OnMessage,
+    MessageHandler,
 )
 from r3async.world.stages import stage
 
@@ -36,46 +36,48 @@ if TYPE_CHECKING:
     from r3async.world.keys import ClientKeys, ServerKeys
 
 # Why a router does not let a peer in.
-NO_KEY = "no key shown"
-OTHER_LEARNER = "the key of another learner"
-UNKNOWN_KEY = "a key that is not known here"
-BROKEN = "a broken handshake"
-DENIED = "this key: with `transport.keys`, its `.public` file has to be in the learner's directory"
+REFUSED_NO_KEY = "no key shown"
+REFUSED_OTHER_LEARNER = "the key of another learner"
+REFUSED_UNKNOWN_KEY = "a key that is not known here"
+REFUSED_BROKEN_HANDSHAKE = "a broken handshake"
+UNKNOWN_KEY_HINT = "this key: with `transport.keys`, its `.public` file has to be in the learner's directory"
 """Why a dealer is not let in, in what it says of itself."""
 
-COPIED = 2**16
+COPY_BELOW_BYTES = 2**16
 """Smaller frames are copied when they are sent: that is faster than to keep track of them."""
-ENCRYPTED = 64
+CURVE_OVERHEAD_BYTES = 64
 """More than what CURVE adds to a frame."""
-HANDSHAKE_MS = 5000
+HANDSHAKE_TIMEOUT_MS = 5000
 """A peer that has not proved its key by then is disconnected."""
-NEW_PEERS = 256
-"""Connections that one socket lets in within `HANDSHAKE_MS`, about: those of a moment are seen together."""
+MAX_NEW_PEERS = 256
+"""Connections that one socket lets in within `HANDSHAKE_TIMEOUT_MS`, about: those of a moment are seen together."""
 RESERVED = 256
 """Descriptors that are left to files and to peers that are let in already."""
 MOST_DESCRIPTORS = 2**20
 """Where the system has no limit."""
 APART_SECONDS = (0.1, 3.0)
-"""See `Door`."""
+"""See `ConnectionLimiter`."""
 CONNECT_MS, RECONNECT_MS = 500, 250
 """A dealer that nobody has answered by then tries again after so long at most. The kernel tries after 1, 3, 7, 15 and 31 s:
 strangers who come anew would be let in before who has waited."""
 CLOSE_SECONDS = 5.0
 # Plain numbers: a flag of pyzmq costs as much to put together as a small frame to send.
-ONE = int(zmq.DONTWAIT)
-MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
+DONTWAIT = int(zmq.DONTWAIT)
+DONTWAIT_SNDMORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 
-ZAP = "inproc://zeromq.zap.01"
-FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-EVENT = struct.Struct("=HI")
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+HANDSHAKE_FAILED_EVENTS = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+MONITOR_EVENT_STRUCT = struct.Struct("=HI")
 # Values of zmq.h: ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC and _MECHANISM_MISMATCH.
-CRYPTOGRAPHIC = 0x11000001
-MECHANISM_MISMATCH = 0x11000002
+CRYPTOGRAPHIC_ERROR = 0x11000001
+MECHANISM_MISMATCH_ERROR = 0x11000002
 
 # Of Linux, which Python has no names for.
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
-_RETURN_NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
-DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_RETURN_NOTHING))
+_DROP_INSTRUCTION = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
+DROP_ALL_FILTER = struct.pack("HP", 1, ctypes.addressof(_DROP_INSTRUCTION))
 """A program of the kernel's packet filter, of one instruction."""
 
 
@@ -86,11 +88,15 @@ class ZeroMqSockets:
         self._context = zmq.Context()
         self._sockets: list[LoopSocket] = []
 
-    def router(self, address: str, on_message: OnMessage, *, keys: ServerKeys, refused: Counter[str]) -> LoopSocket:
-        return self._add(RouterSocket(self._context, address, on_message, keys, refused))
+    def bind_router(
+        self, address: str, on_message: MessageHandler, *, keys: ServerKeys, refused_peers: Counter[str]
+    ) -> LoopSocket:
+        return self._track_socket(RouterSocket(self._context, address, on_message, keys, refused_peers))
 
-    def dealer(self, endpoint: str, identity: bytes, on_message: OnMessage, *, keys: ClientKeys) -> LoopSocket:
-        return self._add(DealerSocket(self._context, endpoint, identity, on_message, keys))
+    def connect_dealer(
+        self, endpoint: str, identity: bytes, on_message: MessageHandler, *, keys: ClientKeys
+    ) -> LoopSocket:
+        return self._track_socket(DealerSocket(self._context, endpoint, identity, on_message, keys))
 
     async def close(self) -> None:
         for socket in self._sockets:
@@ -98,25 +104,25 @@ class ZeroMqSockets:
         if not self._context.closed:
             await asyncio.wait_for(asyncio.to_thread(self._context.term), CLOSE_SECONDS)
 
-    def _add(self, socket: LoopSocket) -> LoopSocket:
+    def _track_socket(self, socket: LoopSocket) -> LoopSocket:
         self._sockets = [*(s for s in self._sockets if not s.closed), socket]
         return socket
 
 
 def apply_server_keys(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
-    socket.curve_secretkey = keys.secret
-    socket.curve_publickey = zmq.curve_public(keys.secret)
+    socket.curve_secretkey = keys.secret_key
+    socket.curve_publickey = zmq.curve_public(keys.secret_key)
     socket.curve_server = True
 
 
 def apply_client_keys(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
-    socket.curve_secretkey = keys.secret
-    socket.curve_publickey = zmq.curve_public(keys.secret)
-    socket.curve_serverkey = keys.server_public
+    socket.curve_secretkey = keys.secret_key
+    socket.curve_publickey = zmq.curve_public(keys.secret_key)
+    socket.curve_serverkey = keys.server_public_key
 
 
 @contextlib.contextmanager
-def opening() -> Iterator[contextlib.ExitStack]:
+def undo_on_error() -> Iterator[contextlib.ExitStack]:
     """For what is made of several sockets: if one of them cannot be, what the stack has is undone, and what ZeroMQ failed with,
     such as a lack of descriptors, is an `OSError`."""
     with contextlib.ExitStack() as undo:
@@ -141,8 +147,8 @@ def open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS)
     # Per frame, also of a handshake. Beyond it ZeroMQ drops the connection before the frame takes memory.
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME + ENCRYPTED)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME + CURVE_OVERHEAD_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
     return socket
 
 
@@ -151,18 +157,18 @@ class LoopSocket:
 
     No future, task or copy is made per message (`zmq.asyncio` makes several: a third of its throughput at 200 KB). The
     file descriptor of a ZeroMQ socket only shows that something *changed*, so after it was readable, and after every
-    send, all that is there has to be read, or it would lie there until the next change; `drain` makes sure.
+    send, all that is there has to be read, or it would lie there until the next change; `receive_pending` makes sure.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[zmq.Frame]], None]):
-        self.endpoint = self.denied = ""
+        self.endpoint = self.denial_reason = ""
         self._socket = socket
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
-        self._scheduled = False
+        self._is_scheduled = False
         self._fd = int(socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, self._readable)
-        self._schedule()
+        self._loop.add_reader(self._fd, self._on_readable)
+        self._schedule_receive()
 
     @property
     def closed(self) -> bool:
@@ -175,34 +181,34 @@ class LoopSocket:
         error, last = 0, len(frames) - 1
         try:
             for i, frame in enumerate(frames):
-                self._socket.send(frame, MORE if i < last else ONE, copy=len(frame) < COPIED)
+                self._socket.send(frame, DONTWAIT_SNDMORE if i < last else DONTWAIT, copy=len(frame) < COPY_BELOW_BYTES)
         except zmq.ZMQError as failure:
             if failure.errno is None:
                 raise
             error = failure.errno
-        self._schedule()
+        self._schedule_receive()
         return error
 
-    def drain(self, limit: float = TURN_SECONDS) -> None:
-        """Handle what is there, for `limit` seconds or a little more; the rest in the loop's next round."""
+    def receive_pending(self, seconds: float = TURN_SECONDS) -> None:
+        """Handle what is there, for `seconds` seconds or a little more; the rest in the loop's next round."""
         with stage("messages"):
-            self._drain(time.perf_counter() + limit)
+            self._receive_until(time.perf_counter() + seconds)
 
-    def _drain(self, until: float) -> None:
+    def _receive_until(self, until: float) -> None:
         while not self._socket.closed:
             try:
-                frames = [self._socket.recv(ONE, copy=False)]
+                frames = [self._socket.recv(DONTWAIT, copy=False)]
                 while frames[-1].more:
-                    frames.append(self._socket.recv(ONE, copy=False))
+                    frames.append(self._socket.recv(DONTWAIT, copy=False))
             except zmq.Again:
                 return
             try:
                 self._on_message(frames)
             except BaseException:
-                self._schedule()  # what lies behind it would wait for the next change, and its senders for an answer
+                self._schedule_receive()  # what lies behind it would wait for the next change, and its senders for an answer
                 raise
             if time.perf_counter() > until:
-                self._schedule()
+                self._schedule_receive()
                 return
 
     def close(self) -> None:
@@ -210,27 +216,32 @@ class LoopSocket:
             self._loop.remove_reader(self._fd)
             self._socket.close()
 
-    def _schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._scheduled_turn)
+    def _schedule_receive(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._receive_scheduled)
 
-    def _scheduled_turn(self) -> None:
-        self._scheduled = False
-        self.drain()
+    def _receive_scheduled(self) -> None:
+        self._is_scheduled = False
+        self.receive_pending()
 
-    def _readable(self) -> None:
-        if not self._scheduled:  # or it has its turn in this round anyway
-            self.drain()
+    def _on_readable(self) -> None:
+        if not self._is_scheduled:  # or it has its turn in this round anyway
+            self.receive_pending()
 
 
 class RouterSocket(LoopSocket):
     """Bound at `address`. Raises `OSError`."""
 
     def __init__(
-        self, context: zmq.Context[Any], address: str, on_message: OnMessage, keys: ServerKeys, refused: Counter[str]
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        on_message: MessageHandler,
+        keys: ServerKeys,
+        refused_peers: Counter[str],
     ):
-        with opening() as undo:
+        with undo_on_error() as undo:
             socket = open_socket(context, zmq.ROUTER)
             undo.callback(socket.close)
             # Without MANDATORY an answer to a peer that is lost, or does not read, would vanish without a trace.
@@ -238,7 +249,7 @@ class RouterSocket(LoopSocket):
             # A peer that reconnects takes its name over from the connection that it gave up.
             socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             socket.setsockopt(zmq.IPV6, "[" in address)
-            self._authenticator = Authenticator(context, socket, keys, refused)
+            self._authenticator = Authenticator(context, socket, keys, refused_peers)
             undo.callback(self._authenticator.close)
             socket.bind(address)
         super().__init__(socket, on_message)
@@ -253,16 +264,16 @@ class DealerSocket(LoopSocket):
     """Connects to `endpoint`. Raises `OSError`."""
 
     def __init__(
-        self, context: zmq.Context[Any], endpoint: str, identity: bytes, on_message: OnMessage, keys: ClientKeys
+        self, context: zmq.Context[Any], endpoint: str, identity: bytes, on_message: MessageHandler, keys: ClientKeys
     ):
-        with opening() as undo:
+        with undo_on_error() as undo:
             socket = open_socket(context, zmq.DEALER)
             undo.callback(socket.close)
             socket.setsockopt(zmq.IPV6, "[" in endpoint)
             socket.setsockopt(zmq.ROUTING_ID, identity)
             socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
             apply_client_keys(socket, keys)
-            self._monitor = LoopSocket(socket.get_monitor_socket(FAILED), self._handshake_failed)
+            self._monitor = LoopSocket(socket.get_monitor_socket(HANDSHAKE_FAILED_EVENTS), self._on_handshake_failed)
             undo.callback(self._monitor.close)
             undo.callback(socket.disable_monitor)
             socket.connect(endpoint)
@@ -275,18 +286,18 @@ class DealerSocket(LoopSocket):
         self._monitor.close()
         super().close()
 
-    def _handshake_failed(self, frames: list[zmq.Frame]) -> None:
-        event, value = EVENT.unpack(frames[0].bytes)
+    def _on_handshake_failed(self, frames: list[zmq.Frame]) -> None:
+        event, value = MONITOR_EVENT_STRUCT.unpack(frames[0].bytes)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self.denied = DENIED
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == MECHANISM_MISMATCH:
-            self.denied = "this connection: what listens there has no keys, so it is no learner of this version"
+            self.denial_reason = UNKNOWN_KEY_HINT
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == MECHANISM_MISMATCH_ERROR:
+            self.denial_reason = "this connection: what listens there has no keys, so it is no learner of this version"
 
 
-class Door:
-    """Of a socket that listens: a connection is let in only if fewer than `NEW_PEERS` were within the time of a handshake. So as
-    many, at most, are there of peers that have not proved their key, and others have descriptors. Who waits outside is let in
-    when the kernel, or a dealer, tries again.
+class ConnectionLimiter:
+    """Of a socket that listens: a connection is let in only if fewer than `MAX_NEW_PEERS` were within the time of a
+    handshake. So as many, at most, are there of peers that have not proved their key, and others have descriptors. Who waits
+    outside is let in when the kernel, or a dealer, tries again.
 
     It opens when all of those have had their time, and some of `APART_SECONDS` later: who was turned out tries again at once, and
     after one second and three. Opened at once, or in step with them, it would let in the same ones for ever, and nobody else.
@@ -294,7 +305,7 @@ class Door:
     A filter on the listening socket drops what would open a connection; those that are open do not see it."""
 
     def __init__(self) -> None:
-        self._came: deque[float] = deque()
+        self._accepted_at: deque[float] = deque()
         self._listener: OsSocket | None = None
         self.opens_at: float | None = None
         """Of `time.monotonic`; None while it is open."""
@@ -304,13 +315,15 @@ class Door:
         with contextlib.suppress(OSError):  # without a copy all are let in, and counted
             self._listener = OsSocket(fileno=os.dup(descriptor))
 
-    def accepted(self) -> None:
+    def count_accepted(self) -> None:
         """One more has come in."""
         now = time.monotonic()
-        self._came.append(now)
-        while self._came[0] <= now - HANDSHAKE_MS / 1000:
-            self._came.popleft()
-        if len(self._came) >= NEW_PEERS or self.opens_at is not None:  # it is closed, and that one had connected before
+        self._accepted_at.append(now)
+        while self._accepted_at[0] <= now - HANDSHAKE_TIMEOUT_MS / 1000:
+            self._accepted_at.popleft()
+        if (
+            len(self._accepted_at) >= MAX_NEW_PEERS or self.opens_at is not None
+        ):  # it is closed, and that one had connected before
             self._shut_out()
 
     def keep_reserve(self) -> None:
@@ -323,8 +336,8 @@ class Door:
         """Open it if it is time."""
         if self.opens_at is not None and time.monotonic() >= self.opens_at:
             self.opens_at = None
-            self._came.clear()
-            self._filter(SO_DETACH_FILTER, bytes(4))
+            self._accepted_at.clear()
+            self._set_packet_filter(SO_DETACH_FILTER, bytes(4))
 
     def close(self) -> None:
         if self._listener is not None:
@@ -332,10 +345,10 @@ class Door:
 
     def _shut_out(self) -> None:
         if self.opens_at is None:
-            self._filter(SO_ATTACH_FILTER, DROP_ALL)
-        self.opens_at = time.monotonic() + HANDSHAKE_MS / 1000 + random.uniform(*APART_SECONDS)
+            self._set_packet_filter(SO_ATTACH_FILTER, DROP_ALL_FILTER)
+        self.opens_at = time.monotonic() + HANDSHAKE_TIMEOUT_MS / 1000 + random.uniform(*APART_SECONDS)
 
-    def _filter(self, option: int, value: bytes) -> None:
+    def _set_packet_filter(self, option: int, value: bytes) -> None:
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.setsockopt(SOL_SOCKET, option, value)  # a kernel that knows no filters lets all in
@@ -357,22 +370,24 @@ def _has_descriptors(one: OsSocket) -> bool:
 
 
 class Authenticator:
-    """Guards one server socket of `context`, from before it binds until `close`. `refused` counts by reason.
+    """Guards one server socket of `context`, from before it binds until `close`. `refused_peers` counts by reason.
 
     Connections are counted by a thread: an event loop that is busy for a second would let thousands in before it looks."""
 
-    def __init__(self, context: zmq.Context[Any], server: zmq.Socket[bytes], keys: ServerKeys, refused: Counter[str]):
-        self._keys, self._refused = keys, refused
-        with opening() as undo:
+    def __init__(
+        self, context: zmq.Context[Any], server: zmq.Socket[bytes], keys: ServerKeys, refused_peers: Counter[str]
+    ):
+        self._keys, self._refused_peers = keys, refused_peers
+        with undo_on_error() as undo:
             handler = context.socket(zmq.REP)
             undo.callback(handler.close)
             handler.linger = 0
-            handler.bind(ZAP)
+            handler.bind(ZAP_ENDPOINT)
             server.zap_domain = b"r3async"
             apply_server_keys(server, keys)
-            watched = FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_LISTENING | zmq.EVENT_MONITOR_STOPPED
+            watched = HANDSHAKE_FAILED_EVENTS | zmq.EVENT_ACCEPTED | zmq.EVENT_LISTENING | zmq.EVENT_MONITOR_STOPPED
             monitor = server.get_monitor_socket(watched)
-        self._zap = LoopSocket(handler, self._answer)
+        self._zap_socket = LoopSocket(handler, self._answer_zap_request)
         self._server = server
         self._watching = threading.Thread(target=self._watch_monitor, args=(monitor,), name="door", daemon=True)
         self._watching.start()
@@ -382,35 +397,41 @@ class Authenticator:
         if not self._server.closed:
             self._server.disable_monitor()
         self._watching.join(CLOSE_SECONDS)
-        self._zap.close()
+        self._zap_socket.close()
 
-    def _answer(self, frames: list[zmq.Frame]) -> None:
+    def _answer_zap_request(self, frames: list[zmq.Frame]) -> None:
         version, request, *rest = (f.bytes for f in frames)
         # domain, address, identity, mechanism, credentials
-        known = len(rest) >= 5 and rest[3] == b"CURVE" and rest[4] in self._keys.allowed
+        known = len(rest) >= 5 and rest[3] == b"CURVE" and rest[4] in self._keys.allowed_public_keys
         if not known:
-            self._refused[UNKNOWN_KEY] += 1
+            self._refused_peers[REFUSED_UNKNOWN_KEY] += 1
         status = (b"200", b"OK", b"generator") if known else (b"400", b"unknown key", b"")
-        self._zap.send([version, request, *status, b""])
+        self._zap_socket.send([version, request, *status, b""])
 
     def _watch_monitor(self, monitor: zmq.Socket[bytes]) -> None:
-        with contextlib.closing(monitor), contextlib.closing(Door()) as door:
+        with contextlib.closing(monitor), contextlib.closing(ConnectionLimiter()) as door:
             while True:
                 wait = None if door.opens_at is None else max(0, int(1000 * (door.opens_at - time.monotonic()))) + 1
                 if monitor.poll(wait):
                     door.keep_reserve()
-                    event, value = EVENT.unpack(monitor.recv_multipart()[0])
+                    event, value = MONITOR_EVENT_STRUCT.unpack(monitor.recv_multipart()[0])
                     if event == zmq.EVENT_MONITOR_STOPPED:
                         return
-                    self._happened(door, event, value)
+                    self._on_monitor_event(door, event, value)
                 door.open_when_due()
 
-    def _happened(self, door: Door, event: int, value: int) -> None:
+    def _on_monitor_event(self, door: ConnectionLimiter, event: int, value: int) -> None:
         if event == zmq.EVENT_LISTENING:
             door.add_listener(value)
         elif event == zmq.EVENT_ACCEPTED:
-            door.accepted()
+            door.count_accepted()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self._refused[{MECHANISM_MISMATCH: NO_KEY, CRYPTOGRAPHIC: OTHER_LEARNER}.get(value, BROKEN)] += 1
+            self._refused_peers[
+                {MECHANISM_MISMATCH_ERROR: REFUSED_NO_KEY, CRYPTOGRAPHIC_ERROR: REFUSED_OTHER_LEARNER}.get(
+                    value, REFUSED_BROKEN_HANDSHAKE
+                )
+            ] += 1
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._refused[NO_KEY] += 1  # It left first: a client without keys notices the mismatch as soon as this end.
+            self._refused_peers[REFUSED_NO_KEY] += (
+                1  # It left first: a client without keys notices the mismatch as soon as this end.
+            )

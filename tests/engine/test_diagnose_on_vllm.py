@@ -10,10 +10,10 @@ import pytest_asyncio
 from r3async.config import config_from_dict
 from r3async.learner import build_learner
 from r3async.rollout.engines.vllm import VllmEngine
-from r3async.tools.diagnose.command import prompt_of
-from r3async.tools.diagnose.diagnosis import examine
-from r3async.tools.diagnose.reference import Reference
-from r3async.tools.diagnose.witnesses import engine_witness
+from r3async.tools.diagnose.command import make_prompt
+from r3async.tools.diagnose.diagnosis import examine_outputs
+from r3async.tools.diagnose.reference import ReferenceModel
+from r3async.tools.diagnose.witnesses import observe_engine
 from tests.helpers import mismatches as hf
 from tests.helpers.engine import needs_fp8_cache
 
@@ -36,13 +36,13 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(model):
-    return Reference(model)
+    return ReferenceModel(model)
 
 
 @pytest.fixture(scope="module")
 def tensors(model):
     learner = build_learner(CONFIG, model, frozen=True)
-    yield learner.export()
+    yield learner.export_weights()
     learner.close()
 
 
@@ -73,24 +73,24 @@ def check(partings, fault: hf.Fault) -> None:
 async def revive(engine) -> None:
     """An engine that does not hold what it was given is not used again, but here all of it is loaded each time."""
     engine._requests.failure = None
-    await engine._llm.resume_generation()
-    engine._requests.admit()
+    await engine._core.resume_generation()
+    engine._requests.resume_admission()
 
 
 async def seen(engine, reference, tensors, model, tmp_path):
     await revive(engine)
-    prompt = prompt_of(model, CONFIG, 264)
-    side = await engine_witness(engine, CONFIG, tensors, prompt, tmp_path)
-    return examine(reference, side.witness)
+    prompt = make_prompt(model, CONFIG, 264)
+    side = await observe_engine(engine, CONFIG, tensors, prompt, tmp_path)
+    return examine_outputs(reference, side.outputs)
 
 
 @pytest.mark.parametrize("fault", hf.IN_ENGINE, ids=lambda f: f.name.replace(" ", "-"))
 async def test_a_fault_in_vllm_is_named(engine, reference, tensors, model, tmp_path, fault):
-    await engine._llm.collective_rpc("r3_plant", args=(fault.name,))
+    await engine._core.collective_rpc("r3_plant", args=(fault.name,))
     try:
         check(await seen(engine, reference, tensors, model, tmp_path), fault)
     finally:
-        await engine._llm.collective_rpc("r3_heal")
+        await engine._core.collective_rpc("r3_heal")
 
 
 async def test_sound_vllm_is_left_alone(engine, reference, tensors, model, tmp_path):
@@ -101,14 +101,14 @@ async def test_sound_vllm_is_left_alone(engine, reference, tensors, model, tmp_p
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
 async def test_a_quantised_cache_of_vllm_is_named(reference, tensors, model, tmp_path, dtype):
     async with started(model, kv_cache_dtype=dtype) as engine:
-        side = await engine_witness(engine, CONFIG, tensors, prompt_of(model, CONFIG, 264), tmp_path)
-    check(examine(reference, side.witness), hf.Fault(dtype, "attention", [0, 1, 2], "quantised cache"))
+        side = await observe_engine(engine, CONFIG, tensors, make_prompt(model, CONFIG, 264), tmp_path)
+    check(examine_outputs(reference, side.outputs), hf.Fault(dtype, "attention", [0, 1, 2], "quantised cache"))
 
 
 async def test_keys_of_older_weights_in_the_prefix_cache_are_named(
     engine, reference, tensors, model, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(engine, "_cache_salt", lambda: "one salt for all versions")
+    monkeypatch.setattr(engine, "_build_cache_salt", lambda: "one salt for all versions")
     check(
         await seen(engine, reference, tensors, model, tmp_path),
         hf.Fault("", "sampling", [-1], "stale prefix cache"),

@@ -21,7 +21,9 @@ async def test_three_turns_on_vllm_are_recorded_as_transformers_would_compute_th
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = TEMPLATE
     chat = ChatRenderer(tokenizer)
-    trajectory = await EpisodePlayer(EpisodeTask(0, 0, 7), ReverseText(4, 3), vllm_engine, chat, SETTINGS).play()
+    trajectory = await EpisodePlayer(
+        EpisodeTask(0, 0, 7), ReverseText(4, 3), vllm_engine, chat, SETTINGS
+    ).play_episode()
     table = trajectory.samples[0].table
     ids, sampled = table["token_ids"], np.flatnonzero(table["loss_mask"])
     assert [turn.index for turn in trajectory.turns] == [0, 1, 2]

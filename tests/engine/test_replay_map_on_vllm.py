@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from r3async.data.records import Sample
-from r3async.learner.batch.packing import pack
+from r3async.learner.batch.packing import pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.rollout.engines import GenerationRequest
 from r3async.rollout.engines.vllm import VllmEngine
@@ -36,14 +36,14 @@ class Apart(NamedTuple):
 
 
 def apart(learner: TorchLearner, samples: list[Sample]) -> Apart:
-    micro_batches = pack(samples, 8192)
+    micro_batches = pack_samples(samples, 8192)
     found = []
     for replay in (True, False):
         scored = zip(learner.logprobs(micro_batches, replay=replay), micro_batches, strict=True)
         deltas = [(s.astype(np.float64) - m.table["rollout_logprobs"])[m.table["loss_mask"]] for s, m in scored]
         found.append(k3(np.concatenate(deltas)))
     equal = []
-    for recorded, own in zip(micro_batches, learner.record_routes(micro_batches), strict=True):
+    for recorded, own in zip(micro_batches, learner.record_learner_routes(micro_batches), strict=True):
         rows = recorded.table["routing_recorded"]
         a, b = (np.sort(m.table["routed_experts"][rows], axis=-1) for m in (recorded, own))
         equal.append((a == b).all(axis=-1))
@@ -65,10 +65,10 @@ def of_vllm(path: Path, prompts: np.ndarray) -> list[Sample]:
 
             async def one(index: int) -> Sample:
                 builder = SampleBuilder(engine.routing)
-                builder.observe(prompts[index])
+                builder.append_context(prompts[index])
                 generation = await engine.generate(GenerationRequest(f"s{index}", prompts[index], NEW))
-                builder.answer(0, generation)
-                return Sample(f"s{index}", builder.build())
+                builder.append_answer(0, generation)
+                return Sample(f"s{index}", builder.build_table())
 
             return await asyncio.gather(*map(one, range(len(prompts))))
         finally:
@@ -80,12 +80,12 @@ def of_vllm(path: Path, prompts: np.ndarray) -> list[Sample]:
 def test_both_engines_are_equally_far_from_the_learner(tmp_path: Path) -> None:
     shape = RandomModel(layers=4, experts=8, top_k=2)
     make_random_model(tmp_path / "model", shape)
-    learner = TorchLearner.load(config_of(Setting(), "rollout", 0), tmp_path / "model")
+    learner = TorchLearner.from_pretrained(config_of(Setting(), "rollout", 0), tmp_path / "model")
     prompts = np.random.default_rng(0).integers(0, learner.vocab_size, (PROMPTS, PROMPT_TOKENS)).astype(np.int32)
     theirs = apart(learner, of_vllm(tmp_path / "model", prompts))
 
-    engine = BatchEngine(learner.model.causal, precision="float32", noise=NOISE, seed=0)
-    engine.load(dict(learner.model.causal.named_parameters()))
+    engine = BatchEngine(learner.model.causal_lm, precision="float32", noise=NOISE, seed=0)
+    engine.load(dict(learner.model.causal_lm.named_parameters()))
     tables = tables_of(prompts, engine.answer(prompts, NEW, [-1]), 0, [0.0] * PROMPTS)
     ours = apart(learner, [Sample(f"s{i}", table) for i, table in enumerate(tables)])
 

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig
-from r3async.rollout.agents.agents import agent_player
-from r3async.rollout.agents.tool_parsers import tool_parser
+from r3async.rollout.agents.agents import open_agent_player
+from r3async.rollout.agents.tool_parsers import select_tool_parser
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import EngineError
 from r3async.rollout.episode import EpisodeTask
@@ -42,7 +42,7 @@ async def test_what_an_agent_causes_is_recorded_as_transformers_would_compute_it
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = TEMPLATE
     env = EnvConfig(name="agent:tests.engine.test_serving_on_vllm:plays")
-    async with agent_player(env, vllm_engine, ChatRenderer(tokenizer), SETTINGS, ServingConfig()) as play:
+    async with open_agent_player(env, vllm_engine, ChatRenderer(tokenizer), SETTINGS, ServingConfig()) as play:
         trajectory = await play(EpisodeTask(0, 0, 7))
     assert [turn.index for turn in trajectory.turns] == [0, 1, 2, 3]
     assert len(trajectory.samples) == 3  # the conversation, its second ending, and the completion
@@ -84,7 +84,7 @@ WRITTEN = {
 async def test_the_engines_own_parsers_read_the_calls_of_each_family(vllm_engine, tiny_model):
     chat = ChatRenderer(AutoTokenizer.from_pretrained(tiny_model, chat_template=TEMPLATE))
     for name, text in WRITTEN.items():
-        parse = await tool_parser(name, vllm_engine, chat)
+        parse = await select_tool_parser(name, vllm_engine, chat)
         for before in ("", "See. ") if name != "pythonic" else ("",):
             content, calls = await parse(before + text, TOOLS)
             (call,) = calls
@@ -93,12 +93,12 @@ async def test_the_engines_own_parsers_read_the_calls_of_each_family(vllm_engine
         assert await parse("no call", TOOLS) == ("no call", [])
         assert await parse(text, []) == (text, [])
     with pytest.raises(EngineError, match="no tool parser 'guess'"):
-        await vllm_engine.tool_calls("guess", "", [])
+        await vllm_engine.parse_tool_calls("guess", "", [])
     with pytest.raises(ConfigError, match=r"`serving\.tool_parser` = 'mistral'"):
-        await tool_parser("mistral", vllm_engine, chat)
+        await select_tool_parser("mistral", vllm_engine, chat)
     reports = []
     taught = ChatRenderer(AutoTokenizer.from_pretrained(tiny_model, chat_template="[TOOL_CALLS]" + TEMPLATE))
-    parse = await tool_parser(
+    parse = await select_tool_parser(
         "auto", vllm_engine, taught, lambda event, **fields: reports.append((event, fields["parser"]))
     )
     assert reports == [("tool_parser_unavailable", "mistral")], "the tokenizer of this model has no such token"

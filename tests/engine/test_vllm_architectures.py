@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3async.data.architectures import declared
+from r3async.data.architectures import find_architecture
 from r3async.rollout.engines import EngineError
 from r3async.rollout.engines.vllm import VllmEngine
-from r3async.weights.publish import Publisher
+from r3async.weights.publish import VersionStore
 from tests.helpers import architectures as ha
 from tests.helpers.engine import TOLERANCE, VOCABULARY, Reference, make_model, prompt, request, same_sets
 
@@ -57,7 +57,7 @@ async def check(engine: VllmEngine, reference: Reference) -> None:
         assert same_sets(generation.routed_experts, reference.routes(everything)[:-1])
 
 
-PLAYED = [v for v in ha.ALL if not declared(v.partition("/")[0]).engine_lacks]
+PLAYED = [v for v in ha.ALL if not find_architecture(v.partition("/")[0]).engine_unsupported_reason]
 EACH_TIME = ("qwen3_moe", "deepseek_v3", "llama")
 """Softmax and sigmoid routers, and none. An engine starts for each: the others are nightly."""
 
@@ -73,8 +73,8 @@ async def test_log_probs_and_routes_are_those_of_transformers(tmp_path, variant)
     try:
         await check(engine, Reference(first))
         reference = Reference(second)
-        with Publisher(tmp_path / "published") as publisher:
-            await engine.install(publisher.publish(0, reference.tensors(), torch.float32), 60)
+        with VersionStore(tmp_path / "published") as publisher:
+            await engine.install_version(publisher.write_tensors(0, reference.tensors(), torch.float32), 60)
             assert engine.version == 0
             await check(engine, reference)
     finally:
@@ -94,8 +94,8 @@ async def test_gpt_oss_is_the_same_model_and_refuses_other_weights(tmp_path):
         everything = np.concatenate([ids, generation.token_ids])
         assert np.abs(generation.logprobs - reference.score(everything)[59:]).max() < 0.1
         assert (np.sort(generation.routed_experts, -1) == reference.routes(everything)[:-1]).all(-1).mean() > 0.95
-        with Publisher(tmp_path / "published") as publisher:
+        with VersionStore(tmp_path / "published") as publisher:
             with pytest.raises(EngineError, match=r"vLLM's loader left out 'model\.layers\.0\.attn'"):
-                await engine.install(publisher.publish(0, reference.tensors(), torch.bfloat16), 60)
+                await engine.install_version(publisher.write_tensors(0, reference.tensors(), torch.bfloat16), 60)
     finally:
         await engine.stop()

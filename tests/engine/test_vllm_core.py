@@ -26,8 +26,8 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from r3async.rollout.engines import EngineError, vllm_core, vllm_messages
-from r3async.rollout.engines.vllm_core import WholeAnswers, check_names
-from r3async.rollout.engines.vllm_messages import Decoder, Load, Request, sampling
+from r3async.rollout.engines.vllm_core import AnswerBufferingMixin, check_vllm_interface
+from r3async.rollout.engines.vllm_messages import CoreOutputDecoder, CoreRequest, EngineLoad, build_sampling_params
 
 pytestmark = pytest.mark.engine
 NAMES = ("a", "b", "c")
@@ -63,7 +63,7 @@ class Ended:
         return RequestStatus.get_finished_reason(self.status)
 
 
-class Whole(WholeAnswers, Steps):
+class Whole(AnswerBufferingMixin, Steps):
     pass
 
 
@@ -96,9 +96,9 @@ def contents(outputs: list[EngineCoreOutput]) -> dict[str, tuple]:
     return found
 
 
-def received(outputs: EngineCoreOutputs) -> vllm_messages.Outputs:
+def received(outputs: EngineCoreOutputs) -> vllm_messages.CoreOutputs:
     """As the engine's owner sees what vLLM sends."""
-    return Decoder().decode([memoryview(frame).cast("B") for frame in MsgpackEncoder().encode(outputs)])
+    return CoreOutputDecoder().decode([memoryview(frame).cast("B") for frame in MsgpackEncoder().encode(outputs)])
 
 
 def widened(outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
@@ -173,40 +173,40 @@ def test_arrays_of_a_step_may_be_used_again():
 
 
 def test_the_load_is_sent_now_and_then_and_when_the_engine_is_idle(monkeypatch):
-    whole, load, now = Whole(), Load(), 100.0
+    whole, load, now = Whole(), EngineLoad(), 100.0
     monkeypatch.setattr(vllm_core.time, "monotonic", lambda: now)
     sent = []
     for _ in range(100):
         now += 0.01
         sent += whole.update_from_output().values()
     assert 9 <= len(sent) <= 11
-    load.take(sent[0])
-    assert load.figures() == {"kv_cache_usage": 0.5, "waiting": 2, "preemptions": 0}
+    load.update_from(sent[0])
+    assert load.as_metrics() == {"kv_cache_usage": 0.5, "waiting": 2, "preemptions": 0}
     whole.running.clear()
     now += 0.01
     assert whole.update_from_output()[0].scheduler_stats is not None
 
 
 def test_the_installed_vllm_has_what_is_used_of_it(monkeypatch):
-    check_names()
-    monkeypatch.setitem(vllm_core._USED, EngineCoreOutput, "request_id routes_of_tomorrow")
+    check_vllm_interface()
+    monkeypatch.setitem(vllm_core._REQUIRED_NAMES, EngineCoreOutput, "request_id routes_of_tomorrow")
     with pytest.raises(
         EngineError, match=r"has no EngineCoreOutput\.routes_of_tomorrow: r3async is made for vLLM 0\.30"
     ):
-        check_names()
+        check_vllm_interface()
 
 
 def test_a_field_that_moved_or_a_value_that_changed_is_found(monkeypatch):
-    class Moved(vllm_messages.Output):
+    class Moved(vllm_messages.CoreOutput):
         one_more: int = 0
 
     with monkeypatch.context() as patch:
-        patch.setitem(vllm_core._POSITIONS, EngineCoreOutput, Moved)
+        patch.setitem(vllm_core._POSITIONAL_TYPES, EngineCoreOutput, Moved)
         with pytest.raises(EngineError, match="has another EngineCoreOutput: r3async is"):
-            check_names()
-    monkeypatch.setattr(vllm_core, "_VALUES", ((("stop", "length"), ("length", "stop")),))
+            check_vllm_interface()
+    monkeypatch.setattr(vllm_core, "_EXPECTED_VALUES", ((("stop", "length"), ("length", "stop")),))
     with pytest.raises(EngineError, match="has another"):
-        check_names()
+        check_vllm_interface()
 
 
 def test_requests_arrive_as_those_that_vllm_would_make():
@@ -219,13 +219,21 @@ def test_requests_arrive_as_those_that_vllm_would_make():
         detokenize=False,
         ignore_eos=True,
     )
-    ours = Request(
-        "r", [1, 2], None, sampling(17, 0.7, (3, 5), routes_from=4, logprobs=0), None, 1.5, None, "salt", None
+    ours = CoreRequest(
+        "r",
+        [1, 2],
+        None,
+        build_sampling_params(17, 0.7, (3, 5), routes_from=4, logprobs=0),
+        None,
+        1.5,
+        None,
+        "salt",
+        None,
     )
     theirs = EngineCoreRequest("r", [1, 2], None, params, None, 1.5, None, "salt", None)
     decoder = MsgpackDecoder(EngineCoreRequest)
     assert decoder.decode([msgspec.msgpack.encode(ours)]) == decoder.decode(MsgpackEncoder().encode(theirs))
-    scored = Request("r", [1], None, sampling(1, 0.0, prompt_logprobs=0), None, 1.5, None, None, None)
+    scored = CoreRequest("r", [1], None, build_sampling_params(1, 0.0, prompt_logprobs=0), None, 1.5, None, None, None)
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
     theirs = EngineCoreRequest("r", [1], None, params, None, 1.5, None, None, None)
     assert decoder.decode([msgspec.msgpack.encode(scored)]) == decoder.decode(MsgpackEncoder().encode(theirs))
@@ -236,7 +244,7 @@ def test_a_temperature_that_would_end_the_core_is_refused(temperature):
     with pytest.raises(VLLMValidationError, match="temperature"):
         SamplingParams(temperature=temperature)
     with pytest.raises(EngineError, match="temperature"):
-        sampling(1, temperature)
+        build_sampling_params(1, temperature)
 
 
 def test_what_vllm_sends_beside_answers_arrives():
@@ -248,9 +256,9 @@ def test_what_vllm_sends_beside_answers_arrives():
     stats = SchedulerStats(kv_cache_usage=0.25, num_waiting_reqs=7)
     decoded = received(EngineCoreOutputs(outputs=[output], scheduler_stats=stats))
     assert decoded.outputs[0].new_prompt_logprobs_tensors.logprobs.tolist() == values.tolist()
-    load = Load()
-    load.take(decoded)
-    assert load.figures() == {"kv_cache_usage": 0.25, "waiting": 7, "preemptions": 1}
+    load = EngineLoad()
+    load.update_from(decoded)
+    assert load.as_metrics() == {"kv_cache_usage": 0.25, "waiting": 7, "preemptions": 1}
     for answer in (UtilityOutput(3, None, UtilityResult([[4, 2**63]])), UtilityOutput(4, "it failed")):
         returned = received(EngineCoreOutputs(utility_output=answer)).utility_output
         assert (returned.call_id, returned.failure_message) == (answer.call_id, answer.failure_message)

@@ -18,10 +18,10 @@ import pytest_asyncio
 import torch
 
 from r3async.data.model_shape import RoutingShape
-from r3async.data.versions import expand
+from r3async.data.versions import expand_version_spans
 from r3async.rollout.engines import EngineError
 from r3async.rollout.engines.vllm import VllmEngine
-from r3async.weights.publish import Publisher
+from r3async.weights.publish import VersionStore
 from tests.helpers.engine import END, TOLERANCE, Reference, Weights, make_model, prompt, replay, request, same_sets
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -36,7 +36,7 @@ def flip_a_bit(path: Path, tensor: torch.Tensor) -> None:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def weights(vllm_engine, tiny_model, tmp_path_factory):
     other = make_model(tmp_path_factory.mktemp("other"), dense_layers=(1,), seed=1)
-    with Publisher(tmp_path_factory.mktemp("published")) as publisher:
+    with VersionStore(tmp_path_factory.mktemp("published")) as publisher:
         yield Weights(tiny_model, other, publisher, vllm_engine.version)
 
 
@@ -96,18 +96,18 @@ async def test_many_requests_at_once(vllm_engine, current):
         assert len(generation.token_ids) == 3 + i % 40
         assert np.abs(generation.logprobs - current.score(everything)[len(ids) - 1 :]).max() < TOLERANCE
         assert same_sets(generation.routed_experts, current.routes(everything)[:-1])
-    assert vllm_engine.stats()["running"] == 0
+    assert vllm_engine.collect_stats()["running"] == 0
 
 
 async def test_only_the_requests_stop_tokens_end_it(vllm_engine):
-    before = vllm_engine.stats()["generated_tokens"]
+    before = vllm_engine.collect_stats()["generated_tokens"]
     stop = tuple(range(0, 264, 4))
     generation = await vllm_engine.generate(request(prompt(10), 200, stop_token_ids=stop))
     assert generation.stop_reason == "stop"
     assert generation.token_ids[-1] in stop
     assert not set(generation.token_ids[:-1].tolist()) & set(stop)
     assert len(generation.routed_experts) == 10 + len(generation.token_ids) - 1
-    assert vllm_engine.stats()["generated_tokens"] == before + len(generation.token_ids)
+    assert vllm_engine.collect_stats()["generated_tokens"] == before + len(generation.token_ids)
     generations = await asyncio.gather(*(vllm_engine.generate(request(prompt(10), 200)) for _ in range(8)))
     assert all(len(g.token_ids) == 200 for g in generations)
     assert any(END in g.token_ids for g in generations)
@@ -121,7 +121,7 @@ async def test_greedy_answers_are_the_likeliest_tokens_and_all_the_same(vllm_eng
     assert len({tuple(g.token_ids.tolist()) for g in made}) == 1
     assert all(np.isfinite(g.logprobs).all() for g in made)
     tokens = made[0].token_ids
-    first = [await vllm_engine.score(np.append(ids, np.int32(token))) for token in (int(tokens[0]), 5, 17, 99)]
+    first = [await vllm_engine.score_tokens(np.append(ids, np.int32(token))) for token in (int(tokens[0]), 5, 17, 99)]
     assert max(scores[-1] for scores in first) == first[0][-1]
 
 
@@ -129,7 +129,7 @@ async def test_score_ignores_caches_and_temperature(vllm_engine, current):
     ids = prompt(300, seed=4)
     await vllm_engine.generate(request(ids, 2, temperature=0.5))
     for _ in range(2):
-        scores = await vllm_engine.score(ids)
+        scores = await vllm_engine.score_tokens(ids)
         assert scores.dtype == np.float32
         assert np.abs(scores - current.score(ids)).max() < TOLERANCE
 
@@ -141,13 +141,13 @@ async def test_versions_are_exact_to_the_token(vllm_engine, weights):
     tasks = [asyncio.create_task(vllm_engine.generate(request(p, 250, f"spans-{i}"))) for i, p in enumerate(ids)]
     for _ in range(3):
         await asyncio.sleep(0.12)
-        report = await vllm_engine.install(weights.publish(), 30)
+        report = await vllm_engine.install_version(weights.publish(), 30)
         assert report.version == vllm_engine.version == weights.version
         assert 0 < report.pause_seconds < report.update_seconds
     generations = await asyncio.gather(*tasks)
     boundaries = 0
     for p, generation in zip(ids, generations, strict=True):
-        versions = expand(generation.version_spans, 250)
+        versions = expand_version_spans(generation.version_spans, 250)
         assert versions[0] == first_version
         logprobs, routes = replay(weights.by_version, p, generation.token_ids, versions)
         assert np.abs(generation.logprobs - logprobs).max() < TOLERANCE
@@ -166,7 +166,7 @@ async def test_a_new_request_never_sees_an_older_versions_cache(vllm_engine, wei
     ids = prompt(300, seed=5)
     for _ in range(2):
         await vllm_engine.generate(request(ids, 2))
-        await vllm_engine.install(weights.publish(), 30)
+        await vllm_engine.install_version(weights.publish(), 30)
         generation = await vllm_engine.generate(request(ids, 10))
         everything = np.concatenate([ids, generation.token_ids])
         reference = weights.reference(weights.version)
@@ -186,12 +186,12 @@ async def test_requests_that_come_and_go_during_installations(vllm_engine, weigh
 
     players = [asyncio.create_task(play(worker)) for worker in range(36)]
     while not all(player.done() for player in players):
-        await vllm_engine.install(weights.publish(), 30)
+        await vllm_engine.install_version(weights.publish(), 30)
         await asyncio.sleep(0.03)
     await asyncio.gather(*players)
     several = 0
     for ids, generation in finished:
-        versions = expand(generation.version_spans, len(generation.token_ids))
+        versions = expand_version_spans(generation.version_spans, len(generation.token_ids))
         several += len(generation.version_spans) > 1
         logprobs, routes = replay(weights.by_version, ids, generation.token_ids, versions)
         assert np.abs(generation.logprobs - logprobs).max() < TOLERANCE
@@ -206,20 +206,20 @@ async def test_weights_that_do_not_verify_are_refused_and_the_old_ones_stay(vllm
     name = "model.layers.2.mlp.experts.5.down_proj.weight"
     flip_a_bit(Path(manifest.path), weights.reference(manifest.version).tensors()[name])
     with pytest.raises(EngineError, match=f"tensor '{name}' is corrupt"):
-        await vllm_engine.install(manifest, 30)
+        await vllm_engine.install_version(manifest, 30)
     del manifest.tensors["model.norm.weight"]
     with pytest.raises(EngineError, match=r"tensor 'model\.norm\.weight' is missing"):
-        await vllm_engine.install(manifest, 30)
+        await vllm_engine.install_version(manifest, 30)
     assert vllm_engine.version == version
     ids = prompt(50)
-    assert np.abs(await vllm_engine.score(ids) - current.score(ids)).max() < TOLERANCE
+    assert np.abs(await vllm_engine.score_tokens(ids) - current.score(ids)).max() < TOLERANCE
 
 
 async def test_versions_do_not_go_back(vllm_engine, weights):
-    await vllm_engine.install(weights.publish(), 30)
+    await vllm_engine.install_version(weights.publish(), 30)
     older = msgspec.structs.replace(weights.publish(), version=0)
     with pytest.raises(EngineError, match="version 0 is older than the installed"):
-        await vllm_engine.install(older, 30)
+        await vllm_engine.install_version(older, 30)
 
 
 async def test_cancelling_aborts_and_aborting_returns_what_there_is(vllm_engine, current):
@@ -228,8 +228,8 @@ async def test_cancelling_aborts_and_aborting_returns_what_there_is(vllm_engine,
     for task in tasks[:3]:
         task.cancel()
     assert [type(e) for e in await asyncio.gather(*tasks[:3], return_exceptions=True)] == [asyncio.CancelledError] * 3
-    assert vllm_engine.stats()["running"] == 1
-    await vllm_engine.abort("long-3")
+    assert vllm_engine.collect_stats()["running"] == 1
+    await vllm_engine.abort_request("long-3")
     generation = await asyncio.wait_for(tasks[3], 10)
     assert generation.stop_reason == "abort"
     assert 0 < len(generation.token_ids) < 480
@@ -266,16 +266,21 @@ async def test_a_broken_installation_is_seen_by_the_score_and_a_failed_one_ends_
     try:
         reference = Reference(tiny_model)
         ids = prompt(60)
-        assert np.abs(await engine.score(ids) - reference.score(ids)).max() < TOLERANCE
-        with Publisher(tmp_path) as publisher:
-            await engine.install(publisher.publish(0, reference.tensors(), torch.float32), 30)
-            assert np.abs(await engine.score(ids) - reference.score(ids)).mean() > 0.1
+        assert np.abs(await engine.score_tokens(ids) - reference.score(ids)).max() < TOLERANCE
+        with VersionStore(tmp_path) as publisher:
+            await engine.install_version(publisher.write_tensors(0, reference.tensors(), torch.float32), 30)
+            assert np.abs(await engine.score_tokens(ids) - reference.score(ids)).mean() > 0.1
             running = asyncio.create_task(engine.generate(request(prompt(4), 500)))
             await asyncio.sleep(0.1)
-            manifest = publisher.publish(1, reference.tensors(), torch.float32)
+            manifest = publisher.write_tensors(1, reference.tensors(), torch.float32)
             with pytest.raises(EngineError, match=r"installing version 1 failed: .*lost half-way.* must be restarted"):
-                await engine.install(manifest, 30)
-        for call in (running, engine.generate(request(prompt(4), 4)), engine.score(ids), engine.install(manifest, 5)):
+                await engine.install_version(manifest, 30)
+        for call in (
+            running,
+            engine.generate(request(prompt(4), 4)),
+            engine.score_tokens(ids),
+            engine.install_version(manifest, 5),
+        ):
             with pytest.raises(EngineError, match="lost half-way"):
                 await asyncio.wait_for(call, 10)
     finally:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.data.supports import Supports
+from r3async.data.supports import SupportSets
 from r3async.rollout.engines.vllm import VllmEngine
-from r3async.rollout.engines.vllm_masks import packed
+from r3async.rollout.engines.vllm_masks import pack_bits
 from tests.helpers.engine import VOCABULARY, make_model, prompt, request
 
 pytestmark = pytest.mark.engine
@@ -31,7 +31,7 @@ def left(logits: torch.Tensor, top_p: float = 1.0, top_k: int = 0, min_p: float 
 def test_bits_are_those_of_numpy() -> None:
     possible = torch.rand(5, 100) < 0.3
     expected = np.packbits(possible.numpy(), axis=1, bitorder="little")
-    assert np.array_equal(packed(possible).numpy().view(np.uint8)[:, : expected.shape[1]], expected)
+    assert np.array_equal(pack_bits(possible).numpy().view(np.uint8)[:, : expected.shape[1]], expected)
 
 
 def test_supports_are_those_of_the_model_and_log_probs_are_renormalised(tmp_path) -> None:
@@ -41,16 +41,25 @@ def test_supports_are_those_of_the_model_and_log_probs_are_renormalised(tmp_path
     temperature = 0.7
 
     async def play():
-        engine = VllmEngine(str(path), dtype="float32", concurrency=8, max_model_len=64, kv_cache_gib=0.1, masks=True)
+        engine = VllmEngine(
+            str(path), dtype="float32", concurrency=8, max_model_len=64, kv_cache_gib=0.1, record_sampling_masks=True
+        )
         try:
             await engine.start()
             asked = [
-                request(prompt(9, i), 12, f"r{i}", temperature=temperature, mask=True, **TRUNCATED[i % len(TRUNCATED)])
+                request(
+                    prompt(9, i),
+                    12,
+                    f"r{i}",
+                    temperature=temperature,
+                    needs_sampling_mask=True,
+                    **TRUNCATED[i % len(TRUNCATED)],
+                )
                 for i in range(10)
             ]
             # One that does not ask for its mask runs beside them, and a greedy one, and a text is scored.
             others = [request(prompt(9, 90), 12, "other"), request(prompt(9, 91), 12, "greedy", temperature=0.0)]
-            made = await asyncio.gather(*map(engine.generate, [*asked, *others]), engine.score(prompt(9, 92)))
+            made = await asyncio.gather(*map(engine.generate, [*asked, *others]), engine.score_tokens(prompt(9, 92)))
             return asked, made[: len(asked)], made[len(asked) : -1]
         finally:
             await engine.stop()
@@ -63,9 +72,9 @@ def test_supports_are_those_of_the_model_and_log_probs_are_renormalised(tmp_path
         with torch.no_grad():
             logits = model(ids).logits[0, len(call.prompt_ids) - 1 : -1].double() / temperature
         supports = got.supports
-        assert isinstance(supports, Supports)
+        assert isinstance(supports, SupportSets)
         assert len(supports) == len(got.token_ids)
-        dense = supports.dense(VOCABULARY)
+        dense = supports.to_dense_mask(VOCABULARY)
         settings = {"top_p": call.top_p, "top_k": call.top_k, "min_p": call.min_p}
         expected = left(logits, **settings)
         # A token on the very edge may fall to either side in single precision.

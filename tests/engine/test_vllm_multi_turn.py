@@ -13,15 +13,15 @@ import pytest
 import pytest_asyncio
 
 from r3async.config import EpisodeConfig
-from r3async.data.versions import expand
+from r3async.data.versions import expand_version_spans
 from r3async.envs import Message, StepResult
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Generation
 from r3async.rollout.engines.vllm import VllmEngine
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import EpisodeSamples, SampleBuilder
-from r3async.tools.init_model import byte_tokenizer
-from r3async.weights.publish import Publisher
+from r3async.tools.init_model import build_byte_tokenizer
+from r3async.weights.publish import VersionStore
 from tests.helpers.engine import TOLERANCE, Weights, prompt, replay, request, same_sets, sampled
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def weights(vllm_engine, tiny_model, other_model, tmp_path_factory):
-    with Publisher(tmp_path_factory.mktemp("published")) as publisher:
+    with VersionStore(tmp_path_factory.mktemp("published")) as publisher:
         yield Weights(tiny_model, other_model, publisher, vllm_engine.version)
 
 
@@ -37,7 +37,7 @@ async def test_three_turns_share_prefixes_and_the_weights_change_in_the_second(v
     """Each row is that of the first pass over its position; the engine gives none of them twice."""
     builder = SampleBuilder(vllm_engine.routing)
     system, expected, moved = prompt(140, seed=60), {}, 0
-    builder.observe(system.tolist())
+    builder.append_context(system.tolist())
     neighbours = [
         asyncio.create_task(
             vllm_engine.generate(request(np.concatenate([system, prompt(9, seed=i)]), 150, f"near-{i}"))
@@ -50,20 +50,20 @@ async def test_three_turns_share_prefixes_and_the_weights_change_in_the_second(v
         call = asyncio.create_task(vllm_engine.generate(request(ids, 100, f"turn-{turn}", routes_from=fed)))
         if turn == 1:
             await sampled(vllm_engine, "turn-1", 10)
-            await vllm_engine.install(weights.publish(), 30)
+            await vllm_engine.install_version(weights.publish(), 30)
         generation = await call
-        sampled_by = expand(generation.version_spans, 100)
+        sampled_by = expand_version_spans(generation.version_spans, 100)
         assert len(set(sampled_by)) == (2 if turn == 1 else 1)
         ours, routes = replay(weights.by_version, ids, generation.token_ids, sampled_by)
         expected.update({p: row for p, row in enumerate(routes) if p not in expected})
         logprobs.append(ours)
         versions.append(sampled_by)
         moved += len(generation.routed_experts)
-        builder.answer(turn, generation)
+        builder.append_answer(turn, generation)
         if turn < 2:
-            builder.observe(prompt(20, seed=70 + turn).tolist())
+            builder.append_context(prompt(20, seed=70 + turn).tolist())
     await asyncio.gather(*neighbours)
-    table = builder.build()
+    table = builder.build_table()
     assert moved == len(table) - 1
     assert table["routing_recorded"].tolist() == [True] * (len(table) - 1) + [False]
     assert same_sets(table["routed_experts"][:-1], np.stack([expected[p] for p in range(len(table) - 1)]))
@@ -78,24 +78,24 @@ async def test_a_branching_turn_after_an_update_has_the_routes_of_the_weights_th
     thought, versions, moved = prompt(170, seed=64), [], []
 
     async def turn(ids: np.ndarray) -> Generation:
-        call = rows.begin(ids.tolist())
+        call = rows.start_call(ids.tolist())
         asked = request(
-            ids, 40, f"branch-{rows.turns}", routes_from=call.routes_from, routes_version=call.routes_version
+            ids, 40, f"branch-{rows.turn_count}", routes_from=call.routes_from, routes_version=call.routes_version
         )
         generation = await vllm_engine.generate(asked)
-        rows.end(call, generation)
+        rows.finish_call(call, generation)
         versions.append(vllm_engine.version)
         moved.append(len(generation.routed_experts))
         return generation
 
     first = await turn(thought)
-    await vllm_engine.install(weights.publish(), 30)
+    await vllm_engine.install_version(weights.publish(), 30)
     # The template strips the end of what was said: the common prefix goes a little into the answer.
     shown = np.concatenate([thought, first.token_ids[:20], prompt(12, seed=65)])
     second = await turn(shown)
     third = np.concatenate([shown, second.token_ids[:20], prompt(12, seed=66)])
     await turn(third)
-    samples, turns = rows.build("g", 1.0)
+    samples, turns = rows.build_samples("g", 1.0)
     assert [t.sample for t in turns] == [0, 1, 2]
     assert versions[0] != versions[1] == versions[2]
     for sample, version in zip(samples, versions, strict=True):
@@ -136,7 +136,7 @@ class Interrupted:
         endless = msgspec.structs.replace(request, stop_token_ids=())
         call = asyncio.create_task(self.engine.generate(endless))
         await sampled(self.engine, request.request_id, 1)
-        await self.engine.abort(request.request_id)
+        await self.engine.abort_request(request.request_id)
         await self.then()
         return await call
 
@@ -145,7 +145,7 @@ class Interrupted:
 async def test_a_turn_that_vllm_aborts_is_asked_again_and_the_turns_before_it_stay(vllm_engine, weights, update):
     async def then():
         if update:
-            await vllm_engine.install(weights.publish(), 30)
+            await vllm_engine.install_version(weights.publish(), 30)
 
     env, reports = Asks(), []
     limits = EpisodeConfig(max_new_tokens=80, max_prompt_tokens=400, max_total_tokens=480)
@@ -154,10 +154,10 @@ async def test_a_turn_that_vllm_aborts_is_asked_again_and_the_turns_before_it_st
             EpisodeTask(0, 0, 0),
             env,
             Interrupted(vllm_engine, then),
-            ChatRenderer(byte_tokenizer()),
+            ChatRenderer(build_byte_tokenizer()),
             limits,
             report=lambda event, **fields: reports.append((event, fields["attempt"])),
-        ).play()
+        ).play_episode()
     assert env.begun == 1
     assert reports == [("call_failed", 1)]
     assert len(trajectory.turns) == 3
@@ -177,6 +177,6 @@ async def test_a_turn_that_vllm_aborts_is_asked_again_and_the_turns_before_it_st
 
 async def test_what_a_short_conversation_fed_before_is_not_fed_again(vllm_engine):
     ids = prompt(70, seed=80).tolist()
-    first = await vllm_engine._alone("cache", ids, salted=True)
-    again = await vllm_engine._alone("cache", [*ids, *prompt(9, seed=81).tolist()], salted=True)
-    assert (first.cached, again.cached) == (0, 64)
+    first = await vllm_engine._run_single_text("cache", ids, use_cache=True)
+    again = await vllm_engine._run_single_text("cache", [*ids, *prompt(9, seed=81).tolist()], use_cache=True)
+    assert (first.cached_tokens, again.cached_tokens) == (0, 64)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
 from r3async.rollout.engines.vllm import VllmEngine
-from r3async.weights.publish import Publisher
+from r3async.weights.publish import VersionStore
 from tests.helpers.engine import prompt, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -65,36 +65,38 @@ async def test_a_plan_loads_what_the_loader_loads(kind, tmp_path):
     )
     await engine.start()
     try:
-        with Publisher(tmp_path / "published") as publisher:
+        with VersionStore(tmp_path / "published") as publisher:
 
             async def install(version: int) -> None:
-                await engine.install(publisher.publish(version, weights(shapes, version), getattr(torch, dtype)), 60)
+                await engine.install_version(
+                    publisher.write_tensors(version, weights(shapes, version), getattr(torch, dtype)), 60
+                )
 
             await install(0)
-            (loads,) = await engine._llm.collective_rpc("r3_loads")
+            (loads,) = await engine._core.collective_rpc("r3_loads")
             assert loads == 1
             await install(1)
             await install(2)
             # Neither loaded, nor planned, once more.
-            assert await engine._llm.collective_rpc("r3_loads") == [1]
-            (copies,) = await engine._llm.collective_rpc("r3_copies")
+            assert await engine._core.collective_rpc("r3_loads") == [1]
+            (copies,) = await engine._core.collective_rpc("r3_copies")
             assert copies < len(shapes)
-            (worked,) = await engine._llm.collective_rpc("r3_worked")
+            (worked,) = await engine._core.collective_rpc("r3_worked")
             # Small matrices in single precision are not packed, hence filled where they are.
             assert bool(worked) == (dtype != "float32"), worked
             answer = await engine.generate(request(prompt(20), 5))
             assert len(answer.token_ids) == 5
-            last = publisher.publish(3, weights(shapes, 3), getattr(torch, dtype))
-            await engine.install(last, 60)
-            (by_plan,) = await engine._llm.collective_rpc("r3_digests")
-            await engine._llm.collective_rpc("r3_load_as_vllm", args=(msgspec.msgpack.encode(last),))
-            (by_loader,) = await engine._llm.collective_rpc("r3_digests")
+            last = publisher.write_tensors(3, weights(shapes, 3), getattr(torch, dtype))
+            await engine.install_version(last, 60)
+            (by_plan,) = await engine._core.collective_rpc("r3_digests")
+            await engine._core.collective_rpc("r3_load_as_vllm", args=(msgspec.msgpack.encode(last),))
+            (by_loader,) = await engine._core.collective_rpc("r3_digests")
             assert by_plan == by_loader
             assert len(by_plan) > 10
             # Another order of the same tensors is another file, which has a plan of its own.
             turned = dict(reversed(weights(shapes, 3).items()))
-            await engine.install(publisher.publish(4, turned, getattr(torch, dtype)), 60)
-            assert (await engine._llm.collective_rpc("r3_digests")) == [by_plan]
-            assert await engine._llm.collective_rpc("r3_loads") == [3]
+            await engine.install_version(publisher.write_tensors(4, turned, getattr(torch, dtype)), 60)
+            assert (await engine._core.collective_rpc("r3_digests")) == [by_plan]
+            assert await engine._core.collective_rpc("r3_loads") == [3]
     finally:
         await engine.stop()

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from r3async.data.versions import expand
+from r3async.data.versions import expand_version_spans
 from r3async.rollout.engines import Generation
 from r3async.rollout.engines.vllm import VllmEngine
 from r3async.rollout.samples import SampleBuilder
-from r3async.weights.publish import Publisher
+from r3async.weights.publish import VersionStore
 from tests.helpers.engine import TOLERANCE, Weights, prompt, replay_feeds, request, same_sets, sampled
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -57,10 +57,10 @@ class Small:
     async def resume(self) -> None:
         """Go on after a `hold@`; `install` does that itself."""
         await asyncio.sleep(0.05)  # what was started before is in the scheduler's queue by then
-        await self.engine._llm.resume_generation()
+        await self.engine._core.resume_generation()
 
     async def records(self):
-        return msgspec.msgpack.decode((await self.engine._llm.collective_rpc("r3_feeds"))[0])
+        return msgspec.msgpack.decode((await self.engine._core.collective_rpc("r3_feeds"))[0])
 
     async def check(
         self, name: str, ids: np.ndarray, generation: Generation, routes_from: int = 0
@@ -78,7 +78,7 @@ class Small:
         first_fed_by = np.empty(len(everything) - 1, np.int32)
         for version, start, stop in reversed(feeds):
             first_fed_by[start:stop] = version
-        versions = expand(generation.version_spans, len(generation.token_ids))
+        versions = expand_version_spans(generation.version_spans, len(generation.token_ids))
         assert versions.tolist() == first_fed_by[len(ids) - 1 :].tolist()
         return [(before[2], after[1]) for before, after in itertools.pairwise(feeds) if after[1] < before[2]]
 
@@ -103,7 +103,7 @@ async def small(tiny_model, other_model, tmp_path_factory):
     )
     await engine.start()
     try:
-        with Publisher(tmp_path_factory.mktemp("small")) as publisher:
+        with VersionStore(tmp_path_factory.mktemp("small")) as publisher:
             yield Small(engine, Weights(tiny_model, other_model, publisher))
     finally:
         await engine.stop()
@@ -112,7 +112,7 @@ async def small(tiny_model, other_model, tmp_path_factory):
 async def test_an_episode_with_new_weights_in_one_turn_and_a_preemption_in_the_next(small):
     """Others share its prefix meanwhile. What is recorded of it is what its calls returned, each row once."""
     builder, system, moved = SampleBuilder(small.engine.routing), prompt(64, seed=60), 0
-    builder.observe(system.tolist())
+    builder.append_context(system.tolist())
     neighbours = [small.start(np.concatenate([system, prompt(9, seed=i)]), 90, f"near-{i}") for i in range(2)]
     prefilled_again: list[tuple[int, int]] = []
     rows, logprobs = [], []
@@ -122,19 +122,19 @@ async def test_an_episode_with_new_weights_in_one_turn_and_a_preemption_in_the_n
         call = small.start(ids, 40, name, routes_from=first)
         if turn == 1:
             await sampled(small.engine, name, 14)
-            await small.engine.install(small.weights.publish(), 30)
+            await small.engine.install_version(small.weights.publish(), 30)
         generation = await call
         assert len(generation.version_spans) == (2 if turn == 1 else 1)
         again = await small.check(name, ids, generation, first)
         prefilled_again += again if turn == 2 else []
-        builder.answer(turn, generation)
-        builder.observe(prompt(8, seed=70 + turn).tolist())
+        builder.append_answer(turn, generation)
+        builder.append_context(prompt(8, seed=70 + turn).tolist())
         moved += len(generation.routed_experts)
         rows.append(generation.routed_experts)
         logprobs.append(generation.logprobs)
     await asyncio.gather(*neighbours)
     assert prefilled_again
-    table = builder.build()
+    table = builder.build_table()
     assert moved == len(table) - 9
     assert table["routing_recorded"].tolist() == [True] * moved + [False] * 9
     assert np.array_equal(table["routed_experts"][:moved], np.concatenate(rows))
@@ -144,15 +144,15 @@ async def test_an_episode_with_new_weights_in_one_turn_and_a_preemption_in_the_n
 async def test_a_full_cache_preempts_and_every_row_stays(small):
     """Two requests of seven blocks each in a cache of ten."""
     ids = [prompt(40, seed=80), prompt(40, seed=81)]
-    preemptions, usage = small.engine.stats()["preemptions"], []
+    preemptions, usage = small.engine.collect_stats()["preemptions"], []
     calls = asyncio.gather(*(small.generate(p, 170, f"full-{i}") for i, p in enumerate(ids)))
     while not calls.done():
-        usage.append(small.engine.stats()["kv_cache_usage"])
+        usage.append(small.engine.collect_stats()["kv_cache_usage"])
         await asyncio.sleep(0.01)
     generations = await calls
     _, tokens = await small.preempted("full-")
     assert 0 < tokens < 170
-    assert small.engine.stats()["preemptions"] > preemptions
+    assert small.engine.collect_stats()["preemptions"] > preemptions
     assert 0.5 <= max(usage) <= 1.0  # it is told now and then, and asked for now and then
     prefilled_again = [await small.check(f"full-{i}", ids[i], g) for i, g in enumerate(generations)]
     assert any(prefilled_again)
@@ -164,7 +164,7 @@ async def test_new_weights_and_then_a_preemption_of_the_same_request(small):
     # The one that stays takes so many blocks that the other finds only its first one again.
     calls = [small.start(p, 240, f"then-{i}-hold@{70 + 900 * i}") for i, p in enumerate(ids)]
     await sampled(small.engine, "then-0", 31)
-    await small.engine.install(small.weights.publish(), 30)
+    await small.engine.install_version(small.weights.publish(), 30)
     replaced = 0
     for i, generation in enumerate(await asyncio.gather(*calls)):
         assert len(generation.version_spans) == 2
@@ -177,7 +177,7 @@ async def test_new_weights_while_a_preempted_request_waits(small):
     ids = [prompt(40, seed=84), prompt(40, seed=85)]
     calls = [small.start(p, 170, f"wait-{i}-hold@preemption") for i, p in enumerate(ids)]
     _, tokens = await small.preempted("wait-")
-    await small.engine.install(small.weights.publish(), 30)
+    await small.engine.install_version(small.weights.publish(), 30)
     generations = await asyncio.gather(*calls)
     for i, generation in enumerate(generations):
         if await small.check(f"wait-{i}", ids[i], generation):
@@ -196,7 +196,7 @@ async def test_a_preemption_before_the_first_token(small, update):
         prompt(250, seed=87 + 100 * update),
         "before-hold@preemption" if update else "before",
     )
-    restarted = small.engine.stats()["restarted"]
+    restarted = small.engine.collect_stats()["restarted"]
     first = small.start(long, 200, f"long-{update}-hold@140")
     await sampled(small.engine, f"long-{update}", 101)
     second = small.start(ids, 20, name)
@@ -205,30 +205,30 @@ async def test_a_preemption_before_the_first_token(small, update):
     assert 0 < fed < 250
     assert tokens == 0
     if update:
-        await small.engine.install(small.weights.publish(), 30)
+        await small.engine.install_version(small.weights.publish(), 30)
     generations = await asyncio.gather(first, second)
     await small.check(f"long-{update}", long, generations[0])
     again = await small.check(name, ids, generations[1])
     assert [s.version for s in generations[1].version_spans] == [small.weights.version]
     assert again or update  # what starts afresh is another request to the scheduler
-    assert small.engine.stats()["restarted"] - restarted == update
+    assert small.engine.collect_stats()["restarted"] - restarted == update
 
 
 async def test_an_aborted_request_that_was_preempted_keeps_its_rows(small):
     ids = [prompt(40, seed=88), prompt(40, seed=89)]
     calls = [small.start(p, 170, f"abort-{i}-hold@{60 + 900 * i}-hold@preemption") for i, p in enumerate(ids)]
     await sampled(small.engine, "abort-0", 21)
-    await small.engine.install(small.weights.publish(), 30)
+    await small.engine.install_version(small.weights.publish(), 30)
     _, tokens = await small.preempted("abort-")
     for i in range(2):
-        await small.engine.abort(f"abort-{i}-hold@{60 + 900 * i}-hold@preemption")
+        await small.engine.abort_request(f"abort-{i}-hold@{60 + 900 * i}-hold@preemption")
     await small.resume()
     generations = await asyncio.gather(*calls)
     assert {g.stop_reason for g in generations} == {"abort"}
     assert tokens in [len(g.token_ids) for g in generations]
     for i, generation in enumerate(generations):
         await small.check(f"abort-{i}", ids[i], generation)
-    assert small.engine.stats()["unrecorded_rows"] == 0
+    assert small.engine.collect_stats()["unrecorded_rows"] == 0
 
 
 async def test_a_preemption_that_finds_its_own_prefix_in_the_cache(small):
@@ -236,7 +236,7 @@ async def test_a_preemption_that_finds_its_own_prefix_in_the_cache(small):
     ids = prompt(70, seed=90)
     call = small.start(ids, 60, "own-hold@90-preempt@120")
     await sampled(small.engine, "own-", 21)
-    await small.engine.install(small.weights.publish(), 30)
+    await small.engine.install_version(small.weights.publish(), 30)
     generation = await call
     assert len(generation.version_spans) == 2
     assert await small.check("own-", ids, generation) == [(120, 96)]

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.actors.probing import probe
+from r3async.actors.probing import probe_generator
 from r3async.actors.process import RunFailed
 from r3async.config import load_config
 from r3async.learner.torch.backend import TorchLearner
 from r3async.rollout.engines import sample_probe
 from r3async.rollout.engines.vllm import VllmEngine
-from r3async.weights.probe import compare_probe, compare_sampled, probe_text, probe_texts
-from r3async.weights.publish import Publisher
+from r3async.weights.probe import compare_probe, compare_sampled_probe, make_probe_pair, make_probe_text
+from r3async.weights.publish import VersionStore
 from tests.helpers import torch as ht
 from tests.helpers.architectures import gates_of
 from tests.helpers.engine import Reference
@@ -22,19 +22,19 @@ from tests.helpers.fleet import Events
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-TEXT = np.frombuffer(probe_text(200).encode(), np.uint8).astype(np.int32)
+TEXT = np.frombuffer(make_probe_text(200).encode(), np.uint8).astype(np.int32)
 ROUTER = "model.layers.0.mlp.gate.weight"
 
 
 @pytest.fixture(scope="module")
 def learner(tiny_model):
-    learner = TorchLearner.load(ht.settings(), tiny_model)
+    learner = TorchLearner.from_pretrained(ht.settings(), tiny_model)
     yield learner
     learner.close()
 
 
 def scores(learner, temperature: float, text: np.ndarray = TEXT) -> np.ndarray:
-    return np.stack([learner.score(text), learner.score(text, temperature)])
+    return np.stack([learner.score_sequence(text), learner.score_sequence(text, temperature)])
 
 
 def ties(reference: Reference):
@@ -60,12 +60,12 @@ async def test_what_is_sampled_is_what_the_learner_thinks_at_the_runs_temperatur
     vllm_engine, learner, tiny_model, tmp_path, temperature
 ):
     reference = Reference(tiny_model)
-    with Publisher(tmp_path) as publisher:  # other tests may have left other weights
+    with VersionStore(tmp_path) as publisher:  # other tests may have left other weights
         version = vllm_engine.version + 1
-        await vllm_engine.install(publisher.publish(version, reference.tensors(), torch.float32), 30)
+        await vllm_engine.install_version(publisher.write_tensors(version, reference.tensors(), torch.float32), 30)
     ours = scores(learner, temperature)
     assert np.abs(ours[1] - reference.score(TEXT, temperature)).max() < 1e-4
-    result = compare_sampled(await sample_probe(vllm_engine, TEXT, temperature), ours, temperature, 1e-3)
+    result = compare_sampled_probe(await sample_probe(vllm_engine, TEXT, temperature), ours, temperature, 1e-3)
     assert result.passed, result.describe_sampled(temperature)
     assert result.max_difference < 1e-3
 
@@ -84,12 +84,12 @@ async def test_log_probs_before_temperature_pass_a_probe_of_given_text_and_are_f
     )
     await engine.start()
     try:
-        assert compare_probe(TEXT.tolist(), learner.score(TEXT), await engine.score(TEXT), 1e-3).passed
-        result = compare_sampled(await sample_probe(engine, TEXT, 0.7), scores(learner, 0.7), 0.7, 1e-3)
+        assert compare_probe(TEXT.tolist(), learner.score_sequence(TEXT), await engine.score_tokens(TEXT), 1e-3).passed
+        result = compare_sampled_probe(await sample_probe(engine, TEXT, 0.7), scores(learner, 0.7), 0.7, 1e-3)
         assert not result.passed
         assert result.mean_difference > 0.05
         # At temperature 1 there is no difference to be found, and none to be afraid of.
-        assert compare_sampled(await sample_probe(engine, TEXT, 1.0), scores(learner, 1.0), 1.0, 1e-3).passed
+        assert compare_sampled_probe(await sample_probe(engine, TEXT, 1.0), scores(learner, 1.0), 1.0, 1e-3).passed
     finally:
         await engine.stop()
 
@@ -97,29 +97,31 @@ async def test_log_probs_before_temperature_pass_a_probe_of_given_text_and_are_f
 async def test_a_tie_of_two_experts_ends_no_run_and_weights_that_differ_do(vllm_engine, tiny_model, tmp_path):
     """Where engine and learner round to different sides, one text differs, and the same tokens in another order do not."""
     reference, config, events = Reference(tiny_model), load_config("quickstart", ["episode.temperature=0.7"]), Events()
-    learner = TorchLearner.load(ht.settings(), tiny_model)
+    learner = TorchLearner.from_pretrained(ht.settings(), tiny_model)
     published = []
 
     async def ask(method, text=None):
-        if method == "differences":
-            return await vllm_engine.differences(published[-1], 30)
+        if method == "find_weight_differences":
+            return await vllm_engine.find_weight_differences(published[-1], 30)
         if method == "sample_probe":
             return await sample_probe(vllm_engine, np.asarray(text, np.int32), config.episode.temperature)
         return await getattr(vllm_engine, method)(np.asarray(text, np.int32))
 
     async def probed():
-        both = np.stack([scores(learner, config.episode.temperature, text) for text in probe_texts(TEXT)])
-        await probe(ask, "generator-0", vllm_engine.version, TEXT.tolist(), both, config, events)
+        both = np.stack([scores(learner, config.episode.temperature, text) for text in make_probe_pair(TEXT)])
+        await probe_generator(ask, "generator-0", vllm_engine.version, TEXT.tolist(), both, config, events)
 
     try:
-        router = learner.export(copy=False)[ROUTER]
-        with Publisher(tmp_path) as publisher:
+        router = learner.export_weights(copy=False)[ROUTER]
+        with VersionStore(tmp_path) as publisher:
             for tied in ties(reference):
                 tensors = reference.tensors() | {ROUTER: tied}
-                published.append(publisher.publish(vllm_engine.version + 1, tensors, torch.float32))
-                await vllm_engine.install(published[-1], 30)
+                published.append(publisher.write_tensors(vllm_engine.version + 1, tensors, torch.float32))
+                await vllm_engine.install_version(published[-1], 30)
                 router.copy_(tied)
-                result = compare_probe(TEXT.tolist(), learner.score(TEXT), await vllm_engine.score(TEXT), 1e-3)
+                result = compare_probe(
+                    TEXT.tolist(), learner.score_sequence(TEXT), await vllm_engine.score_tokens(TEXT), 1e-3
+                )
                 if not result.passed:
                     break
             else:
@@ -130,8 +132,8 @@ async def test_a_tie_of_two_experts_ends_no_run_and_weights_that_differ_do(vllm_
             router[0] += 0.3  # what the learner has is not what it published
             with pytest.raises(RunFailed, match="holds what loading the published tensors again gives"):
                 await probed()
-            await vllm_engine.install(
-                publisher.publish(vllm_engine.version + 1, reference.tensors(), torch.float32), 30
+            await vllm_engine.install_version(
+                publisher.write_tensors(vllm_engine.version + 1, reference.tensors(), torch.float32), 30
             )  # other tests take it as they find it
     finally:
         learner.close()

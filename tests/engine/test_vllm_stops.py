@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from r3async.rollout.engines import EngineError
 from r3async.rollout.engines.vllm import VllmEngine
-from r3async.rollout.engines.vllm_stops import Text
+from r3async.rollout.engines.vllm_stops import StopStringMatcher
 from tests.helpers.engine import END, make_model, prompt, request
 
 pytestmark = pytest.mark.engine
@@ -31,17 +31,17 @@ def of_bytes() -> Tokenizer:
 
 @given(st.text("ab\né你", max_size=30), st.lists(st.text("ab\né你", min_size=1, max_size=3), min_size=1, max_size=3))
 def test_the_token_that_completes_a_stop_string_is_found(of_bytes, text, stop):
-    watch, ids = Text(of_bytes, stop), of_bytes.encode(text).ids
-    ends = next((i for i in range(len(ids)) if watch.add(ids[i]) is not None), None)
+    watch, ids = StopStringMatcher(of_bytes, stop), of_bytes.encode(text).ids
+    ends = next((i for i in range(len(ids)) if watch.add_token(ids[i]) is not None), None)
     whole = [of_bytes.decode(ids[: i + 1]) for i in range(len(ids))]
     assert ends == next((i for i, said in enumerate(whole) if any(s in said for s in stop)), None)
 
 
 def test_bytes_that_are_no_text_are_passed_over(of_bytes):
-    watch = Text(of_bytes, ["b"])
+    watch = StopStringMatcher(of_bytes, ["b"])
     alphabet = sorted(ByteLevel.alphabet())
     ids = [alphabet.index(c) for c in "ÿþÿþÿ"] + of_bytes.encode("ab").ids
-    found = [watch.add(i) for i in ids]
+    found = [watch.add_token(i) for i in ids]
     assert found[:-1] == [None] * (len(ids) - 1)
     assert found[-1] == "b"
 
@@ -50,7 +50,9 @@ def test_answers_end_with_the_token_that_completes_a_stop_string(tmp_path):
     path = make_model(tmp_path / "model")
 
     async def play():
-        engine = VllmEngine(str(path), dtype="float32", concurrency=16, max_model_len=128, kv_cache_gib=0.1, masks=True)
+        engine = VllmEngine(
+            str(path), dtype="float32", concurrency=16, max_model_len=128, kv_cache_gib=0.1, record_sampling_masks=True
+        )
         try:
             await engine.start()
             calls = [
@@ -59,9 +61,9 @@ def test_answers_end_with_the_token_that_completes_a_stop_string(tmp_path):
                     60,
                     f"r{i}",
                     stop_token_ids=(END,),
-                    stop=PAIRS,
+                    stop_strings=PAIRS,
                     top_p=0.97 if i % 2 else 1.0,
-                    mask=True,
+                    needs_sampling_mask=True,
                 )
                 for i in range(40)
             ]
@@ -101,7 +103,9 @@ def test_the_last_token_that_an_answer_may_have_can_complete_a_stop_string(tmp_p
             await engine.start()
 
             def ask(i, limit):
-                return engine.generate(request(prompt(9, i), limit, f"r{i}-{limit}", stop=PAIRS, temperature=0.0))
+                return engine.generate(
+                    request(prompt(9, i), limit, f"r{i}-{limit}", stop_strings=PAIRS, temperature=0.0)
+                )
 
             free = await asyncio.gather(*(ask(i, 60) for i in range(16)))
             free = [(i, got) for i, got in enumerate(free) if got.stop_reason == "stop"]

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from r3async.rollout.engines.vllm import VllmEngine
-from r3async.weights.publish import Publisher
+from r3async.weights.publish import VersionStore
 from tests.helpers.engine import TOLERANCE, Reference, Weights, make_model, prompt, request, same_sets
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -44,11 +44,11 @@ async def agrees(engine: VllmEngine, reference: Reference, seed: int) -> None:
 
 async def test_two_workers_say_what_one_would_and_take_new_weights(engine, tmp_path_factory):
     other = make_model(tmp_path_factory.mktemp("other"), dense_layers=(1,), expert_hidden_size=WIDTH, seed=1)
-    assert len(engine.pids) > 2
-    with Publisher(tmp_path_factory.mktemp("published")) as publisher:
-        weights = Weights(engine._args["model"], other, publisher, engine.version)
+    assert len(engine.process_ids) > 2
+    with VersionStore(tmp_path_factory.mktemp("published")) as publisher:
+        weights = Weights(engine._engine_args["model"], other, publisher, engine.version)
         await agrees(engine, weights.reference(-1), 0)
         for _ in range(3):  # vLLM's loader, its copies by plan, and those once more
             manifest = weights.publish()
-            await asyncio.wait_for(engine.install(manifest, timeout=100), 120)
+            await asyncio.wait_for(engine.install_version(manifest, timeout=100), 120)
             await agrees(engine, weights.reference(manifest.version), 10 * manifest.version + 10)

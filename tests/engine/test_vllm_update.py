@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from r3async.data.versions import VersionSpan, expand
+from r3async.data.versions import VersionSpan, expand_version_spans
 from r3async.rollout.engines import EngineError
 from r3async.rollout.engines.vllm import VllmEngine
-from r3async.rollout.engines.vllm_requests import _confirm
+from r3async.rollout.engines.vllm_requests import _confirm_installed
 from r3async.weights.manifest import WeightManifest
-from r3async.weights.publish import Publisher
+from r3async.weights.publish import VersionStore
 from tests.helpers.engine import TOLERANCE, Weights, make_model, prompt, replay_feeds, request, same_sets, sampled
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -31,7 +31,7 @@ def other_model(tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def weights(vllm_engine, tiny_model, other_model, tmp_path_factory):
-    with Publisher(tmp_path_factory.mktemp("published")) as publisher:
+    with VersionStore(tmp_path_factory.mktemp("published")) as publisher:
         yield Weights(tiny_model, other_model, publisher, vllm_engine.version)
 
 
@@ -54,7 +54,7 @@ def mode(request, vllm_engine):
 async def install_even(engine, weights):
     """The next version with the weights that `fresh` has; the engine has others until then."""
     if weights.version % 2 == 0:
-        await engine.install(weights.publish(), 30)
+        await engine.install_version(weights.publish(), 30)
     return weights.publish()
 
 
@@ -67,14 +67,14 @@ async def test_both_sides_of_the_switch_are_those_of_their_version_and_new_reque
     neighbours = [asyncio.create_task(vllm_engine.generate(request(prompt(30 + i, i), 180))) for i in range(4)]
     call = asyncio.create_task(vllm_engine.generate(request(ids, ANSWER, f"middle-{mode}")))
     await sampled(vllm_engine, f"middle-{mode}", 60)
-    install = asyncio.create_task(vllm_engine.install(manifest, 60))
+    install = asyncio.create_task(vllm_engine.install_version(manifest, 60))
     if mode == "drain":  # what comes now waits for the weights
         await asyncio.sleep(0.3)
     later = asyncio.create_task(vllm_engine.generate(request(ids, 20)))
     report = await install
     generation = await call
     assert report.version == vllm_engine.version == new
-    versions = expand(generation.version_spans, ANSWER)
+    versions = expand_version_spans(generation.version_spans, ANSWER)
     everything = np.concatenate([ids, generation.token_ids])
     known = len(everything) - 1
     if mode == "drain":
@@ -102,7 +102,7 @@ async def test_both_sides_of_the_switch_are_those_of_their_version_and_new_reque
     await asyncio.gather(*neighbours)
     again = await vllm_engine.generate(request(ids, 40))
     everything = np.concatenate([ids, again.token_ids])
-    assert np.abs(again.logprobs - (await fresh.score(everything))[PROMPT - 1 :]).max() < TOLERANCE
+    assert np.abs(again.logprobs - (await fresh.score_tokens(everything))[PROMPT - 1 :]).max() < TOLERANCE
     theirs = await fresh.generate(request(everything, 1))
     assert same_sets(again.routed_experts, np.sort(theirs.routed_experts[:-1], -1))
 
@@ -115,11 +115,11 @@ async def test_what_does_not_drain_in_time_leaves_the_old_version_and_goes_on(vl
         await sampled(vllm_engine, "endless", 5)
         message = r'waited 0\.1 s \(weights\.install_timeout\) for 1 running .*on_update="keep"'
         with pytest.raises(EngineError, match=message):
-            await vllm_engine.install(manifest, 0.1)
+            await vllm_engine.install_version(manifest, 0.1)
         assert vllm_engine.version == old
         assert len((await vllm_engine.generate(request(prompt(9), 5))).token_ids) == 5
         assert (await call).version_spans == [VersionSpan(old, 0, 480)]
-        await vllm_engine.install(manifest, 30)
+        await vllm_engine.install_version(manifest, 30)
         assert vllm_engine.version == manifest.version
     finally:
         vllm_engine.on_update = "keep"
@@ -131,35 +131,35 @@ async def test_an_update_holds_sixteen_answers_up_for_less_time_than_they_take(v
     def answers():
         return [asyncio.create_task(vllm_engine.generate(request(prompt(20, i), 60))) for i in range(16)]
 
-    reports, alone, before = [], [], vllm_engine.stats()["pause_seconds"]
+    reports, alone, before = [], [], vllm_engine.collect_stats()["pause_seconds"]
     for _ in range(7):
         began = time.perf_counter()
         await asyncio.gather(*answers())
         alone.append(time.perf_counter() - began)
         calls = answers()
         await asyncio.sleep(0.1)
-        reports.append(await vllm_engine.install(weights.publish(), 60))
+        reports.append(await vllm_engine.install_version(weights.publish(), 60))
         await asyncio.gather(*calls)
     assert statistics.median(r.pause_seconds for r in reports) < statistics.median(alone)
     assert all(0 < r.load_seconds < r.pause_seconds for r in reports)
     total = sum(r.pause_seconds for r in reports)
-    assert vllm_engine.stats()["pause_seconds"] - before == pytest.approx(total)
+    assert vllm_engine.collect_stats()["pause_seconds"] - before == pytest.approx(total)
 
 
 async def test_a_prefix_cache_of_older_weights_is_found(vllm_engine, weights, monkeypatch):
     text = prompt(100, seed=9)
-    assert await vllm_engine.cached_from_older(text) == 0
-    await vllm_engine.install(weights.publish(), 30)
-    assert await vllm_engine.cached_from_older(text) == 0
-    monkeypatch.setattr(vllm_engine, "_cache_salt", lambda: "the same for every version")
+    assert await vllm_engine.count_stale_cached_tokens(text) == 0
+    await vllm_engine.install_version(weights.publish(), 30)
+    assert await vllm_engine.count_stale_cached_tokens(text) == 0
+    monkeypatch.setattr(vllm_engine, "_build_cache_salt", lambda: "the same for every version")
     for _ in range(2):
-        await vllm_engine.install(weights.publish(), 30)
-        stale = await vllm_engine.cached_from_older(text)
-    assert stale >= vllm_engine._llm.block_size
+        await vllm_engine.install_version(weights.publish(), 30)
+        stale = await vllm_engine.count_stale_cached_tokens(text)
+    assert stale >= vllm_engine._core.block_size
     vllm_engine.on_update = "recompute"  # clears the cache: then the salt is not needed
     try:
-        await vllm_engine.install(weights.publish(), 30)
-        assert await vllm_engine.cached_from_older(text) == 0
+        await vllm_engine.install_version(weights.publish(), 30)
+        assert await vllm_engine.count_stale_cached_tokens(text) == 0
     finally:
         vllm_engine.on_update = "keep"
 
@@ -176,11 +176,11 @@ async def test_what_an_engine_does_not_hold_is_named_to_the_tensor(tiny_model, o
     )
     await engine.start()
     try:
-        with Publisher(tmp_path) as publisher:
+        with VersionStore(tmp_path) as publisher:
             weights = Weights(tiny_model, other_model, publisher)
             manifest = weights.publish()
-            await engine.install(manifest, 30)
-            found = await engine.differences(manifest, 60)
+            await engine.install_version(manifest, 30)
+            found = await engine.find_weight_differences(manifest, 60)
             expected = {
                 "model.layers.0.mlp.experts.3.up_proj.weight": ("w13_weight", 1),
                 "model.layers.2.self_attn.k_proj.weight": ("qkv_proj.weight", 1),
@@ -200,25 +200,25 @@ async def test_what_an_engine_does_not_hold_is_named_to_the_tensor(tiny_model, o
 async def test_an_engine_that_holds_what_was_published_continues_after_a_comparison(vllm_engine, weights):
     """With the same weights to the bit; what runs meanwhile waits, and later versions are installed as ever."""
     manifest = weights.publish()
-    await vllm_engine.install(manifest, 30)
+    await vllm_engine.install_version(manifest, 30)
     text = prompt(40)
-    before = await vllm_engine.score(text)
+    before = await vllm_engine.score_tokens(text)
     running = asyncio.create_task(vllm_engine.generate(request(prompt(9), ANSWER, "compared")))
     await sampled(vllm_engine, "compared", 20)
-    assert await vllm_engine.differences(manifest, 60) == []
+    assert await vllm_engine.find_weight_differences(manifest, 60) == []
     assert not running.done()
     assert len((await asyncio.wait_for(running, 60)).token_ids) == ANSWER
-    assert np.array_equal(await vllm_engine.score(text), before)
+    assert np.array_equal(await vllm_engine.score_tokens(text), before)
     for _ in range(2):
         manifest = weights.publish()
-        await vllm_engine.install(manifest, 30)
+        await vllm_engine.install_version(manifest, 30)
         expected = weights.reference(manifest.version).score(text)
-        assert np.abs(await vllm_engine.score(text) - expected).max() < TOLERANCE
-        assert await vllm_engine.differences(manifest, 60) == []
+        assert np.abs(await vllm_engine.score_tokens(text) - expected).max() < TOLERANCE
+        assert await vllm_engine.find_weight_differences(manifest, 60) == []
 
 
 async def test_a_worker_that_missed_an_update_is_named_by_what_it_says_it_holds():
     manifest = WeightManifest(version=1, path="", tensors={}, nbytes=0)
     with pytest.raises(EngineError, match="worker 1 holds version 0 and not version 1"):
-        _confirm([(1, manifest.digest), (0, 5)], manifest)
-    _confirm([[1, manifest.digest]] * 2, manifest)
+        _confirm_installed([(1, manifest.digest), (0, 5)], manifest)
+    _confirm_installed([[1, manifest.digest]] * 2, manifest)

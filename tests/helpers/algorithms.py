@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from r3async.config import AlgorithmConfig, ClipConfig, config_from_dict
-from r3async.learner.figures import ObjectiveSums
-from r3async.learner.losses.objective import TokenBatch, objective
+from r3async.learner.figures import LossSums
+from r3async.learner.losses.objective import TokenBatch, compute_loss
 
 REDUCTIONS = get_args(get_type_hints(AlgorithmConfig)["reduction"])
 
@@ -80,11 +80,11 @@ def batch_of(
         rollout_logprobs=column("rollout"),
         advantages=column("advantages"),
         weights=column("weights"),
-        sequence=torch.repeat_interleave(
+        episode_index=torch.repeat_interleave(
             torch.arange(len(samples)), torch.tensor([s.mask.sum() for s in samples], dtype=torch.long)
         ),
-        sequences=len(samples),
-        ages=column("ages").to(torch.int32),
+        num_episodes=len(samples),
+        staleness=column("ages").to(torch.int32),
         old_logprobs=column("old"),
         reference_logprobs=column("reference"),
     )
@@ -96,7 +96,7 @@ class Outcome:
     """Of some micro-batches together: loss, sums, and each sample's gradients by log-probs and by entropies."""
 
     loss: float
-    sums: ObjectiveSums
+    sums: LossSums
     logprob_grads: list[np.ndarray]
     entropy_grads: list[np.ndarray]
 
@@ -108,13 +108,15 @@ def run(
     coef: float = 0.3,
     max_token_age: int | None = None,
 ) -> Outcome:
-    """`objective` on each micro-batch; gradients in the order in which the samples come."""
-    loss, sums = 0.0, ObjectiveSums.zero()
+    """`compute_loss` on each micro-batch; gradients in the order in which the samples come."""
+    loss, sums = 0.0, LossSums.zeros()
     by_logprobs: list[np.ndarray] = []
     by_entropies: list[np.ndarray] = []
     for samples in micro_batches:
         batch, logprobs, entropies = batch_of(samples, dtype)
-        value, part = objective(batch, logprobs, entropies, config, rollout_kl_coef=coef, max_token_age=max_token_age)
+        value, part = compute_loss(
+            batch, logprobs, entropies, config, rollout_kl_coef=coef, max_token_staleness=max_token_age
+        )
         value.backward()
         loss, sums = loss + value.item(), sums + part
         by_logprobs += by_sample(samples, logprobs)

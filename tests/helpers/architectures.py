@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from r3async.data.model_shape import read_shape
+from r3async.data.model_shape import parse_model_shape
 from tests.helpers.models import EXPERTS, TOP_K, VOCAB, save_random
 
 SHARED = {
@@ -112,7 +112,7 @@ def make_model(directory: Path, variant: str, **changes: Any) -> Path:
 
 def mixtures(directory: Path) -> int:
     """How many of its layers are mixtures of experts."""
-    return len(read_shape(json.loads((directory / "config.json").read_text())).moe_layers)
+    return len(parse_model_shape(json.loads((directory / "config.json").read_text())).moe_layers)
 
 
 def load_plain(directory: Path) -> torch.nn.Module:

@@ -11,13 +11,20 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from r3async.checkpoint import Checkpoints, FileRecord, RunState
+from r3async.checkpoint import CheckpointDirectory, FileEntry, RunState
 from r3async.checkpoint.state import TrainingState
-from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState, Piece, Place, write_part
+from r3async.checkpoint.tensors import (
+    LearnerMetadata,
+    LearnerStateReader,
+    RankState,
+    SliceValues,
+    TensorSlice,
+    write_rank_file,
+)
 from r3async.config import Config, config_from_dict
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.learner.batch.packing import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
 
 
@@ -40,22 +47,22 @@ def batches(count: int, *, first: int = 0) -> list[list[MicroBatch]]:
     from tests.helpers import models as hm
     from tests.helpers.parity import BUDGET, LENGTHS
 
-    return [pack(hm.make_samples(s, LENGTHS, temperature=0.8), BUDGET) for s in range(first, first + count)]
+    return [pack_samples(hm.make_samples(s, LENGTHS, temperature=0.8), BUDGET) for s in range(first, first + count)]
 
 
 def train(learner: LearnerBackend, config: Config, steps: Sequence[list[MicroBatch]]) -> list[dict[str, float]]:
     from tests.helpers.parity import of_rank
 
     p = config.learner.parallel
-    rank = dist.get_rank() if p.world > 1 else 0
+    rank = dist.get_rank() if p.world_size > 1 else 0
     return [train_minibatch(learner, of_rank(step, rank // (p.tp * p.cp) % p.dp, p.dp)).metrics for step in steps]
 
 
-def begun(path: Path, config: Config, count: int, out: Path) -> tuple[list[dict[str, float]], FileRecord]:
+def begun(path: Path, config: Config, count: int, out: Path) -> tuple[list[dict[str, float]], FileEntry]:
     """On every rank: `count` steps of a new learner, then its state in `out`."""
     learner = build_learner(config, path)
     try:
-        return train(learner, config, batches(count)), write_part(out, learner.state())
+        return train(learner, config, batches(count)), write_rank_file(out, learner.capture_state())
     finally:
         learner.close()
 
@@ -64,9 +71,9 @@ def continued(path: Path, config: Config, saved: Sequence[Path], first: int, cou
     """On every rank: a new learner goes on from `saved` for `count` steps (if any), then its state in `out`."""
     learner = build_learner(config, path)
     try:
-        learner.restore(LearnerParts(saved))
-        assert learner.version == first
-        return train(learner, config, batches(count, first=first)), write_part(out, learner.state())
+        learner.restore_state(LearnerStateReader(saved))
+        assert learner.update_count == first
+        return train(learner, config, batches(count, first=first)), write_rank_file(out, learner.capture_state())
     finally:
         learner.close()
 
@@ -82,9 +89,9 @@ def paths(out: Path) -> list[Path]:
 
 def contents(saved: Sequence[Path]) -> dict[str, torch.Tensor]:
     """Every whole tensor but the ranks' random number generators."""
-    parts = LearnerParts(saved)
-    names = [n for n in parts.names() if not n.startswith("rng/")]
-    return {n: parts.read(Place.whole(n, parts.shape(n))) for n in names}
+    parts = LearnerStateReader(saved)
+    names = [n for n in parts.tensor_names() if not n.startswith("rng/")]
+    return {n: parts.read_slice(TensorSlice.full_tensor(n, parts.tensor_shape(n))) for n in names}
 
 
 def assert_same(a: Sequence[Path], b: Sequence[Path]) -> None:
@@ -93,7 +100,7 @@ def assert_same(a: Sequence[Path], b: Sequence[Path]) -> None:
     assert set(ours) == set(theirs)
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
-    facts = [msgspec.structs.replace(LearnerParts(x).facts, world=1) for x in (a, b)]
+    facts = [msgspec.structs.replace(LearnerStateReader(x).metadata, world=1) for x in (a, b)]
     assert facts[0] == facts[1]
 
 
@@ -114,20 +121,20 @@ def training_state(steps: int, **changes: Any) -> TrainingState:
 
 
 async def hold_nothing() -> None:
-    """For `CheckpointWriter.save`, where what is written does not change."""
+    """For `CheckpointWriter.save_checkpoint`, where what is written does not change."""
 
 
-def tiny_state(value: float = 1.0, *, rank: int = 0, world: int = 1, elements: int = 8) -> LearnerState:
+def tiny_state(value: float = 1.0, *, rank: int = 0, world: int = 1, elements: int = 8) -> RankState:
     """A learner's state of one vector, the ranks' parts of it end to end."""
-    place = Place("master/w", (elements * world,), (elements * rank,), (elements,))
-    facts = LearnerFacts("torch", "m", int(value), world, {"coef": 0.5, "error": None})
-    return LearnerState(rank, facts, [Piece(place, torch.full((elements,), float(value)))])
+    place = TensorSlice("master/w", (elements * world,), (elements * rank,), (elements,))
+    facts = LearnerMetadata("torch", "m", int(value), world, {"coef": 0.5, "error": None})
+    return RankState(rank, facts, [SliceValues(place, torch.full((elements,), float(value)))])
 
 
-def write_checkpoint(checkpoints: Checkpoints, step: int, **changes: Any) -> Path:
-    partial = checkpoints.begin(step)
-    record = write_part(partial, tiny_state(step), files=checkpoints.files)
-    return checkpoints.commit(run_state(step, **changes), [record])
+def write_checkpoint(checkpoints: CheckpointDirectory, step: int, **changes: Any) -> Path:
+    partial = checkpoints.begin_checkpoint(step)
+    record = write_rank_file(partial, tiny_state(step), files=checkpoints.files)
+    return checkpoints.commit_checkpoint(run_state(step, **changes), [record])
 
 
 def fresh(directory: Path) -> Path:

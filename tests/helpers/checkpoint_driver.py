@@ -18,8 +18,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from r3async.checkpoint import Checkpoints, open_checkpoint
-from r3async.checkpoint.tensors import write_part
+from r3async.checkpoint import CheckpointDirectory, open_checkpoint
+from r3async.checkpoint.tensors import write_rank_file
 from tests.helpers.checkpoint import fresh, run_state, tiny_state, write_checkpoint
 
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.scandir"}
@@ -45,14 +45,16 @@ def _kill_at(count: int) -> None:
     os.fsync = fsync
 
 
-def _child(checkpoints: Checkpoints, first: int, steps: int, kill_at: int, acknowledge: int, elements: int) -> None:
+def _child(
+    checkpoints: CheckpointDirectory, first: int, steps: int, kill_at: int, acknowledge: int, elements: int
+) -> None:
     if kill_at:
         _kill_at(kill_at)
     for step in range(first, first + steps):
-        partial = checkpoints.begin(step)
-        checkpoints.commit(run_state(step), [write_part(partial, tiny_state(step, elements=elements))])
+        partial = checkpoints.begin_checkpoint(step)
+        checkpoints.commit_checkpoint(run_state(step), [write_rank_file(partial, tiny_state(step, elements=elements))])
         os.write(acknowledge, f"{step}\n".encode())
-        checkpoints.prune()
+        checkpoints.prune_old()
 
 
 def kill(directory: Path) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def kill(directory: Path) -> dict[str, Any]:
     After each, all checkpoints must be intact, and the newest not older than the last one that `commit` returned from.
     """
     reported: list[str] = []
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointDirectory(
         fresh(directory), keep_last=2, report=lambda event, /, **facts: reported.append(f"{event} {facts}")
     )
     write_checkpoint(checkpoints, 1)
@@ -72,7 +74,7 @@ def kill(directory: Path) -> dict[str, Any]:
     while not ended or figures["by chance"] < 25:
         point += 1
         by_chance = ended
-        first = checkpoints.steps()[-1] + 1
+        first = checkpoints.list_steps()[-1] + 1
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -92,18 +94,18 @@ def kill(directory: Path) -> dict[str, Any]:
         names = {p.name for p in checkpoints.directory.iterdir()}
         figures["left .partial"] += any(n.endswith(".partial") for n in names)
         figures["left .removing"] += any(n.endswith(".removing") for n in names)
-        checkpoints.clean()
+        checkpoints.remove_leftovers()
         assert all(n.startswith("step-") and len(n) == 13 for n in os.listdir(checkpoints.directory)), (
             "clean left something"
         )
-        newest = checkpoints.newest()
+        newest = checkpoints.recover_newest()
         assert newest is not None
         assert newest.state.steps >= max(acknowledged, default=first - 1), (
             f"point {point}: {newest.state.steps}, {acknowledged}"
         )
-        for step in checkpoints.steps():  # also those that are about to be removed
-            open_checkpoint(checkpoints.path(step)).learner()
-        assert killed or len(checkpoints.steps()) == 2
+        for step in checkpoints.list_steps():  # also those that are about to be removed
+            open_checkpoint(checkpoints.step_path(step)).open_learner_state()
+        assert killed or len(checkpoints.list_steps()) == 2
     assert not [r for r in reported if not r.startswith("checkpoint_remains_removed")], reported
     return dict(figures)
 

@@ -8,7 +8,15 @@ import time
 import msgspec
 import zmq
 
-from r3async.rollout.engines.vllm_messages import ADD, CALL, DEAD, Output, Outputs, Reason, Returned
+from r3async.rollout.engines.vllm_messages import (
+    ADD_MESSAGE,
+    CALL_MESSAGE,
+    CORE_DEAD_MESSAGE,
+    CoreCallResult,
+    CoreFinishReason,
+    CoreOutput,
+    CoreOutputs,
+)
 
 NAME = b"\0\0"
 
@@ -34,25 +42,25 @@ def play(args, address, owner, kv_cache_bytes, says):
     while True:
         kind, content = calls.recv_multipart()
         message = msgspec.msgpack.decode(content)
-        if kind == ADD:
-            answers.send(msgspec.msgpack.encode(Outputs(outputs=[Output(message[0], message[1][::-1])])))
-        elif kind == CALL:
+        if kind == ADD_MESSAGE:
+            answers.send(msgspec.msgpack.encode(CoreOutputs(outputs=[CoreOutput(message[0], message[1][::-1])])))
+        elif kind == CALL_MESSAGE:
             _called(answers, says, *message)
 
 
 def _called(answers, says, client, number, method, args):
     result, failure = [None, [os.getpid()]], None
     if method == "resume_scheduler":
-        last = [Output(f"last-{i}", [i], finish_reason=Reason.STOP) for i in range(3)]
+        last = [CoreOutput(f"last-{i}", [i], finish_reason=CoreFinishReason.STOP) for i in range(3)]
         for output in last:
-            answers.send(msgspec.msgpack.encode(Outputs(outputs=[output])))
+            answers.send(msgspec.msgpack.encode(CoreOutputs(outputs=[output])))
     elif args[0] == "refuse":
         result, failure = None, "the worker refused"
     elif args[0] == "die":
         os._exit(5)
     elif args[0] == "fail":
-        answers.send(DEAD)
+        answers.send(CORE_DEAD_MESSAGE)
         says.send("an assertion failed")
         time.sleep(0.2)
         os._exit(1)
-    answers.send(msgspec.msgpack.encode(Outputs(utility_output=Returned(number, failure, result))))
+    answers.send(msgspec.msgpack.encode(CoreOutputs(utility_output=CoreCallResult(number, failure, result))))

@@ -18,17 +18,17 @@ class Process:
     """As the simulated disk sees one."""
 
     name = "learner"
-    full = False
+    out_of_descriptors = False
 
     def __init__(self) -> None:
         self.ended, self.disk_seconds = False, 0.0
         self._at_end: list[Callable[[], None]] = []
 
-    def check(self) -> None:
+    def raise_if_ended(self) -> None:
         if self.ended:
             raise Ended
 
-    def at_end(self, callback: Callable[[], None]) -> None:
+    def add_end_callback(self, callback: Callable[[], None]) -> None:
         self._at_end.append(callback)
 
     def end(self) -> None:
@@ -39,9 +39,9 @@ class Process:
 
 def disk_and_files(seed: int = 0, **options: Any) -> tuple[SimulatedDisk, SimulatedFiles]:
     disk = SimulatedDisk(Random(seed), **options)
-    files = disk.files(Process())
-    files.make(Path("/run"))
-    files.sync_directory(Path("/"))
+    files = disk.files_for(Process())
+    files.create_directory(Path("/run"))
+    files.fsync_directory(Path("/"))
     return disk, files
 
 

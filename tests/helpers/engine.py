@@ -13,10 +13,10 @@ import torch
 
 from r3async.rollout.engines import GenerationRequest
 from r3async.rollout.engines.vllm import VllmEngine
-from r3async.rollout.engines.vllm_plan import digests
+from r3async.rollout.engines.vllm_plan import digest_parameters
 from r3async.rollout.engines.vllm_worker import WorkerExtension
 from r3async.weights.manifest import WeightManifest
-from r3async.weights.publish import Publisher
+from r3async.weights.publish import VersionStore
 from r3async.weights.reading import VersionFile
 from tests.helpers.architectures import gates_of
 
@@ -128,7 +128,7 @@ class Reference:
 class Weights:
     """Odd versions are the model on disk (-1 is what is loaded at the start), even ones another random model."""
 
-    def __init__(self, path: Path, other: Path, publisher: Publisher, version: int = -1):
+    def __init__(self, path: Path, other: Path, publisher: VersionStore, version: int = -1):
         self.on_disk, self.other, self.publisher, self.version = Reference(path), Reference(other), publisher, version
 
     def reference(self, version: int) -> Reference:
@@ -140,7 +140,7 @@ class Weights:
 
     def publish(self) -> WeightManifest:
         self.version += 1
-        return self.publisher.publish(self.version, self.reference(self.version).tensors(), torch.float32)
+        return self.publisher.write_tensors(self.version, self.reference(self.version).tensors(), torch.float32)
 
 
 def replay(models: dict[int, Reference], prompt: np.ndarray, tokens: np.ndarray, versions: np.ndarray):
@@ -192,7 +192,7 @@ def replay_feeds(models: dict[int, Reference], ids: np.ndarray, feeds: Iterable[
 async def sampled(engine: VllmEngine, name: str, tokens: int) -> None:
     """Wait until the running request of that name has sampled so many. The engine has an `ObservedScheduler`."""
     async with asyncio.timeout(30):
-        while (await engine._llm.collective_rpc("r3_sampled", args=(name,)))[0] < tokens:
+        while (await engine._core.collective_rpc("r3_sampled", args=(name,)))[0] < tokens:
             pass
 
 
@@ -205,9 +205,9 @@ class FlippingExtension(WorkerExtension):
         "model.norm.weight",
     )
 
-    def r3_content(self, published: WeightManifest) -> torch.Tensor:
-        content = super().r3_content(published).clone()
-        for name, tensor in VersionFile(published, content).tensors():
+    def r3_map_file(self, published: WeightManifest) -> torch.Tensor:
+        content = super().r3_map_file(published).clone()
+        for name, tensor in VersionFile(published, content).iter_tensors():
             if name in self.FLIPPED:
                 tensor.reshape(-1).view(torch.int32)[7] ^= 1 << 22
         return content
@@ -218,11 +218,11 @@ class BrokenExtension(WorkerExtension):
 
     r3_version = -1
 
-    def r3_install(self, manifest: bytes) -> tuple[int, int]:
+    def r3_install_version(self, manifest: bytes) -> tuple[int, int]:
         self.r3_version = msgspec.msgpack.decode(manifest, type=WeightManifest).version
-        return super().r3_install(manifest)
+        return super().r3_install_version(manifest)
 
-    def r3_after_load(self) -> None:
+    def r3_finish_load(self) -> None:
         if self.r3_version == 1:
             raise RuntimeError("lost half-way")
 
@@ -232,25 +232,25 @@ class ComparedExtension(WorkerExtension):
 
     r3_reloads = 0
 
-    def r3_reload(self, published: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def r3_reload_tensors(self, published: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.r3_reloads += 1
-        super().r3_reload(published, tensors)
+        super().r3_reload_tensors(published, tensors)
 
     def r3_loads(self) -> int:
         """How often vLLM's loader loaded."""
         return self.r3_reloads
 
     def r3_copies(self) -> int:
-        return self.r3_plan.copies if self.r3_plan is not None else -1
+        return self.r3_load_plan.copy_count if self.r3_load_plan is not None else -1
 
     def r3_worked(self) -> list[str]:
         """Names of the modules that vLLM does something with after it has loaded them, experts that are only packed apart."""
         names = {module: name for name, module in self.model_runner.model.named_modules()}
-        return [names[module] for module, _ in self.r3_plan._worked]
+        return [names[module] for module, _ in self.r3_load_plan._processed_loads]
 
     def r3_digests(self) -> dict[str, int]:
-        return digests(self.model_runner.model)
+        return digest_parameters(self.model_runner.model)
 
     def r3_load_as_vllm(self, manifest: bytes) -> None:
         published = msgspec.msgpack.decode(manifest, type=WeightManifest)
-        self.r3_reload(published, VersionFile(published).tensors())
+        self.r3_reload_tensors(published, VersionFile(published).iter_tensors())

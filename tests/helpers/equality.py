@@ -10,7 +10,7 @@ import torch
 
 from r3async.data.records import Sample
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch.packing import MicroBatch, collate
+from r3async.learner.batch.packing import MicroBatch, collate_samples
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm
 
@@ -29,9 +29,9 @@ def assert_equal_transformers(
     """Logits and all gradients of a random sum of them, of packed samples with their routes replayed, are those of `plain`, one
     sample after the other with its routers forced. No gradient is zero. `logits`, `gradients`: of the learner, the latter by the
     names of a checkpoint."""
-    micro_batch = collate(samples)
-    weight = torch.randn(micro_batch.tokens, hm.VOCAB, generator=torch.Generator().manual_seed(0))
-    with learner.replay.bound(micro_batch):
+    micro_batch = collate_samples(samples)
+    weight = torch.randn(micro_batch.num_tokens, hm.VOCAB, generator=torch.Generator().manual_seed(0))
+    with learner.replay.bind_routes(micro_batch):
         ours = logits(learner, micro_batch)
         (ours * weight).sum().backward()
     at = 0

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from r3async.config import Config, config_from_dict
-from r3async.data.architectures import CHOICE_BIAS
+from r3async.data.architectures import EXPERT_BIAS_SUFFIX
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
 from r3async.learner.batch.packing import MicroBatch
@@ -35,7 +35,7 @@ def settings(
 
 def biases_of(learner: LearnerBackend) -> dict[str, torch.Tensor]:
     """What is published of them."""
-    return {name: tensor for name, tensor in learner.export().items() if name.endswith(CHOICE_BIAS)}
+    return {name: tensor for name, tensor in learner.export_weights().items() if name.endswith(EXPERT_BIAS_SUFFIX)}
 
 
 def counted(micro_batches: Sequence[MicroBatch]) -> tuple[np.ndarray, int]:
@@ -43,7 +43,7 @@ def counted(micro_batches: Sequence[MicroBatch]) -> tuple[np.ndarray, int]:
     layers = micro_batches[0].table["routed_experts"].shape[1]
     load, unrecorded = np.zeros((layers, hm.EXPERTS), np.int64), 0
     for m in micro_batches:
-        for row in range(m.real_tokens):
+        for row in range(m.num_real_tokens):
             if not m.table["routing_recorded"][row]:
                 unrecorded += 1
                 continue
@@ -70,6 +70,6 @@ def step_on_rank(
         p = config.learner.parallel
         rank = learner.ranks.rank // (p.tp * p.cp) % p.dp
         load = train_minibatch(learner, of_rank(micro_batches, rank, p.dp)).expert_load
-        return {bias.name: bias.tensor.clone() for bias in learner.biases}, load
+        return {bias.name: bias.tensor.clone() for bias in learner.expert_biases}, load
     finally:
         learner.close()

@@ -19,13 +19,13 @@ def decode(manifest: bytes) -> WeightManifest:
 class FlipsABit(WorkerExtension):
     """Somebody on this host writes into the shared memory in which version 1 comes."""
 
-    def r3_install(self, manifest):
+    def r3_install_version(self, manifest):
         published = decode(manifest)
         if not published.version:
             threading.Thread(
                 target=self._flip, args=(Path(published.path).parent, published.nbytes), daemon=True
             ).start()
-        return super().r3_install(manifest)
+        return super().r3_install_version(manifest)
 
     def _flip(self, directory: Path, nbytes: int) -> None:
         deadline = time.monotonic() + 200

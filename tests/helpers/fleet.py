@@ -7,13 +7,13 @@ import asyncio
 import numpy as np
 
 from r3async.actors.delivery import Published
-from r3async.actors.fleet import Fleet, Way
-from r3async.actors.installer import Installer
+from r3async.actors.fleet import Fleet, LearnerAddress
+from r3async.actors.installer import VersionInstaller
 from r3async.config import load_config
 from r3async.rollout.engines import InstallReport
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.probe import SampledProbe
-from r3async.weights.publish import Publication
+from r3async.weights.publish import TransferOffer
 from tests.helpers.world import Clock, Outside, StandIn
 
 TOKENS = list(range(40))
@@ -49,7 +49,7 @@ def sampled(reported: float) -> SampledProbe:
 
 def published(version: int) -> Published:
     """Both texts score the same, at both temperatures."""
-    return Published(Publication(WeightManifest(version, "", {}, 0)), np.tile(scores(version), (2, 2, 1)))
+    return Published(TransferOffer(WeightManifest(version, "", {}, 0)), np.tile(scores(version), (2, 2, 1)))
 
 
 class Generator(StandIn):
@@ -65,7 +65,7 @@ class Generator(StandIn):
         self.lives = False
 
     async def answer(self, name: str, *args):
-        if name == "install":
+        if name == "install_version":
             version = args[0].manifest.version
             self.calls.append((name, version))
             await self.may_install.wait()
@@ -73,15 +73,15 @@ class Generator(StandIn):
         else:
             self.calls.append((name,))
         answers = {
-            "install": InstallReport(self.version, 0.2, 0.1, load_seconds=0.05, verify_seconds=0.02),
+            "install_version": InstallReport(self.version, 0.2, 0.1, load_seconds=0.05, verify_seconds=0.02),
             "encode_probe": TOKENS,
-            "cached_from_older": 0,
-            "score": scores(self.version),
+            "count_stale_cached_tokens": 0,
+            "score_tokens": scores(self.version),
             "sample_probe": sampled(-2.0),
             "start": {"pid": 7 if self.lives else 6 + len(self.asked("start")), "host": "here"},
-            "connect": None,
-            "whereabouts": None,
-            "differences": [],
+            "connect_to_learner": None,
+            "describe_process": None,
+            "find_weight_differences": [],
             "run": None,
         }
         answer = self.wrong.get(name, answers[name])
@@ -104,12 +104,12 @@ class Learner(StandIn):
         self.kept: list[int] = []
         self.disk_is_full = False
 
-    async def keep(self, manifest: WeightManifest) -> None:
+    async def save_failed_version(self, manifest: WeightManifest) -> None:
         if self.disk_is_full:
             raise OSError("the disk is full")
         self.kept.append(manifest.version)
 
-    async def score(self, version: int) -> np.ndarray | None:
+    async def score_probe(self, version: int) -> np.ndarray | None:
         return published(version).scores if version == self.version else None
 
 
@@ -118,13 +118,13 @@ async def loaded(handles):
     config, clock = load_config("quickstart", SETTINGS), Clock()
     clock.now = 100.0
     fleet = Fleet(config, Events(), handles, clock)
-    await fleet.load()
-    tokens = await fleet.probe_tokens()
+    await fleet.load_engines()
+    tokens = await fleet.encode_probe_text()
     assert tokens == TOKENS
-    way = Way("tcp://learner", "shared_memory")
-    return Installer(config, fleet.events, fleet, Learner(), way, tokens, published(0), Outside(clock))
+    way = LearnerAddress("tcp://learner", "shared_memory")
+    return VersionInstaller(config, fleet.events, fleet, Learner(), way, tokens, published(0), Outside(clock))
 
 
 async def deliver(installer, version):
-    installer.published = published(version)
-    return await installer.deliver()
+    installer.newest_published = published(version)
+    return await installer.deliver_newest()

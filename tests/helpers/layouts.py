@@ -13,11 +13,11 @@ import torch
 from r3async.config import Config, RowsMode
 from r3async.data.records import Trajectory
 from r3async.data.versions import VersionSpan
-from r3async.learner.backend import Ranks
+from r3async.learner.backend import RankGroup
 from r3async.learner.batch.packing import MicroBatch, pack_for_ranks
-from r3async.learner.figures import ObjectiveSums
-from r3async.learner.minibatch import agreed
-from r3async.learner.preparation import prepare
+from r3async.learner.figures import LossSums
+from r3async.learner.minibatch import build_minibatch
+from r3async.learner.preparation import prepare_minibatches
 from r3async.rollout.engines import Generation
 from r3async.rollout.samples import EpisodeSamples
 
@@ -83,11 +83,11 @@ def played(groups: Sequence[Sequence[Sequence[Said]]], leaves: Leaves, mode: Row
                 first += turn.tokens
                 spans = [VersionSpan(turn.version, 0, turn.tokens)]
                 answer = Generation(ids.astype(np.int32), leaves.rollout[ids], spans, None, 0, "stop")
-                rows.reward(rows.end(rows.begin(prompt), answer), turn.reward)
+                rows.add_reward(rows.finish_call(rows.start_call(prompt), answer), turn.reward)
                 if turn.kind != "aside":
                     history = [*prompt, *ids.tolist()]
             name = f"g{g:08d}e{e:04d}"
-            samples, described = rows.build(name, 1.0)
+            samples, described = rows.build_samples(name, 1.0)
             out[-1].append(Trajectory(name, g, e, 0, "", "env_done", described, samples))
     return out
 
@@ -98,7 +98,7 @@ class Together:
     def __init__(self, ranks: int):
         self._barrier, self._given = threading.Barrier(ranks, timeout=60), [np.zeros(0)] * ranks
 
-    def of(self, rank: int) -> Ranks:
+    def of(self, rank: int) -> RankGroup:
         return OneOfThem(rank, len(self._given), torch.device("cpu"), self)
 
     def reduce(self, rank: int, values: np.ndarray, how: str) -> np.ndarray:
@@ -131,12 +131,12 @@ class Together:
 
 
 @dataclass(frozen=True)
-class OneOfThem(Ranks):
+class OneOfThem(RankGroup):
     """One of the ranks that are threads."""
 
     together: Together
 
-    def reduce(self, values: np.ndarray, how: str) -> np.ndarray:
+    def all_reduce(self, values: np.ndarray, how: str) -> np.ndarray:
         return self.together.reduce(self.rank, values, how)
 
 
@@ -170,7 +170,7 @@ def trained(
 ) -> Outcome:
     """Prepared, packed under `cap` tokens and trained on so many ranks, as the learner does it, all in float64."""
     outcome = Outcome([], [], [], [], [])
-    for part in prepare(groups, config)[0]:
+    for part in prepare_minibatches(groups, config)[0]:
         packed = [
             [with_logprobs(m, leaves) for m in mine]
             for mine in pack_for_ranks(part, cap, ranks=ranks, whole_episodes=whole_episodes)
@@ -178,24 +178,29 @@ def trained(
         together = Together(ranks)
 
         def one(rank: int, mine: list[MicroBatch], together: Together = together) -> tuple[Any, ...]:
-            minibatch = agreed(
-                mine, config, replays=False, version=VERSION, rollout_kl_coef=0.1, ranks=together.of(rank)
+            minibatch = build_minibatch(
+                mine, config, needs_routes=False, version=VERSION, rollout_kl_coef=0.1, ranks=together.of(rank)
             )
-            if minibatch.needs_logprobs:
-                minibatch.complete(
+            if minibatch.needs_global_logprobs:
+                minibatch.set_global_logprobs(
                     [leaves.logprobs[np.where(m.table["loss_mask"], m.table["token_ids"], 0)] for m in mine]
                 )
             logprobs = torch.from_numpy(leaves.logprobs.copy()).requires_grad_()
             entropies = torch.full_like(logprobs, 0.7).requires_grad_()
             total = 0.0
             for index, m in enumerate(minibatch.micro_batches):
-                ids = torch.from_numpy(m.table["token_ids"][minibatch.rows[index]].astype(np.int64))
-                loss = minibatch.loss(index, logprobs[ids], entropies[ids])
+                ids = torch.from_numpy(m.table["token_ids"][minibatch.trained_rows[index]].astype(np.int64))
+                loss = minibatch.compute_micro_batch_loss(index, logprobs[ids], entropies[ids])
                 loss.backward()
                 total += loss.item()
-            sums = minibatch.total()
+            sums = minibatch.reduce_loss_sums()
             grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in (logprobs, entropies)]
-            return *(x.numpy() for x in grads), total, ObjectiveSums.metrics_of(sums), int(minibatch.spread.sum())
+            return (
+                *(x.numpy() for x in grads),
+                total,
+                LossSums.compute_metrics(sums),
+                int(minibatch.split_episodes.sum()),
+            )
 
         results = together.run([lambda r=r, m=m: one(r, m) for r, m in enumerate(packed)])
         by_logprob, by_entropy, losses, metrics, spread = zip(*results, strict=True)

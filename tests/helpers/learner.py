@@ -28,12 +28,12 @@ def settings(**changes) -> Config:
 
 def logits(learner: MegatronLearner, micro_batch) -> torch.Tensor:
     """`[N, vocab]`, of a learner on one rank."""
-    return learner.forward(micro_batch, np.zeros(0, np.int64), None)[:, 0] @ learner.model.output_weight().T
+    return learner.forward(micro_batch, np.zeros(0, np.int64), None)[:, 0] @ learner.model.get_output_weight().T
 
 
 def gradients(learner: MegatronLearner) -> dict[str, torch.Tensor]:
     """Gradients of all parameters, under Hugging Face names."""
-    return gather_weights(learner.links, lambda parameter: parameter.grad)
+    return gather_weights(learner.mappings, lambda parameter: parameter.grad)
 
 
 def hf_gradients(model) -> dict[str, torch.Tensor]:

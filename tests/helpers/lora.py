@@ -41,7 +41,7 @@ def gradients_of_step(learner: LearnerBackend) -> tuple[dict[str, torch.Tensor],
     """What the optimizer was given of this rank, by the names of a checkpoint, before clipping, and the global norm."""
     config, optimizer = learner.config, learner.optimizer
     p = config.learner.parallel
-    rank = dist.get_rank() if p.world > 1 else 0
+    rank = dist.get_rank() if p.world_size > 1 else 0
     taken: list[torch.Tensor] = []
     norm = optimizer._squared_norm
 
@@ -54,7 +54,7 @@ def gradients_of_step(learner: LearnerBackend) -> tuple[dict[str, torch.Tensor],
     metrics = train_minibatch(learner, of_rank(batch(routes=recorded), rank // (p.tp * p.cp) % p.dp, p.dp)).metrics
     optimizer._squared_norm = norm
     out = {}
-    for held, gradient in zip(learner.places(), taken, strict=True):
+    for held, gradient in zip(learner.trained_slices(), taken, strict=True):
         for place, part in zip(held.places, held.split(gradient), strict=True):
             out[place.name] = part
     return out, metrics["grad_norm"]
@@ -64,14 +64,14 @@ def randomize(learner: LearnerBackend, seed: int = 5) -> None:
     """Adapters that add something, the same on any ranks."""
     assert learner._adapters is not None
     with torch.no_grad():
-        for one in learner._adapters.trained():
-            (place,) = one.held.places
+        for one in learner._adapters.list_parameters():
+            (place,) = one.shard_slice.places
             if ".lora_B." in place.name:
                 rng = torch.Generator().manual_seed(seed + len(place.name) + sum(map(ord, place.name)))
                 whole = torch.randn(place.shape, generator=rng) * 0.1
                 box = tuple(slice(o, o + n) for o, n in zip(place.offset, place.size, strict=True))
                 one.parameter.copy_(whole[box])
-    learner._adapters.merge()
+    learner._adapters.merge_weights()
 
 
 def adapter_gradients(
@@ -83,8 +83,11 @@ def adapter_gradients(
     try:
         randomize(learner)
         if merged is not None:
-            learner.save(merged)
-        values = {one.held.places[0].name: one.parameter.detach().clone() for one in learner._adapters.trained()}
+            learner.save_pretrained(merged)
+        values = {
+            one.shard_slice.places[0].name: one.parameter.detach().clone()
+            for one in learner._adapters.list_parameters()
+        }
         gradients, norm = gradients_of_step(learner)
         return gradients, norm, values
     finally:
@@ -124,7 +127,7 @@ def parts_of_rank(path: Path, config: Config) -> tuple[list[tuple[Any, torch.Ten
     try:
         randomize(learner)
         gradients, norm = gradients_of_step(learner)
-        return [(held.places[0], gradients[held.places[0].name]) for held in learner.places()], norm
+        return [(held.places[0], gradients[held.places[0].name]) for held in learner.trained_slices()], norm
     finally:
         learner.close()
 
@@ -134,8 +137,8 @@ def trained_and_saved(path: Path, config: Config, out: Path, merged: Path) -> No
     learner = build_learner(config, path)
     try:
         hc.train(learner, config, hc.batches(2))
-        hc.write_part(out, learner.state())
-        learner.save(merged)
+        hc.write_rank_file(out, learner.capture_state())
+        learner.save_pretrained(merged)
     finally:
         learner.close()
 
@@ -144,8 +147,8 @@ def restored_and_saved(path: Path, config: Config, saved: list[Path], merged: Pa
     """On a rank: the model of a checkpoint."""
     learner = build_learner(config, path)
     try:
-        learner.restore(hc.LearnerParts(saved))
-        learner.save(merged)
+        learner.restore_state(hc.LearnerStateReader(saved))
+        learner.save_pretrained(merged)
     finally:
         learner.close()
 
@@ -154,15 +157,15 @@ def taught_on_rank(
     path: Path, config: Config, micro_batches: list[Any]
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """On a rank: the metrics of one supervised step, and the model after it (on rank 0)."""
-    from r3async.learner.supervised import supervised_loss, supervised_step
+    from r3async.learner.supervised import compute_supervised_loss, run_supervised_step
 
     p = config.learner.parallel
-    rank = dist.get_rank() if p.world > 1 else 0
+    rank = dist.get_rank() if p.world_size > 1 else 0
     learner = build_learner(config, path)
     try:
         mine = of_rank(micro_batches, rank // (p.tp * p.cp) % p.dp, p.dp)
-        metrics = supervised_step(learner, mine)
-        total, count = supervised_loss(learner, mine)
-        return metrics | {"after": total / count}, {n: t.clone() for n, t in learner.export().items()}
+        metrics = run_supervised_step(learner, mine)
+        total, count = compute_supervised_loss(learner, mine)
+        return metrics | {"after": total / count}, {n: t.clone() for n, t in learner.export_weights().items()}
     finally:
         learner.close()

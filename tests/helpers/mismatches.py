@@ -129,7 +129,7 @@ class PlantingExtension(WorkerExtension):
     def r3_plant(self, fault: str) -> None:
         model = self.model_runner.model
         self.r3_healing = contextlib.ExitStack()
-        self.r3_fault, self.r3_plan = fault, None  # a plan was made by the right names
+        self.r3_fault, self.r3_load_plan = fault, None  # a plan was made by the right names
         if fault in LOADED or fault in ("output is embedding", "norms exchanged"):
             self.r3_healing.enter_context(_loading(type(model), fault))
         elif fault not in STALE:
@@ -137,26 +137,26 @@ class PlantingExtension(WorkerExtension):
 
     def r3_heal(self) -> None:
         self.r3_healing.close()
-        self.r3_fault, self.r3_plan = "", None
+        self.r3_fault, self.r3_load_plan = "", None
 
-    def r3_install(self, manifest: bytes) -> tuple[int, int]:
+    def r3_install_version(self, manifest: bytes) -> tuple[int, int]:
         """A stale tensor keeps the bytes of the version before."""
         published = msgspec.msgpack.decode(manifest, type=WeightManifest)
         kept = {
             name: tensor.clone()
-            for name, tensor in VersionFile(published).tensors()
+            for name, tensor in VersionFile(published).iter_tensors()
             if name == STALE.get(self.r3_fault)
         }
-        out = super().r3_install(manifest)
+        out = super().r3_install_version(manifest)
         self.r3_before = kept
         return out
 
-    def r3_content(self, published: WeightManifest) -> Tensor:
-        content = super().r3_content(published)
+    def r3_map_file(self, published: WeightManifest) -> Tensor:
+        content = super().r3_map_file(published)
         if not self.r3_before:
             return content
         content = content.clone()
-        for name, tensor in VersionFile(published, content).tensors():
+        for name, tensor in VersionFile(published, content).iter_tensors():
             if name in self.r3_before:
                 tensor.copy_(self.r3_before[name])
         return content
@@ -284,10 +284,10 @@ def planted(learner: Any, fault: str) -> Iterator[None]:
     """In a learner that lives on."""
     with contextlib.ExitStack() as stack:
         if fault == "temperature":
-            score = learner.score
-            stack.enter_context(changed(learner, "score", lambda ids: score(ids, 0.7)))
+            score = learner.score_sequence
+            stack.enter_context(changed(learner, "score_sequence", lambda ids: score(ids, 0.7)))
         elif learner.name == "torch":
-            _in_torch(stack, learner.model.causal, fault)
+            _in_torch(stack, learner.model.causal_lm, fault)
         else:
             _in_megatron(stack, learner, fault)
         yield

@@ -126,9 +126,9 @@ def make_samples(seed: int, lengths: list[int], **options: Any) -> list[Sample]:
 def continued(sample: Sample, name: str, length: int, rng: np.random.Generator, *, at: int | None = None) -> Sample:
     """The first `at` tokens of `sample` (all of them) with their routes, none trained, and then `length` more that are."""
     at = len(sample.table) if at is None else at
-    layers = sample.table.shape_of("routed_experts")[1] if "routed_experts" in sample.table else 0
+    layers = sample.table.column_shape("routed_experts")[1] if "routed_experts" in sample.table else 0
     more = make_sample(rng, length, prompt=0, name=name, layers=max(layers, 1), routes=layers > 0).table
-    again = sample.table.slice(0, at).with_columns(loss_mask=np.zeros(at, bool))
+    again = sample.table.slice_rows(0, at).with_columns(loss_mask=np.zeros(at, bool))
     return Sample(name, TokenTable.concat([again, more]), sample.temperature)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from r3async.config import Config, config_from_dict
-from r3async.learner.batch.packing import MicroBatch, pack, padding_like
-from r3async.learner.losses.objective import TokenBatch, objective
+from r3async.learner.batch.packing import MicroBatch, make_padding_batch, pack_samples
+from r3async.learner.losses.objective import TokenBatch, compute_loss
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm
 from tests.helpers.learner import hf_gradients
@@ -32,48 +32,48 @@ def config(*, recompute: str = "none", replay: str = "rollout", dtype: str = "fl
 
 def batch(seed: int = 3, **options: Any) -> list[MicroBatch]:
     """Packed micro-batches of different lengths; routes are random and the last row of each sample has none."""
-    return pack(hm.make_samples(seed, LENGTHS, temperature=0.8, **options), BUDGET)
+    return pack_samples(hm.make_samples(seed, LENGTHS, temperature=0.8, **options), BUDGET)
 
 
 def of_rank(micro_batches: list[MicroBatch], dp_rank: int, dp: int) -> list[MicroBatch]:
     """That data-parallel rank's share, and at least one padding micro-batch in all."""
     count = -(-len(micro_batches) // dp) + (len(micro_batches) % dp == 0)
     mine = micro_batches[dp_rank::dp]
-    return mine + [padding_like(micro_batches[0], 1 + 2 * dp_rank)] * (count - len(mine))
+    return mine + [make_padding_batch(micro_batches[0], 1 + 2 * dp_rank)] * (count - len(mine))
 
 
 def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """One step's loss, and its reduced gradients under checkpoint names (on rank 0); and what the step left behind."""
-    from r3async.learner.figures import gap_moments, result_of
+    from r3async.learner.figures import build_minibatch_result, compute_gap_moments
     from r3async.learner.megatron.backend import MegatronLearner
     from r3async.learner.megatron.links import gather_weights
-    from r3async.learner.trainer import backward, begin
+    from r3async.learner.trainer import accumulate_gradients, begin_minibatch
 
-    learner = MegatronLearner.load(settings, Path(model_path))
+    learner = MegatronLearner.from_pretrained(settings, Path(model_path))
     try:
         mine = of_rank(micro_batches, learner.ranks.dp_rank, settings.learner.parallel.dp)
-        minibatch = begin(learner, mine)
-        backward(learner, minibatch)
+        minibatch = begin_minibatch(learner, mine)
+        accumulate_gradients(learner, minibatch)
         optimizer = learner.optimizer
         masters = {id(p): m for p, m in zip(optimizer.parameters, optimizer._masters, strict=True)}
         for master in optimizer._masters:
             master.grad = torch.zeros_like(master) if master.grad is None else master.grad
-        if optimizer._reduce is not None:
-            optimizer._reduce([m.grad for m in optimizer._masters])
+        if optimizer._reduce_gradients is not None:
+            optimizer._reduce_gradients([m.grad for m in optimizer._masters])
         norm = optimizer._squared_norm([m.grad for m in optimizer._masters]) ** 0.5
-        gradients = gather_weights(learner.links, lambda p: masters[id(p)].grad)
-        total = minibatch.total()
-        drift, by_episode = minibatch.drifts(np.zeros((minibatch.drift_rows, 2)))
-        result = result_of(
+        gradients = gather_weights(learner.mappings, lambda p: masters[id(p)].grad)
+        total = minibatch.reduce_loss_sums()
+        drift, by_episode = minibatch.reduce_drift(np.zeros((minibatch.drift_bin_count, 2)))
+        result = build_minibatch_result(
             minibatch,
             total,
             drift,
-            gap_moments(by_episode),
-            optimizer.skip(minibatch.cause),
+            compute_gap_moments(by_episode),
+            optimizer.skip_step(minibatch.skip_cause),
             learner.replay,
         )
-        assert learner.replay.current is None
-        assert learner.replay._open == []
+        assert learner.replay.current_routes is None
+        assert learner.replay._open_routes == []
         return {
             "gradients": {n: g.numpy() for n, g in gradients.items()},
             "norm": norm,
@@ -113,7 +113,7 @@ def _train(model: Any, micro_batches: list[MicroBatch], settings: Config, forced
         for start, stop, temperature in zip(
             micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:], micro_batch.temperatures, strict=False
         ):
-            table = micro_batch.table.slice(int(start), int(stop))
+            table = micro_batch.table.slice_rows(int(start), int(stop))
             routes = table["routed_experts"] if "routed_experts" in table else np.zeros((0, 0, 0))
             with forced(model, routes):
                 ids = torch.from_numpy(table["token_ids"].astype(np.int64))
@@ -125,12 +125,12 @@ def _train(model: Any, micro_batches: list[MicroBatch], settings: Config, forced
                 rollout_logprobs=torch.from_numpy(table["rollout_logprobs"][rows]),
                 advantages=torch.from_numpy(table["advantages"][rows]),
                 weights=torch.full((len(rows),), 1 / trained),
-                sequence=torch.zeros(len(rows), dtype=torch.int64),
-                sequences=1,
-                ages=torch.zeros(len(rows), dtype=torch.int32),
+                episode_index=torch.zeros(len(rows), dtype=torch.int64),
+                num_episodes=1,
+                staleness=torch.zeros(len(rows), dtype=torch.int32),
             )
             coef = settings.algorithm.rollout_kl.coef
-            loss, _ = objective(tokens, logprobs, torch.zeros(len(rows)), settings.algorithm, rollout_kl_coef=coef)
+            loss, _ = compute_loss(tokens, logprobs, torch.zeros(len(rows)), settings.algorithm, rollout_kl_coef=coef)
             loss.backward()
             total += float(loss.detach())
     return total

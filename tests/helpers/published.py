@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from r3async.rollout.chat import ChatRenderer
-from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.init_model import build_byte_tokenizer
 
 # Of each model: the tokenizer's end of sequence, and what `eos_token_id` in its generation_config.json names besides.
 ENDS = {
@@ -66,7 +66,7 @@ def source_of(name: str) -> str:
 
 
 def published(name: str, **template_args: object) -> ChatRenderer:
-    tokenizer, source = byte_tokenizer(), source_of(name)
+    tokenizer, source = build_byte_tokenizer(), source_of(name)
     end, *others = ENDS[name]
     tokenizer.add_special_tokens({"eos_token": end, "bos_token": "<bos>"})
     tokenizer.add_tokens(sorted({*_SPECIAL.findall(source), *others} - {end}), special_tokens=True)

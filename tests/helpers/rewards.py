@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from r3async.config import EnvConfig, EvaluationConfig
 from r3async.envs import EnvironmentFactory
-from r3async.rollout.evaluation import Policy, evaluate_without_model
+from r3async.rollout.evaluation import BaselinePolicy, evaluate_without_model
 
 
-async def mean_reward(factory: EnvironmentFactory, policy: Policy, episodes: int) -> float:
+async def mean_reward(factory: EnvironmentFactory, policy: BaselinePolicy, episodes: int) -> float:
     """Of an episode, under the environment's oracle or its random policy."""
     env = EnvConfig(name="tested")
     made = await evaluate_without_model(env, factory, policy, EvaluationConfig(episodes=episodes), max_turns=64)

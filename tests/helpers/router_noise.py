@@ -14,7 +14,7 @@ SEED = 11
 class NoisyRouters(WorkerExtension):
     """To every router logit `NOISE` times a standard normal is added, drawn for each token."""
 
-    def r3_process(self) -> int:
+    def r3_process_id(self) -> int:
         rng = torch.Generator().manual_seed(SEED)
 
         def disturbed(module, args, output):
@@ -24,4 +24,4 @@ class NoisyRouters(WorkerExtension):
         for name, module in self.model_runner.model.named_modules():
             if name.endswith(".mlp.gate"):
                 module.register_forward_hook(disturbed)
-        return super().r3_process()
+        return super().r3_process_id()

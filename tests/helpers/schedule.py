@@ -9,10 +9,10 @@ import numpy as np
 
 from r3async.config import ScheduleConfig
 from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory
-from r3async.schedule.admission import Admission, most_groups, oldest_age
+from r3async.schedule.admission import AdmissionController, max_groups_for_step, worst_case_staleness
 from r3async.schedule.groups import GroupBuffer
-from r3async.schedule.tasks import Cursor
-from r3async.schedule.validation import check_ages, token_ages
+from r3async.schedule.tasks import TaskCursor
+from r3async.schedule.validation import check_staleness, compute_staleness
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Shape:
 
     @property
     def bound(self) -> int:
-        return oldest_age(self.staleness, self.window, self.per_step * self.per_version)
+        return worst_case_staleness(self.staleness, self.window, self.per_step * self.per_version)
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Player:
 
 def episode(group: int, index: int, version: int, seed: int) -> Trajectory:
     """Two tokens, of which the second is trained."""
-    columns = {name: column.filled(2) for name, column in SCHEMA.columns.items() if not column.optional}
+    columns = {name: column.filled_rows(2) for name, column in SCHEMA.columns.items() if not column.optional}
     columns["loss_mask"] = np.array([False, True])
     columns["policy_version"] = np.array([-1, version], np.int32)
     name = f"g{group}e{index}"
@@ -78,9 +78,15 @@ def episode(group: int, index: int, version: int, seed: int) -> Trajectory:
 class Run:
     """All that happens between a lease and an installation, one event at a time. Checks what must always hold."""
 
-    def __init__(self, shape: Shape, players: int = 2, admission: type[Admission] = Admission, buffer=GroupBuffer):
+    def __init__(
+        self,
+        shape: Shape,
+        players: int = 2,
+        admission: type[AdmissionController] = AdmissionController,
+        buffer=GroupBuffer,
+    ):
         self.shape, self.kind = shape, admission
-        self.cursor = Cursor(0, shape.tasks)
+        self.cursor = TaskCursor(0, shape.tasks)
         self.admission = self._admission()
         self.buffer = buffer(shape.samples, shape.window)
         self.players = {f"p{i}": Player() for i in range(players)}
@@ -90,7 +96,7 @@ class Run:
         self.trained: list[int] = []
         self.oldest = 0
 
-    def _admission(self) -> Admission:
+    def _admission(self) -> AdmissionController:
         shape = self.shape
         schedule = ScheduleConfig(
             max_staleness=shape.staleness,
@@ -103,7 +109,7 @@ class Run:
         return self.kind(
             schedule,
             total_groups=None if shape.tokens else shape.steps * shape.per_step,
-            task_seed=self.cursor.task_seed,
+            choose_task=self.cursor.pick_task,
         )
 
     @property
@@ -117,11 +123,11 @@ class Run:
         room = at_once - len(player.playing) - len(player.held)
         if not player.alive or player.frozen or room < 1 or self.done:
             return False
-        got = self.admission.lease(name, free=room, at_once=at_once, among=among)
+        got = self.admission.lease_group(name, free_episodes=room, max_episodes=at_once, idle_owners=among)
         if got is None:
             return False
         assert 1 <= len(got.episode_indices) <= room
-        assert got.task_seed == self.cursor.task_seed(got.group_index)
+        assert got.task_seed == self.cursor.pick_task(got.group_index)
         for index in got.episode_indices:
             key = (got.group_index, index)
             owned = (held for p in self.players.values() for held in (p.playing, p.outbox, p.held))
@@ -149,7 +155,7 @@ class Run:
         if not player.outbox or player.frozen:
             return False
         key = list(player.outbox)[pick % len(player.outbox)]
-        self.buffer.add(episode(*key, player.outbox.pop(key), self.cursor.task_seed(key[0])), 1)
+        self.buffer.add(episode(*key, player.outbox.pop(key), self.cursor.pick_task(key[0])), 1)
         return True
 
     def die(self, name: str) -> None:
@@ -158,11 +164,11 @@ class Run:
         last_words = dict(list(player.outbox.items())[:1])  # on the wire: arrives after the learner was asked
         player.playing, player.outbox, player.stray, player.held, player.held_stray = {}, {}, {}, {}, {}
         player.alive, player.frozen, player.reviving = False, False, None
-        lacking = {g: self.buffer.missing(g) for g in self.admission.leases(name)}
+        lacking = {g: self.buffer.missing_in_group(g) for g in self.admission.list_leased_groups(name)}
         for key, version in last_words.items():
             self.buffer.add(episode(*key, version, 0), 1)
-        self.admission.lose(name, lambda g: lacking[g])
-        assert self.admission.leases(name) == []
+        self.admission.requeue_leases(name, lambda g: lacking[g])
+        assert self.admission.list_leased_groups(name) == []
 
     def freeze(self, name: str) -> bool:
         player = self.players[name]
@@ -177,8 +183,8 @@ class Run:
         player = self.players[name]
         if not player.frozen:
             return False
-        self.admission.lose(name, self.buffer.missing)
-        assert self.admission.leases(name) == []
+        self.admission.requeue_leases(name, self.buffer.missing_in_group)
+        assert self.admission.list_leased_groups(name) == []
         player.stray |= player.playing | player.outbox
         player.held_stray |= player.held
         player.playing, player.outbox, player.held = {}, {}, {}
@@ -191,8 +197,8 @@ class Run:
             return False
         key = list(player.stray)[pick % len(player.stray)]
         version = player.stray.pop(key)
-        fresh = bool(self.buffer.missing(key[0])) and key[1] in self.buffer.missing(key[0])
-        assert self.buffer.add(episode(*key, version, self.cursor.task_seed(key[0])), 1) is fresh
+        fresh = bool(self.buffer.missing_in_group(key[0])) and key[1] in self.buffer.missing_in_group(key[0])
+        assert self.buffer.add(episode(*key, version, self.cursor.pick_task(key[0])), 1) is fresh
         return True
 
     def begin_revival(self, name: str) -> bool:
@@ -216,31 +222,33 @@ class Run:
         shape = self.shape
         at_most = shape.per_step
         if shape.tokens:
-            at_most = most_groups(
+            at_most = max_groups_for_step(
                 slots=self.admission.slots,
                 groups_per_step=shape.per_step,
                 steps_left=shape.per_version - self.since[0],
                 consumed_since=self.since[1],
             )
             assert at_most >= shape.per_step
-        return [] if self.done else self.buffer.batch(shape.per_step, at_most, shape.tokens)
+        return [] if self.done else self.buffer.choose_groups(shape.per_step, at_most, shape.tokens)
 
     def train(self) -> bool:
         indices = self.batch()
         if not indices:
             return False
-        groups, _ = self.buffer.take(indices)
-        check_ages(groups, self.learner_version, self.shape.bound)
-        self.oldest = max(self.oldest, *(int(token_ages(t, self.learner_version).max()) for g in groups for t in g))
+        groups, _ = self.buffer.take_groups(indices)
+        check_staleness(groups, self.learner_version, self.shape.bound)
+        self.oldest = max(
+            self.oldest, *(int(compute_staleness(t, self.learner_version).max()) for g in groups for t in g)
+        )
         assert [sorted(t.episode_index for t in g) for g in groups] == [list(range(self.shape.samples))] * len(groups)
         assert not set(indices) & set(self.trained), "consumed twice"
         self.trained += indices
-        self.admission.trained(self.learner_version + 1, indices)
+        self.admission.step_trained(self.learner_version + 1, indices)
         self.steps += 1
         self.since = [self.since[0] + 1, self.since[1] + len(indices)]
         if self.since[0] == self.shape.per_version:
             self.learner_version, self.since = self.learner_version + 1, [0, 0]
-            self.admission.published(self.learner_version)
+            self.admission.version_published(self.learner_version)
         return True
 
     def publish(self) -> bool:
@@ -259,10 +267,10 @@ class Run:
 
     def restart_conductor(self) -> None:
         """From what it wrote down. Its generators are new, too."""
-        state = msgspec.json.decode(msgspec.json.encode(self.admission.snapshot()))
+        state = msgspec.json.decode(msgspec.json.encode(self.admission.state_dict()))
         version = self.admission.version
         self.admission = self._admission()
-        self.admission.restore(state, self.buffer.taken.head, sorted(self.buffer.taken.beyond))
+        self.admission.load_state_dict(state, self.buffer.consumed.head, sorted(self.buffer.consumed.beyond_head))
         assert self.admission.version == version
         for name in self.players:
             self.die(name)
@@ -309,4 +317,4 @@ class Run:
         assert self.done, "the run cannot be finished from here"
         if not self.shape.tokens:
             assert sorted(self.trained) == list(range(self.shape.steps * self.shape.per_step)), "a group was lost"
-            assert self.admission.exhausted
+            assert self.admission.is_exhausted

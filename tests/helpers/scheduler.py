@@ -8,7 +8,7 @@ import time
 import msgspec
 from vllm.v1.core.sched.interface import PauseState
 
-from r3async.rollout.engines.vllm_core import WholeScheduler
+from r3async.rollout.engines.vllm_core import BufferingScheduler
 from r3async.rollout.engines.vllm_worker import WorkerExtension
 from r3async.weights.manifest import WeightManifest
 
@@ -21,7 +21,7 @@ PREEMPTED: list[tuple[str, int, int]] = []
 _loaded = -1
 
 
-class ObservedScheduler(WholeScheduler):
+class ObservedScheduler(BufferingScheduler):
     """Does what request ids say, once for each: so that a test meets a moment however busy the machine is.
 
     `preempt@N` preempts the request, and `hold@N` pauses the engine (until an installation, or a test, resumes it), as
@@ -75,9 +75,9 @@ class ObservedScheduler(WholeScheduler):
 class ObservingExtension(WorkerExtension):
     """The worker is in the scheduler's process: it knows the weights and hands the records out."""
 
-    def r3_install(self, manifest: bytes) -> tuple[int, int]:
+    def r3_install_version(self, manifest: bytes) -> tuple[int, int]:
         global _loaded
-        holds = super().r3_install(manifest)
+        holds = super().r3_install_version(manifest)
         _loaded = msgspec.msgpack.decode(manifest, type=WeightManifest).version
         return holds
 

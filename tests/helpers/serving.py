@@ -12,7 +12,7 @@ from r3async.rollout.agents.server import AgentServer
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.scripted import ScriptedEngine
 from r3async.rollout.episode import EpisodeTask
-from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.init_model import build_byte_tokenizer
 from r3async.weights.manifest import WeightManifest
 
 SETTINGS = EpisodeConfig(max_turns=8, max_new_tokens=96, max_prompt_tokens=900, max_total_tokens=1000, timeout=20)
@@ -30,7 +30,7 @@ ADD = {
 
 
 def renderer(template: str | None = None) -> ChatRenderer:
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     if template is not None:
         tokenizer.chat_template = template
     return ChatRenderer(tokenizer)
@@ -38,13 +38,13 @@ def renderer(template: str | None = None) -> ChatRenderer:
 
 def answer_ids(chat: ChatRenderer, *texts: str, end: bool = True) -> list[list[int]]:
     """Answers for a script."""
-    return [[*chat.encode(text), *([chat.end_id] if end else [])] for text in texts]
+    return [[*chat.encode(text), *([chat.eos_token_id] if end else [])] for text in texts]
 
 
 async def ready(script, **options) -> ScriptedEngine:
     engine = ScriptedEngine(script, **options)
     await engine.start()
-    await engine.install(WeightManifest(version=5, path="", tensors={}, nbytes=0), timeout=1)
+    await engine.install_version(WeightManifest(version=5, path="", tensors={}, nbytes=0), timeout=1)
     return engine
 
 
@@ -66,7 +66,7 @@ async def talking(script, template=None, settings=SETTINGS, options=None, **valu
         script = answer_ids(chat, *script)
     engine = await ready(script, **(options or {}))
     async with serving(engine, chat, settings, **values) as server:
-        session = server.open(TASK)
+        session = server.open_session(TASK)
         async with client_of(server, session.key) as client:
             yield server, session, client
 
@@ -76,7 +76,7 @@ def client_of(server: AgentServer, key: str) -> openai.AsyncOpenAI:
 
 
 async def handed_out(answer):
-    """What `Session.chat` or `complete` has for an agent, taken as by one who gets it."""
+    """What `AgentSession.answer_chat` or `complete` has for an agent, taken as by one who gets it."""
     async with answer as got:
         return got
 
@@ -89,7 +89,7 @@ def merging_renderer(template: str | None = None) -> ChatRenderer:
     """Of a tokenizer that writes `ab`, `ba` and `aa` as one token each; a policy may well sample them as two."""
     from tokenizers import models
 
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     pairs = [("a", "b"), ("b", "a"), ("a", "a")]
     vocabulary = dict(tokenizer.get_vocab())
     for left, right in pairs:

@@ -26,9 +26,9 @@ def tell(told: list[str]) -> Any:
 
 
 async def put_all(spool: Spool, trajectories: list[Trajectory], spill: bool = False) -> list[Any]:
-    return [await spool.put(t, wire.encode_trajectory(t), spill=spill) for t in trajectories]
+    return [await spool.put_trajectory(t, wire.encode_trajectory(t), spill=spill) for t in trajectories]
 
 
 async def recovered(directory: Path, **options: Any) -> tuple[Spool, list[Trajectory]]:
     spool = Spool(directory, DISK, **options)
-    return spool, [kept.trajectory for kept in await spool.recover()]
+    return spool, [kept.trajectory for kept in await spool.recover_trajectories()]

@@ -12,7 +12,7 @@ from r3async.envs import Message, StepResult
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
-from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers import torch as ht
 
 SHAPE = RoutingShape(layers=2, top_k=ht.TOP_K, num_experts=ht.EXPERTS)
@@ -61,11 +61,11 @@ class Graded:
 
 
 def play(mode: str) -> tuple[list[Trajectory], list[Sampler]]:
-    chat = ChatRenderer(byte_tokenizer())
+    chat = ChatRenderer(build_byte_tokenizer())
     limits = EpisodeConfig(max_new_tokens=16, max_prompt_tokens=300, max_total_tokens=400, rows=mode, temperature=0.8)
-    engines = [Sampler(seed, chat.end_id) for seed in range(EPISODES)]
+    engines = [Sampler(seed, chat.eos_token_id) for seed in range(EPISODES)]
     trajectories = [
-        asyncio.run(EpisodePlayer(EpisodeTask(0, i, 0), Graded(i), engine, chat, limits).play())
+        asyncio.run(EpisodePlayer(EpisodeTask(0, i, 0), Graded(i), engine, chat, limits).play_episode())
         for i, engine in enumerate(engines)
     ]
     return trajectories, engines

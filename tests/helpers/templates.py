@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from r3async.rollout.chat import ChatRenderer
-from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.init_model import build_byte_tokenizer
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ FAMILIES = {
 
 def renderer(family: Family | str | None = None, **template_args) -> ChatRenderer:
     """A family's template, a template's text, or our own tiny model's."""
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     if isinstance(family, Family):
         tokenizer.add_special_tokens({"eos_token": family.end})
         tokenizer.add_tokens(list(family.special), special_tokens=True)

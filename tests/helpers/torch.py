@@ -17,7 +17,7 @@ from r3async.data.records import Sample
 from r3async.learner import MinibatchResult
 from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.torch.backend import TorchLearner
-from r3async.learner.torch.model import Packed
+from r3async.learner.torch.model import PackedInputs
 from r3async.learner.trainer import train_minibatch
 from tests.helpers.models import make_samples, save_random
 
@@ -133,7 +133,7 @@ def reference_step(
             logits = model(ids[None]).logits[0].double() / sample.temperature
         if "support" in table:
             # Row t predicts token t + 1.
-            left = torch.from_numpy(table["support"].dense(logits.shape[-1])).roll(-1, 0)
+            left = torch.from_numpy(table["support"].to_dense_mask(logits.shape[-1])).roll(-1, 0)
             logits = logits.masked_fill(~left, -torch.inf)
         logp = torch.log_softmax(logits, -1)
         for t in np.flatnonzero(table["loss_mask"] & np.isfinite(table["rollout_logprobs"])):
@@ -151,7 +151,7 @@ def reference_step(
 
 def gradients(learner: TorchLearner) -> dict[str, torch.Tensor]:
     """Whole gradients of all parameters, under transformers' names. Collective."""
-    named = learner.model.causal.named_parameters()
+    named = learner.model.causal_lm.named_parameters()
     out = {n: p.grad for n, p in named if p.grad is not None}
     return {n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in out.items()}
 
@@ -198,6 +198,6 @@ def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 def logits(learner: TorchLearner, micro_batch: MicroBatch) -> torch.Tensor:
     """Of all tokens, `[N, V]`."""
     m = micro_batch
-    packed = Packed.of(m, torch.device("cpu"))
-    hidden = learner.model.causal.base_model(**packed.arguments()).last_hidden_state[0]
-    return learner.model.causal.get_output_embeddings()(hidden)
+    packed = PackedInputs.from_micro_batch(m, torch.device("cpu"))
+    hidden = learner.model.causal_lm.base_model(**packed.to_model_inputs()).last_hidden_state[0]
+    return learner.model.causal_lm.get_output_embeddings()(hidden)

@@ -16,7 +16,7 @@ from zmq.utils import z85
 
 from r3async.config import TransportConfig
 from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory
-from r3async.transport import Receiver, Sender, wire
+from r3async.transport import TrajectoryReceiver, TrajectorySender, wire
 from r3async.world.keys import ClientKeys, ServerKeys
 from r3async.world.zeromq import apply_client_keys
 
@@ -36,7 +36,7 @@ def make_trajectory(
     index: int | str, length: int = 50, *, group: int | None = None, samples: list[Sample] | None = None
 ) -> Trajectory:
     rng = np.random.default_rng(length)
-    table = TokenTable({c.name: c.filled(length, (4, 2)[: len(c.inner)]) for c in SCHEMA.columns.values()})
+    table = TokenTable({c.name: c.filled_rows(length, (4, 2)[: len(c.inner_dims)]) for c in SCHEMA.columns.values()})
     table = table.with_columns(token_ids=rng.integers(0, 1000, length, dtype=np.int32))
     group = group if group is not None else int(index) // 4
     return Trajectory(f"t{index}", group, 0, 1, "g0", "eos", [], samples or [Sample("s", table)])
@@ -58,7 +58,7 @@ def memory_size(trajectory: Trajectory) -> int:
 
 def delivered(name: str, group: int, nbytes: int, *frames: bytes | memoryview, session: str = "session") -> list[Any]:
     """The message that delivers these frames as one trajectory."""
-    return wire.delivery(session, [wire.Item(name, group, nbytes, [len(f) for f in frames])], [frames])
+    return wire.encode_delivery(session, [wire.DeliveryItem(name, group, nbytes, [len(f) for f in frames])], [frames])
 
 
 def free_port() -> int:
@@ -80,16 +80,16 @@ class Inbox:
         self.hold = hold
         self.seen: Counter[str] = Counter()
         self.trajectories: list[Trajectory] = []
-        self.receiver: Receiver | None = None
+        self.receiver: TrajectoryReceiver | None = None
         self.highest = 0
 
     def __call__(self, trajectory: Trajectory, nbytes: int) -> None:
         self.seen[trajectory.trajectory_id] += 1
         self.trajectories.append(trajectory)
         assert self.receiver is not None
-        self.highest = max(self.highest, self.receiver.bytes_held)
+        self.highest = max(self.highest, self.receiver.unreleased_bytes)
         if not self.hold:
-            self.receiver.release(trajectory.trajectory_id)
+            self.receiver.release_trajectory(trajectory.trajectory_id)
 
     def once(self, names: set[str]) -> bool:
         return self.seen == dict.fromkeys(names, 1)
@@ -97,8 +97,12 @@ class Inbox:
 
 @contextlib.asynccontextmanager
 async def receiving(
-    inbox: Inbox, config: TransportConfig = FAST, kind: type[Receiver] = Receiver, run_id: str = "run", **options: Any
-) -> AsyncIterator[tuple[Receiver, str]]:
+    inbox: Inbox,
+    config: TransportConfig = FAST,
+    kind: type[TrajectoryReceiver] = TrajectoryReceiver,
+    run_id: str = "run",
+    **options: Any,
+) -> AsyncIterator[tuple[TrajectoryReceiver, str]]:
     receiver = inbox.receiver = kind(run_id, config, inbox, **{"keys": SERVER_KEYS, **options})
     try:
         yield receiver, await asyncio.wait_for(receiver.start(), LIMIT)
@@ -109,8 +113,8 @@ async def receiving(
 @contextlib.asynccontextmanager
 async def sending(
     endpoint: str, config: TransportConfig = FAST, name: str = "g0", run_id: str = "run", **options: Any
-) -> AsyncIterator[Sender]:
-    sender = Sender(endpoint, name, run_id, config, **{"keys": CLIENT_KEYS, **options})
+) -> AsyncIterator[TrajectorySender]:
+    sender = TrajectorySender(endpoint, name, run_id, config, **{"keys": CLIENT_KEYS, **options})
     try:
         await asyncio.wait_for(sender.start(), LIMIT)
         yield sender
@@ -118,7 +122,7 @@ async def sending(
         await asyncio.wait_for(sender.close(), LIMIT)
 
 
-async def send_all(sender: Sender, trajectories: list[Trajectory]) -> None:
+async def send_all(sender: TrajectorySender, trajectories: list[Trajectory]) -> None:
     for trajectory in trajectories:
         await asyncio.wait_for(sender.send(trajectory), LIMIT)
 
@@ -135,7 +139,7 @@ async def raw_dealer(endpoint: str, name: bytes = b"raw") -> AsyncIterator[Any]:
 
     class Peer:
         async def send(self, *frames: Any) -> None:
-            parts = [wire.encode_control(f) if isinstance(f, wire.Control) else f for f in frames]
+            parts = [wire.encode_control(f) if isinstance(f, wire.ControlBase) else f for f in frames]
             await asyncio.wait_for(dealer.send_multipart(parts), LIMIT)
 
         async def answer(self, timeout: float = LIMIT) -> Any:

@@ -50,15 +50,15 @@ def alone_of(world: int, rank: int) -> Iterator[None]:
 
 @contextmanager
 def megatron_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
-    """The learner that `MegatronLearner.load` makes on that rank. Weights are not read."""
+    """The learner that `MegatronLearner.from_pretrained` makes on that rank. Weights are not read."""
     from r3async.learner.megatron import backend
 
-    described = backend.read_model(path)  # numbers that it computes are not shapes
-    with alone_of(config.learner.parallel.world, rank), pytest.MonkeyPatch.context() as patch, FakeTensorMode():
-        patch.setattr(backend, "read_model", lambda source: described)
+    described = backend.read_model_shape(path)  # numbers that it computes are not shapes
+    with alone_of(config.learner.parallel.world_size, rank), pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        patch.setattr(backend, "read_model_shape", lambda source: described)
         patch.setattr(backend, "load_weights", lambda *args: None)
-        patch.setattr(backend, "checkpoint_files", lambda directory: {})
-        learner = backend.MegatronLearner.load(config, path)
+        patch.setattr(backend, "open_model_files", lambda directory: {})
+        learner = backend.MegatronLearner.from_pretrained(config, path)
         try:
             yield learner
         finally:
@@ -67,18 +67,18 @@ def megatron_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
 
 @contextmanager
 def torch_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
-    """The learner that `TorchLearner.load` makes on that rank."""
+    """The learner that `TorchLearner.from_pretrained` makes on that rank."""
     from r3async.learner.torch import backend
-    from r3async.learner.torch.model import ATTENTION
+    from r3async.learner.torch.model import ATTENTION_NAME
 
     def built(source: Path, dtype: torch.dtype) -> Any:
         with torch.device("meta"):
             loaded = AutoConfig.from_pretrained(source, local_files_only=True)
-            return AutoModelForCausalLM.from_config(loaded, dtype=dtype, attn_implementation=ATTENTION).eval()
+            return AutoModelForCausalLM.from_config(loaded, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
 
-    with alone_of(config.learner.parallel.world, rank), pytest.MonkeyPatch.context() as patch:
+    with alone_of(config.learner.parallel.world_size, rank), pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "load_model", built)
-        learner = backend.TorchLearner.load(config, path)
+        learner = backend.TorchLearner.from_pretrained(config, path)
         try:
             yield learner
         finally:
@@ -95,10 +95,10 @@ def updated(optimizer: Any) -> dict[str, int]:
             parameter.grad = torch.empty_like(parameter)
         else:
             parameter.sum().backward()  # what is below float32 is summed as it comes
-    gradients = sum(local(s.grad).nbytes for s in optimizer._sums if s.grad is not None)
+    gradients = sum(local(s.grad).nbytes for s in optimizer._gradient_holders if s.grad is not None)
     with torch.no_grad():
         optimizer.step()
-    states = list(optimizer.states())
+    states = list(optimizer.iter_states())
     held = {local(p).untyped_storage()._cdata for p in optimizer.parameters}
     return {
         "gradients": gradients,
@@ -108,6 +108,6 @@ def updated(optimizer: Any) -> dict[str, int]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    from r3async.learner.optimizer import local
+    from r3async.learner.optimizer import to_local
 
-    return local(tensor.detach())
+    return to_local(tensor.detach())

@@ -8,27 +8,27 @@ import msgspec
 import numpy as np
 from hypothesis import HealthCheck, settings
 
-from r3async.data.records import SCHEMA, Sample, Schema, TokenTable, Trajectory, Turn
-from r3async.data.supports import Supports
+from r3async.data.records import SCHEMA, Sample, TokenSchema, TokenTable, Trajectory, Turn
+from r3async.data.supports import SupportSets
 from r3async.transport import wire
 
-RAW = [n for n, c in SCHEMA.columns.items() if not c.compressible and not c.sets]
+RAW = [n for n, c in SCHEMA.columns.items() if not c.compressible and not c.holds_sets]
 COMPRESSIBLE = [n for n, c in SCHEMA.columns.items() if c.compressible]
 ROWS, LAYOUTS, PACKED = range(3)
 """Of what stands for a table in a body."""
 FAST = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 
 
-def make_supports(rng: np.random.Generator, length: int, vocab_size: int = 200) -> Supports:
+def make_supports(rng: np.random.Generator, length: int, vocab_size: int = 200) -> SupportSets:
     """Some small, some large, some of any tokens, some not recorded."""
     dense = rng.random((length, vocab_size)) < rng.choice([0.0, 0.02, 0.5, 0.98, 1.0], (length, 1))
-    sets = Supports.of_bits(np.packbits(dense, axis=1, bitorder="little"), vocab_size)
+    sets = SupportSets.from_bitmaps(np.packbits(dense, axis=1, bitorder="little"), vocab_size)
     keep = rng.random(length) < 0.8
-    return Supports.placed(length, [(int(i), sets[i : i + 1]) for i in np.flatnonzero(keep)])
+    return SupportSets.from_parts(length, [(int(i), sets[i : i + 1]) for i in np.flatnonzero(keep)])
 
 
 def make_table(
-    seed: int, length: int, inner: int = 2, schema: Schema = SCHEMA, optional: bool = True, wide: bool = False
+    seed: int, length: int, inner: int = 2, schema: TokenSchema = SCHEMA, optional: bool = True, wide: bool = False
 ) -> TokenTable:
     """Random values in every column that the schema declares, whatever they are."""
     rng = np.random.default_rng(seed)
@@ -36,11 +36,11 @@ def make_table(
     for column in schema.columns.values():
         if column.optional and not optional:
             continue
-        if column.sets:
+        if column.holds_sets:
             columns[column.name] = make_supports(rng, length)
             continue
         dtype = np.dtype(column.dtypes[-1 if wide else 0])
-        shape = (length, *(inner + i for i in range(len(column.inner))))
+        shape = (length, *(inner + i for i in range(len(column.inner_dims))))
         if dtype.kind == "f":
             columns[column.name] = rng.standard_normal(shape).astype(dtype)
         else:
@@ -72,7 +72,7 @@ def as_bytes(frames: list[Any]) -> list[bytes]:
 
 def forge(frames: list[bytes], change: Any) -> list[bytes]:
     """The same message with its body changed, and a checksum to match: what a defective peer could send."""
-    body = msgspec.msgpack.decode(wire.read_header(frames[0]).body)
+    body = msgspec.msgpack.decode(wire.read_trajectory_header(frames[0]).body)
     for sample in body["samples"]:
         sample["table"][LAYOUTS] = msgspec.msgpack.decode(sample["table"][LAYOUTS])
     body = change(body)
@@ -81,7 +81,7 @@ def forge(frames: list[bytes], change: Any) -> list[bytes]:
             if isinstance(table, list) and len(table) > LAYOUTS:
                 table[LAYOUTS] = msgspec.msgpack.encode(table[LAYOUTS])
     body = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
-    return [wire.with_checksum(body, frames[1:]), *frames[1:]]
+    return [wire.encode_trajectory_header(body, frames[1:]), *frames[1:]]
 
 
 def runny_table(length: int, turns: int = 3) -> TokenTable:
@@ -93,7 +93,7 @@ def runny_table(length: int, turns: int = 3) -> TokenTable:
     for i in range(turns if step else 0):
         turn[(2 * i + 1) * step : (2 * i + 2) * step] = i
         rewards[(2 * i + 2) * step - 1] = 0.25 * i
-    table = {n: c.filled(length, (4, 2)[: len(c.inner)]) for n, c in SCHEMA.columns.items()}
+    table = {n: c.filled_rows(length, (4, 2)[: len(c.inner_dims)]) for n, c in SCHEMA.columns.items()}
     return TokenTable(
         table
         | {

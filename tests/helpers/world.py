@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from r3async.world import ActorRef
-from r3async.world.real import REAL, RealWorld
+from r3async.world.real import REAL_WORLD, RealWorld
 
 
 class Clock:
@@ -32,24 +32,27 @@ class Outside(RealWorld):
         self.released: list[Any] = []
         self.clock = SimpleNamespace(monotonic=clock, time=time.time)  # type: ignore[assignment]
         self.processes = SimpleNamespace(  # type: ignore[assignment]
-            dump_stacks=REAL.processes.dump_stacks,
-            alive=self.alive,
-            ask_for_stacks=lambda *where: self.asked.append(where),
-            kill=lambda *where: self.killed.append(where),
+            dump_stacks=REAL_WORLD.processes.dump_stacks,
+            is_alive=self.is_alive,
+            request_stack_dump=lambda *where: self.asked.append(where),
+            kill_process=lambda *where: self.killed.append(where),
         )
         self.actors = SimpleNamespace(  # type: ignore[assignment]
-            kill=self.kill, put=lambda value: value, release=self.released.append, disconnect=self.disconnect
+            kill_actor=self.kill_actor,
+            put=lambda value: value,
+            release_bundles=self.released.append,
+            leave_cluster=self.leave_cluster,
         )
 
-    def kill(self, actor: ActorRef, *, restart: bool = False) -> None:
+    def kill_actor(self, actor: ActorRef, *, restart: bool = False) -> None:
         self.killed.append((actor, restart))
 
-    def alive(self, pid: int, host: str) -> bool:
+    def is_alive(self, pid: int, host: str) -> bool:
         self.lingers -= 1
         self.killed += [("ended", pid)] if self.lingers == 0 else []
         return self.lingers > 0
 
-    def disconnect(self) -> None:
+    def leave_cluster(self) -> None:
         self.disconnected += 1
 
 

@@ -7,30 +7,30 @@ from pathlib import Path
 
 import msgspec
 
-from r3async.config import config_from_dict, to_toml
+from r3async.config import config_from_dict, config_to_toml
 from r3async.record.catalogue import METRICS
-from r3async.record.events import open_events
+from r3async.record.events import open_event_log
 from r3async.record.routes import RouteFile
-from r3async.record.steps import MetricsWriter
+from r3async.record.steps import MetricsFile
 from r3async.record.timeline import Timeline
-from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers.routes import episode
 
 
 def write_run(root: Path, name: str = "demo", steps: int = 12, **settings: object) -> Path:
     run = root / "runs" / name
     run.mkdir(parents=True)
-    (run / "config.toml").write_text(to_toml(config_from_dict({"steps": steps, **settings})))
-    byte_tokenizer().save_pretrained(run / "init")
-    open_events(run, "generator-0").info("generator_started", pid=7)
-    writer = MetricsWriter(run)
+    (run / "config.toml").write_text(config_to_toml(config_from_dict({"steps": steps, **settings})))
+    build_byte_tokenizer().save_pretrained(run / "init")
+    open_event_log(run, "generator-0").info("generator_started", pid=7)
+    writer = MetricsFile(run)
     for step in range(1, steps + 1):
         row = {metric: 0.1 + index / 100 + step / 1000 for index, metric in enumerate(METRICS)}
         writer.write(
             {**row, "step": step, "version": step, "time": 1000.0 + 3 * step, "staleness/max": 1, "gpu/odd": step}
         )
         for at, what in enumerate(("wait", "train", "snapshot")):
-            Timeline(run, "learner").add(what, 1000.0 + 3 * step + at, 1001.0 + 3 * step + at, step=step)
+            Timeline(run, "learner").add_span(what, 1000.0 + 3 * step + at, 1001.0 + 3 * step + at, step=step)
     learner, engine = RouteFile(run / "routes", "learner"), RouteFile(run / "routes", "engine-generator-0")
     for step in (1, 11):
         trained, calls = episode()

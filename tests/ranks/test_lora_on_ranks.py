@@ -42,7 +42,7 @@ def test_ranks_have_the_gradients_of_one(ranks_of, model_path, backend, layout, 
     alone, expected, _ = hl.adapter_gradients(model_path, hl.with_lora(hl.settings(backend), *targets))
     config = hl.with_lora(hl.settings(backend, **LAYOUTS[layout]), *targets, recompute="full")
     seen = set()
-    for parts, norm in ranks_of(config.learner.parallel.world).call(hl.parts_of_rank, model_path, config):
+    for parts, norm in ranks_of(config.learner.parallel.world_size).call(hl.parts_of_rank, model_path, config):
         assert norm == pytest.approx(expected, rel=1e-5)
         for place, gradient in parts:
             whole = alone[place.name].double()
@@ -64,9 +64,9 @@ def test_ranks_have_the_gradients_of_one(ranks_of, model_path, backend, layout, 
 def test_another_layout_loads_the_same_adapters(ranks_of, model_path, tmp_path, backend, saved, loaded):
     first, second = hc.fresh(tmp_path / "first"), hc.fresh(tmp_path / "second")
     config = hl.with_lora(hl.settings(backend, **LAYOUTS[saved]))
-    ranks_of(config.learner.parallel.world).call(hl.trained_and_saved, model_path, config, first, tmp_path / "a")
+    ranks_of(config.learner.parallel.world_size).call(hl.trained_and_saved, model_path, config, first, tmp_path / "a")
     config = hl.with_lora(hl.settings(backend, **loaded))
-    world = config.learner.parallel.world
+    world = config.learner.parallel.world_size
     hc.on_ranks(ranks_of(world), hc.continued, model_path, config, hc.paths(first), 2, 0, second)
     hc.assert_same(hc.paths(first), hc.paths(second))
     hc.on_ranks(ranks_of(world), hl.restored_and_saved, model_path, config, hc.paths(first), tmp_path / "b")

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from r3async.config import POLICY_LOSSES, config_from_dict
-from r3async.learner.losses.objective import loss_weights, objective
+from r3async.config import BUILTIN_POLICY_LOSSES, config_from_dict
+from r3async.learner.losses.objective import compute_loss, compute_loss_weights
 from tests.helpers import models as hm
 from tests.helpers.algorithms import REDUCTIONS, algorithm, batch_of, make_samples
 from tests.helpers.parity import LENGTHS, gradients_of_rank
@@ -31,7 +31,9 @@ def features(tokens: int, sample: int) -> torch.Tensor:
 def gradient(micro_batches: list[list[int]], settings: dict, reduction: str) -> torch.Tensor:
     """float64 `[FEATURES]`: of those micro-batches of samples; weights are of the whole step."""
     samples = make_samples(0, LENGTHS)
-    weights = loss_weights([s.mask for s in samples], range(7), [0, 0, 0, 1, 1, 2, 2], reduction, norm_length=50)
+    weights = compute_loss_weights(
+        [s.mask for s in samples], range(7), [0, 0, 0, 1, 1, 2, 2], reduction, norm_length=50
+    )
     for sample, weight in zip(samples, weights, strict=True):
         sample.weights = np.where(sample.mask, weight.astype(np.float64), np.nan)
     theta = torch.zeros(FEATURES, dtype=torch.float64, requires_grad=True)
@@ -40,7 +42,9 @@ def gradient(micro_batches: list[list[int]], settings: dict, reduction: str) -> 
         batch, logprobs, entropies = batch_of([samples[i] for i in members], torch.float64)
         slopes = [features(len(samples[i]), i)[torch.from_numpy(samples[i].mask)] for i in members]
         change = torch.cat(slopes) @ theta if slopes else theta[:0]
-        loss, _ = objective(batch, logprobs.detach() + change, entropies.detach() + change, config, rollout_kl_coef=0.1)
+        loss, _ = compute_loss(
+            batch, logprobs.detach() + change, entropies.detach() + change, config, rollout_kl_coef=0.1
+        )
         loss.backward()
     assert theta.grad is not None
     return theta.grad
@@ -56,7 +60,7 @@ def share(settings: dict, reduction: str) -> list[float]:
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("anchor", ["rollout", "recomputed"])
-@pytest.mark.parametrize("loss", POLICY_LOSSES)
+@pytest.mark.parametrize("loss", BUILTIN_POLICY_LOSSES)
 def test_two_ranks_have_the_gradient_of_one(two_ranks, loss, anchor, reduction):
     settings = {"policy_loss": loss, "anchor": anchor, **TERMS}
     exact = gradient([list(range(len(LENGTHS)))], settings, reduction)
@@ -81,8 +85,8 @@ def test_a_learner_on_two_ranks_has_the_gradient_of_one_with_every_term(two_rank
     rng = np.random.default_rng(0)
     micro_batches = []
     for m in packed_batch():
-        near = (m.table["rollout_logprobs"] + rng.normal(0, 0.1, m.tokens)).astype(np.float32)
-        weights = rng.random(m.tokens).astype(np.float32) / 100
+        near = (m.table["rollout_logprobs"] + rng.normal(0, 0.1, m.num_tokens)).astype(np.float32)
+        weights = rng.random(m.num_tokens).astype(np.float32) / 100
         columns = {"old_logprobs": near, "reference_logprobs": near, "loss_weights": weights}
         micro_batches.append(type(m)(m.table.with_columns(**columns), m.cu_seqlens, m.temperatures, m.sample_ids))
     expected = gradients_of_rank(str(path), with_everything(), micro_batches)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from r3async.data.routes import RoutingError
 from r3async.learner import LearnerError
-from r3async.learner.batch.packing import collate, pack
+from r3async.learner.batch.packing import collate_samples, pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.trainer import train_minibatch
 from r3async.record.merging import merge_traces
@@ -34,11 +34,11 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(model_path):
-    return MegatronLearner.load(config(), model_path)
+    return MegatronLearner.from_pretrained(config(), model_path)
 
 
 def in_learner(function, path: Path, settings, *args):
-    learner = MegatronLearner.load(settings, path)
+    learner = MegatronLearner.from_pretrained(settings, path)
     try:
         return function(learner, *args)
     finally:
@@ -46,10 +46,10 @@ def in_learner(function, path: Path, settings, *args):
 
 
 def trained(learner, micro_batches):
-    before = learner.export()
+    before = learner.export_weights()
     mine = of_rank(micro_batches, learner.ranks.dp_rank, learner.config.learner.parallel.dp)
     results = [train_minibatch(learner, mine) for _ in range(3)]
-    return before, learner.export(), [r.metrics for r in results], results[-1].expert_load, learner.version
+    return before, learner.export_weights(), [r.metrics for r in results], results[-1].expert_load, learner.update_count
 
 
 def without(names, metrics):
@@ -58,7 +58,7 @@ def without(names, metrics):
 
 @pytest.mark.parametrize("layout", [EVERYTHING, STAGES, CONTEXT], ids=["dp2-tp2-ep4", "tp2-pp2-ep2", "cp2-tp2-ep4"])
 def test_ranks_train_the_model_that_one_rank_trains(four_ranks, model_path, layout):
-    learner = MegatronLearner.load(config(), model_path)
+    learner = MegatronLearner.from_pretrained(config(), model_path)
     expected = [train_minibatch(learner, batch()).metrics for _ in range(3)]
     answers = four_ranks.call(in_learner, trained, model_path, config(**layout), batch())
     before, after, metrics, load, version = answers[0]
@@ -66,7 +66,7 @@ def test_ranks_train_the_model_that_one_rank_trains(four_ranks, model_path, layo
     assert set(before) == set(source)
     assert all(torch.equal(before[name], tensor) for name, tensor in source.items())
     assert version == 3
-    for name, exact in learner.export().items():
+    for name, exact in learner.export_weights().items():
         moved = (exact - source[name]).norm()
         assert (after[name] - exact).norm() <= 1e-3 * moved, name
         assert moved > 0 or "experts" in name, name
@@ -83,22 +83,22 @@ def test_ranks_train_the_model_that_one_rank_trains(four_ranks, model_path, layo
 def test_an_embedding_shared_by_two_stages_is_trained_once(two_ranks, tmp_path):
     path = hm.make_hf_model(tmp_path / "tied", num_hidden_layers=2, tie_word_embeddings=True)
     samples = hm.make_samples(3, LENGTHS, layers=2)
-    learner = MegatronLearner.load(config(), path)
-    expected = [train_minibatch(learner, pack(samples, 48)).metrics for _ in range(3)]
-    answers = two_ranks.call(in_learner, trained, path, config(pp=2), pack(samples, 48))
+    learner = MegatronLearner.from_pretrained(config(), path)
+    expected = [train_minibatch(learner, pack_samples(samples, 48)).metrics for _ in range(3)]
+    answers = two_ranks.call(in_learner, trained, path, config(pp=2), pack_samples(samples, 48))
     _, after, metrics, _, _ = answers[0]
     assert [m["grad_norm"] for m in metrics] == pytest.approx([m["grad_norm"] for m in expected], rel=1e-5)
     source = load_file(path / "model.safetensors")
     name = "model.embed_tokens.weight"
-    exact = learner.export()[name]
+    exact = learner.export_weights()[name]
     assert (after[name] - exact).norm() <= 1e-3 * (exact - source[name]).norm()
 
 
 def looked_at(learner, micro_batches):
     given = learner.logprobs(micro_batches), learner.logprobs(micro_batches, replay=False)
-    score = learner.score(micro_batches[0].table["token_ids"])
-    recorded = learner.record_routes(micro_batches)
-    assert learner.replay.current is None
+    score = learner.score_sequence(micro_batches[0].table["token_ids"])
+    recorded = learner.record_learner_routes(micro_batches)
+    assert learner.replay.current_routes is None
     return *given, score, recorded
 
 
@@ -123,12 +123,12 @@ def traced(learner, micro_batches):
 @pytest.mark.parametrize("layout", [STAGES, CONTEXT], ids=["tp2-pp2-ep2", "cp2-tp2-ep4"])
 def test_the_traces_of_all_ranks_hold_the_learners_log_probs(four_ranks, model_path, alone, layout):
     answers = four_ranks.call(in_learner, traced, model_path, config(**layout), batch())
-    merged = {t.sample_ids: t for t in merge_traces([t for rank in answers for t in rank], alone.replay.layers)}
+    merged = {t.sample_ids: t for t in merge_traces([t for rank in answers for t in rank], alone.replay.num_moe_layers)}
     assert len(merged) == len(batch())
     for m, expected in zip(batch(), alone.logprobs(batch()), strict=True):
-        trained = m.table["loss_mask"][: m.real_tokens]
+        trained = m.table["loss_mask"][: m.num_real_tokens]
         logprobs = merged[tuple(m.sample_ids)].logprobs
-        np.testing.assert_allclose(logprobs[trained], expected[: m.real_tokens][trained], atol=2e-5)
+        np.testing.assert_allclose(logprobs[trained], expected[: m.num_real_tokens][trained], atol=2e-5)
         assert np.isnan(logprobs[~trained]).all()
 
 
@@ -136,8 +136,8 @@ def fed_too_much(learner):
     """Only rank 0 feeds tokens forward: with any collective before the check it would wait for the other rank."""
     if learner.ranks.rank:
         return ""
-    bound, fed = collate(hm.make_samples(9, [20])), collate(hm.make_samples(9, [30]))
-    with pytest.raises(RoutingError) as error, learner.replay.bound(bound):
+    bound, fed = collate_samples(hm.make_samples(9, [20])), collate_samples(hm.make_samples(9, [30]))
+    with pytest.raises(RoutingError) as error, learner.replay.bind_routes(bound):
         learner.forward(fed, np.zeros(0, np.int64), None)
     return str(error.value)
 
@@ -163,18 +163,18 @@ def failed_then_trained(learner, micro_batches):
     with pytest.raises(RuntimeError, match="broken expert"):
         train_minibatch(learner, of_rank(micro_batches, dp_rank, dp))
     handle.remove()
-    assert learner.replay.current is None
-    assert learner.replay._open == []
-    assert learner.replay.counts.load.sum() == 0
+    assert learner.replay.current_routes is None
+    assert learner.replay._open_routes == []
+    assert learner.replay.counts.expert_load.sum() == 0
     assert all(p.grad is None for p in learner.model.parameters())
-    assert learner.version == 0
+    assert learner.update_count == 0
     dist.barrier()
     return train_minibatch(learner, of_rank(micro_batches, dp_rank, dp)).metrics
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2, "ep": 2}], ids=["tp2", "ep2"])
 def test_nothing_is_left_behind_when_every_rank_fails(two_ranks, model_path, layout):
-    expected = train_minibatch(MegatronLearner.load(config(), model_path), batch()).metrics
+    expected = train_minibatch(MegatronLearner.from_pretrained(config(), model_path), batch()).metrics
     for metrics in two_ranks.call(in_learner, failed_then_trained, model_path, config(**layout), batch()):
         assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
@@ -182,24 +182,29 @@ def test_nothing_is_left_behind_when_every_rank_fails(two_ranks, model_path, lay
 def uneven(learner, micro_batches):
     with pytest.raises(LearnerError, match="between 1 and 2 micro-batches"):
         train_minibatch(learner, micro_batches[: 1 + learner.ranks.dp_rank])
-    bare = [collate([replace_columns(s, routing_recorded=np.zeros(20, bool)) for s in hm.make_samples(1, [20])])]
+    bare = [
+        collate_samples([replace_columns(s, routing_recorded=np.zeros(20, bool)) for s in hm.make_samples(1, [20])])
+    ]
     settings = learner.config.routing
     settings.min_recorded_fraction = 0.6
-    mine = bare if learner.ranks.dp_rank else [collate(hm.make_samples(1, [20]))]
+    mine = bare if learner.ranks.dp_rank else [collate_samples(hm.make_samples(1, [20]))]
     with pytest.raises(LearnerError, match=r"only 0\.500 of the trained tokens"):
         train_minibatch(learner, mine)
-    return learner.version
+    return learner.update_count
 
 
 def test_a_step_is_refused_on_every_rank_alike(two_ranks, model_path):
     samples = hm.make_samples(0, [9, 12])
-    assert two_ranks.call(in_learner, uneven, model_path, config(dp=2), [collate([s]) for s in samples]) == [0, 0]
+    assert two_ranks.call(in_learner, uneven, model_path, config(dp=2), [collate_samples([s]) for s in samples]) == [
+        0,
+        0,
+    ]
 
 
 def threads_after(path: Path, settings) -> tuple[int, int]:
     counts = []
     for _ in range(3):
-        MegatronLearner.load(settings, path).close()
+        MegatronLearner.from_pretrained(settings, path).close()
         counts.append(psutil.Process().num_threads())
     return counts[0], counts[-1]
 

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from r3async.checkpoint import CheckpointError
-from r3async.checkpoint.tensors import LearnerParts
+from r3async.checkpoint.tensors import LearnerStateReader
 from tests.helpers import checkpoint as hc
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import assert_same, begun, continued, fresh, in_two_parts, on_ranks, paths, settings
@@ -79,8 +79,8 @@ def test_a_tied_embedding_is_saved_once_and_loaded_by_both_stages(ranks_of, tmp_
 
 def _round_trip(ranks_of, model_path, tmp_path, saved, loaded):
     first, second = fresh(tmp_path / "first"), fresh(tmp_path / "second")
-    on_ranks(ranks_of(saved.learner.parallel.world), begun, model_path, saved, 2, first)
-    world = loaded.learner.parallel.world
+    on_ranks(ranks_of(saved.learner.parallel.world_size), begun, model_path, saved, 2, first)
+    world = loaded.learner.parallel.world_size
     on_ranks(ranks_of(world), continued, model_path, loaded, paths(first), 2, 0, second)
     assert len(paths(second)) == world
     assert_same(paths(first), paths(second))
@@ -107,4 +107,4 @@ def test_torch_distributed_checkpoint_reads_the_files(ranks_of, model_path, tmp_
 def test_a_rank_s_missing_file_is_named(ranks_of, model_path, tmp_path):
     on_ranks(ranks_of(2), begun, model_path, settings(tp=2), 1, tmp_path)
     with pytest.raises(CheckpointError, match="2 ranks wrote it, but there are learner-00000-of-00002"):
-        LearnerParts(paths(tmp_path)[:1])
+        LearnerStateReader(paths(tmp_path)[:1])

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from r3async.config import Config, config_from_dict, to_dict
+from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.records import Trajectory
-from r3async.learner.batch.packing import MicroBatch, pack
-from r3async.learner.preparation import prepare
+from r3async.learner.batch.packing import MicroBatch, pack_samples
+from r3async.learner.preparation import prepare_minibatches
 from r3async.learner.torch.backend import TorchLearner
 from tests.helpers import torch as ht
 from tests.helpers.parity import gradients_of_rank, of_rank
@@ -49,7 +49,7 @@ def sampled_near(trajectories: list[Trajectory], values: np.ndarray) -> list[Tra
 def gradients_of_torch(path: str, settings: Config, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """As `gradients_of_rank`, of the other backend."""
     rank = dist.get_rank() if settings.learner.parallel.dp > 1 else 0
-    learner = TorchLearner.load(settings, Path(path))
+    learner = TorchLearner.from_pretrained(settings, Path(path))
     mine = of_rank(micro_batches, rank, settings.learner.parallel.dp)
     result, found = ht.gradients_of_step(learner, mine)
     return {"gradients": {n: g.numpy() for n, g in found.items()}, "result": result}
@@ -60,19 +60,21 @@ def gradients_of_torch(path: str, settings: Config, micro_batches: list[MicroBat
 def test_a_model_has_one_gradient_however_the_rows_are_scattered(model, two_ranks, backend, level):
     """Of merged rows in one micro-batch; of step-wise rows in many; and of those on two ranks."""
     gradients = {"torch": gradients_of_torch, "megatron": gradients_of_rank}[backend]
-    plain = to_dict(ht.settings(episode__max_new_tokens=16))
+    plain = config_to_dict(ht.settings(episode__max_new_tokens=16))
     plain["algorithm"] |= EPISODE_LEVEL[level]
     plain["learner"]["backend"] = backend
     config = config_from_dict(plain)
-    learner = TorchLearner.load(ht.settings(), model)
+    learner = TorchLearner.from_pretrained(ht.settings(), model)
     rows, _ = play("auto")
-    (together,) = pack([s for t in rows for s in t.samples], 2000)
+    (together,) = pack_samples([s for t in rows for s in t.samples], 2000)
     known = learner.logprobs([together])[0][together.table["loss_mask"]]
     values = (known + np.random.default_rng(0).normal(0, 0.15, len(known))).astype(np.float32)
-    merged, stepwise = (prepare([sampled_near(play(m)[0], values)], config)[0][0] for m in ("auto", "stepwise"))
+    merged, stepwise = (
+        prepare_minibatches([sampled_near(play(m)[0], values)], config)[0][0] for m in ("auto", "stepwise")
+    )
 
-    want = gradients(str(model), config, pack(merged, 2000))
-    scattered = pack(stepwise, max(len(s.table) for s in stepwise))
+    want = gradients(str(model), config, pack_samples(merged, 2000))
+    scattered = pack_samples(stepwise, max(len(s.table) for s in stepwise))
     assert len(scattered) > 2
     assert 0 < sum(want["result"].metrics[f"rollout_corr/{n}_fraction"] for n in ("clipped", "masked")) < 1
     plain["learner"]["parallel"] |= {"dp": 2}

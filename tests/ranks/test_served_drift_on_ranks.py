@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from r3async.config import Config, config_from_dict
-from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.learner.batch.packing import MicroBatch, pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
@@ -41,9 +41,9 @@ def model_path(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def given(model_path) -> list[MicroBatch]:
     """Rollout log-probs are the model's own, with its own routing, a little off: drift is that of random routes and the step."""
-    learner, rng, made = MegatronLearner.load(config(1.0), model_path), np.random.default_rng(0), []
+    learner, rng, made = MegatronLearner.from_pretrained(config(1.0), model_path), np.random.default_rng(0), []
     for index, sample in enumerate(fully_recorded(hm.make_samples(3, LENGTHS, temperature=0.8))):
-        (own,) = learner.logprobs(pack([sample], 48), replay=False)
+        (own,) = learner.logprobs(pack_samples([sample], 48), replay=False)
         mask, probed = sample.table["loss_mask"], np.full(len(sample.table), index in PROBED)
         columns = {
             "rollout_logprobs": np.where(mask, own + 0.1 * rng.standard_normal(len(own)), 0).astype(np.float32),
@@ -52,19 +52,19 @@ def given(model_path) -> list[MicroBatch]:
             "advantages": np.where(probed, np.float32(0), sample.table["advantages"]),
         }
         made.append(replace_columns(sample, **columns))
-    return pack(made, 48)
+    return pack_samples(made, 48)
 
 
 def stepped(
     path: Path, settings: Config, micro_batches: list[MicroBatch]
 ) -> tuple[list[np.ndarray], list[dict[str, float]], dict[str, torch.Tensor]]:
     """Own-routing log-probs of all tokens, metrics of two steps, and the weights after them."""
-    learner = MegatronLearner.load(settings, path)
+    learner = MegatronLearner.from_pretrained(settings, path)
     try:
         own = learner.logprobs(micro_batches, replay=False)
         mine = of_rank(micro_batches, learner.ranks.dp_rank, settings.learner.parallel.dp)
         metrics = [train_minibatch(learner, mine, version=version).metrics for version in (4, 5)]
-        return own, metrics, learner.export()
+        return own, metrics, learner.export_weights()
     finally:
         learner.close()
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from r3async.config import Config, config_from_dict
-from r3async.learner.batch.packing import MicroBatch, pack, pack_for_ranks
+from r3async.learner.batch.packing import MicroBatch, pack_for_ranks, pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from tests.helpers import models as hm
 from tests.helpers import torch as ht
@@ -42,9 +42,9 @@ def config(recompute: str = "none", backend: str = "megatron", **parallel: int) 
 
 def batches(**options: Any) -> list[MicroBatch]:
     """An odd number of rows among them, which sequence-parallel ranks have padding for."""
-    shared = pack(hm.make_families(0, **options), 84, share_prefixes=True)
-    assert sum(m.shared_tokens for m in shared) > 60
-    assert any(m.tokens % 2 for m in shared)
+    shared = pack_samples(hm.make_families(0, **options), 84, share_prefixes=True)
+    assert sum(m.num_shared_tokens for m in shared) > 60
+    assert any(m.num_tokens % 2 for m in shared)
     return shared
 
 
@@ -69,7 +69,7 @@ def model_path(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def exact(model_path):
-    return gradients_of_rank(str(model_path), config(), pack(hm.make_families(0), 4096))
+    return gradients_of_rank(str(model_path), config(), pack_samples(hm.make_families(0), 4096))
 
 
 @pytest.mark.parametrize(
@@ -81,15 +81,15 @@ def test_two_ranks_have_the_gradient_of_one_that_shares_nothing(two_ranks, model
 
 
 def step_of_torch(path: str, divided: list[list[MicroBatch]]) -> dict[str, Any]:
-    learner = TorchLearner.load(config(backend="torch", dp=2), Path(path))
+    learner = TorchLearner.from_pretrained(config(backend="torch", dp=2), Path(path))
     result, gradients = ht.gradients_of_step(learner, divided[dist.get_rank()])
     return {"result": result, "gradients": {n: g.numpy() for n, g in gradients.items()}}
 
 
 def test_torch_ranks_have_the_gradient_of_one_that_shares_nothing(two_ranks, model_path):
     samples = hm.make_families(0)
-    alone = TorchLearner.load(config(backend="torch"), model_path)
-    result, gradients = ht.gradients_of_step(alone, pack(samples, 4096))
+    alone = TorchLearner.from_pretrained(config(backend="torch"), model_path)
+    result, gradients = ht.gradients_of_step(alone, pack_samples(samples, 4096))
     divided = pack_for_ranks(samples, 4096, ranks=2, share_prefixes=True)
     answers = two_ranks.call(step_of_torch, str(model_path), divided)
     assert_same(answers, {"result": result, "gradients": {n: g.numpy() for n, g in gradients.items()}})

@@ -8,20 +8,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.actors.ranks import LocalLearner
+from r3async.actors.ranks import LocalRank
 from r3async.config import Config
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.torch.backend import TorchLearner
-from r3async.weights.delta import apply, identity
+from r3async.weights.delta import apply_delta, digest_version
 from r3async.weights.publish import delta_path
-from r3async.weights.reading import verify
-from r3async.weights.sending import ShardedPublisher
-from r3async.world.disk import Disk
+from r3async.weights.reading import verify_version_file
+from r3async.weights.sending import ShardedVersionStore
+from r3async.world.disk import SystemFiles
 from tests.helpers import models as hm
 from tests.helpers.parity import config
 
 EVERYTHING, STAGES = {"dp": 2, "tp": 2, "ep": 4}, {"tp": 2, "pp": 2, "ep": 2}
-held: list[LocalLearner] = []
+held: list[LocalRank] = []
 """Of a rank's process."""
 
 
@@ -32,8 +32,8 @@ def model_path(tmp_path_factory):
 
 
 def opened(kind, path: Path, settings: Config):
-    held.append(LocalLearner(settings, kind.load(settings, path)))
-    held[0].publish_through("shared_memory", True)
+    held.append(LocalRank(settings, kind.from_pretrained(settings, path)))
+    held[0].set_weight_transport("shared_memory", True)
     return len(held)
 
 
@@ -44,8 +44,8 @@ def snapshot(version: int, by: float):
     with torch.no_grad():
         for parameter in backend.optimizer.parameters:
             parameter.add_(by)  # a part of it, where it is divided
-    learner.snapshot(version)
-    return sum(t.nbytes for t in learner._snapshot[1].values()), backend.export()
+    learner.snapshot_weights(version)
+    return sum(t.nbytes for t in learner._snapshot[1].values()), backend.export_weights()
 
 
 def each(arguments, name):
@@ -70,28 +70,30 @@ def test_the_file_is_what_rank_0_would_export_and_every_rank_copies_its_part(
     settings = config(**layout)
     four_ranks.call(opened, kind, model_path, settings)
     try:
-        publisher = ShardedPublisher(tmp_path, lambda name, given: four_ranks.call(each, given, name), 4, deltas=True)
+        publisher = ShardedVersionStore(
+            tmp_path, lambda name, given: four_ranks.call(each, given, name), 4, deltas=True
+        )
         before = None
         for version, by in enumerate((0.0, 1e-3, 1e-3)):
             answers = four_ranks.call(snapshot, version, by)
-            publication = publisher.send()
-            four_ranks.call(each, [()] * 4, "let_go")
+            publication = publisher.publish_shares()
+            four_ranks.call(each, [()] * 4, "discard_snapshot")
             manifest, exported = publication.manifest, answers[0][1]
-            verify(manifest)
+            verify_version_file(manifest)
             written = load_file(manifest.path)
             assert set(written) == set(exported)
             assert all(torch.equal(written[n], t.to(written[n].dtype)) for n, t in exported.items())
             copied = [nbytes for nbytes, _ in answers]
             assert sum(copied) == sum(t.nbytes for t in exported.values())
             assert max(copied) < sum(copied) / 2
-            (base,) = publication.parts
+            (base,) = publication.transport_data
             if base is not None:
-                files = Disk()
+                files = SystemFiles()
                 with files.open(Path(before.path)) as old, files.open(delta_path(Path(manifest.path))) as delta:
-                    made = b"".join(map(bytes, apply(identity(before), old, delta)))
+                    made = b"".join(map(bytes, apply_delta(digest_version(before), old, delta)))
                 assert made == Path(manifest.path).read_bytes()
             before = manifest
-        assert not [name for name in Disk().list(publisher.path) if name.startswith(".")]
+        assert not [name for name in SystemFiles().list_names(publisher.path) if name.startswith(".")]
         publisher.close()
     finally:
         four_ranks.call(closed)

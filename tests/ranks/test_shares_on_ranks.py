@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from r3async.checkpoint.tensors import write_part
+from r3async.checkpoint.tensors import write_rank_file
 from r3async.config import Config
 from r3async.learner import build_learner
 from tests.helpers import models as hm
@@ -49,7 +49,7 @@ def sharded(name: str, **options: Any) -> Config:
 @pytest.mark.parametrize("layout", ["dp2", "cp2", "tp2", "dp2-ep2", "dp2-tp2", "dp4-ep2", "dp2-pp2"])
 def test_shares_train_the_same_bits_as_copies(ranks_of, model_path, tmp_path, layout, dtype):
     config, divided = settings(dtype=dtype, **LAYOUTS[layout]), sharded(layout, dtype=dtype)
-    ranks = ranks_of(config.learner.parallel.world)
+    ranks = ranks_of(config.learner.parallel.world_size)
     straight, half, whole = (fresh(tmp_path / name) for name in ("straight", "half", "whole"))
     copies = on_ranks(ranks, begun, model_path, config, 4, straight)
     first = on_ranks(ranks, begun, model_path, divided, 2, half)
@@ -64,7 +64,7 @@ def test_a_divided_checkpoint_is_read_by_any_layout_and_the_other_way_round(
     ranks_of, model_path, tmp_path, saved, loaded
 ):
     written, taken, back = (fresh(tmp_path / name) for name in ("written", "taken", "back"))
-    ranks, others = (ranks_of(settings(**LAYOUTS[name]).learner.parallel.world) for name in (saved, loaded))
+    ranks, others = (ranks_of(settings(**LAYOUTS[name]).learner.parallel.world_size) for name in (saved, loaded))
     on_ranks(ranks, begun, model_path, sharded(saved), 2, written)
     on_ranks(others, continued, model_path, settings(**LAYOUTS[loaded]), paths(written), 2, 0, taken)
     assert_same(paths(written), paths(taken))
@@ -89,8 +89,8 @@ def state_bytes(path: Path, config: Config, out: Path) -> int:
     learner = build_learner(config, path)
     try:
         train(learner, config, batches(1))
-        write_part(out, learner.state())
-        return sum(t.nbytes for state in learner.optimizer.states() for name, t in state.items() if name != "step")
+        write_rank_file(out, learner.capture_state())
+        return sum(t.nbytes for state in learner.optimizer.iter_states() for name, t in state.items() if name != "step")
     finally:
         learner.close()
 
@@ -103,7 +103,7 @@ def test_a_shortened_step_and_what_is_published_are_the_same(ranks_of, model_pat
     for each in (config, divided):
         each.learner.offload_moments = "offload_moments" in options
         each.learner.lora.rank = 4 if "lora" in options else 0
-    ranks = ranks_of(config.learner.parallel.world)
+    ranks = ranks_of(config.learner.parallel.world_size)
     expected, found = (ranks.call(shortened, model_path, each) for each in (config, divided))
     assert expected[0][0].keys() == found[0][0].keys()
     for name, tensor in expected[0][0].items():
@@ -113,14 +113,14 @@ def test_a_shortened_step_and_what_is_published_are_the_same(ranks_of, model_pat
 
 def shortened(path: Path, config: Config) -> tuple[dict[str, torch.Tensor], int]:
     """What is published of a rank after a step of which 0.4 is made, after a whole one; and a digest of its own weights."""
-    from r3async.learner.digests import digest_of, summed
+    from r3async.learner.digests import compute_digest, sum_digests
 
     learner = build_learner(config, path)
     try:
         train(learner, config, batches(2))
-        learner.optimizer.shorten(1.0, 0.7)
-        learner.optimizer.shorten(0.7, 0.4)
-        own = summed(digest_of(name, p) for name, p in learner.model.named_parameters())
-        return learner.export(), own
+        learner.optimizer.shorten_step(1.0, 0.7)
+        learner.optimizer.shorten_step(0.7, 0.4)
+        own = sum_digests(compute_digest(name, p) for name, p in learner.model.named_parameters())
+        return learner.export_weights(), own
     finally:
         learner.close()

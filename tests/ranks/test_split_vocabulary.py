@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from r3async.data.supports import Supports
+from r3async.data.supports import SupportSets
 from r3async.learner.logprobs import token_logprobs
 
 VOCABULARY, TOKENS = 11, 7
@@ -22,12 +22,12 @@ def given() -> tuple[torch.Tensor, ...]:
     return hidden, matrix, targets, temperatures
 
 
-def supports() -> tuple[np.ndarray, Supports]:
+def supports() -> tuple[np.ndarray, SupportSets]:
     """bool `[TOKENS, VOCABULARY]`, some of one rank's part alone, and the same as sets."""
     dense = np.random.default_rng(0).random((TOKENS, VOCABULARY)) < 0.5
     dense[0], dense[1] = np.arange(VOCABULARY) < 3, np.arange(VOCABULARY) > 8
     dense[np.arange(TOKENS), given()[2].numpy()] = True
-    return dense, Supports.of_bits(np.packbits(dense, axis=1, bitorder="little"), VOCABULARY)
+    return dense, SupportSets.from_bitmaps(np.packbits(dense, axis=1, bitorder="little"), VOCABULARY)
 
 
 def whole(entropy_gradient: bool, masked: bool):
@@ -57,7 +57,7 @@ def split(chunk: int, entropy_gradient: bool, masked: bool):
         hidden,
         targets,
         temperatures,
-        first=rank * rows,
+        first_token_id=rank * rows,
         group=dist.group.WORLD,
         chunk_elements=chunk,
         entropy_gradient=entropy_gradient,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from r3async.learner.batch.packing import pack
+from r3async.learner.batch.packing import pack_samples
 from tests.helpers import lora as hl
 from tests.helpers import models as hm
 from tests.helpers.parity import BUDGET, LENGTHS
@@ -16,7 +16,7 @@ from tests.helpers.parity import BUDGET, LENGTHS
 )
 def test_ranks_take_the_step_of_one(two_ranks, tmp_path, backend, parallel):
     path = hm.make_hf_model(tmp_path / "model", num_hidden_layers=4, mlp_only_layers=[1])
-    batches = pack(hm.make_samples(3, LENGTHS, routes=False), BUDGET)
+    batches = pack_samples(hm.make_samples(3, LENGTHS, routes=False), BUDGET)
     alone, weights = hl.taught_on_rank(path, hl.settings(backend), batches)
     (first, trained), (second, _) = two_ranks.call(hl.taught_on_rank, path, hl.settings(backend, **parallel), batches)
     assert first == second

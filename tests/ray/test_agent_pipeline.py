@@ -10,15 +10,15 @@ import torch
 from rich.console import Console
 
 from r3async.config import EnvConfig, InitConfig, config_from_dict, load_config
-from r3async.envs.factory import environment_factory
-from r3async.learner.batch.packing import pack
-from r3async.learner.supervised import supervised_step
+from r3async.envs.factory import build_environment_factory
+from r3async.learner.batch.packing import pack_samples
+from r3async.learner.supervised import run_supervised_step
 from r3async.learner.torch.backend import TorchLearner
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.record.routes import RouteIndex
 from r3async.record.verify import verify_routes
 from r3async.rollout.chat import ChatRenderer
-from r3async.tools.init_model import OracleData, byte_tokenizer, random_model
+from r3async.tools.init_model import OracleDemonstrations, build_byte_tokenizer, build_random_model
 from r3async.tools.train import train
 from tests.helpers.agents import CLIENTS
 
@@ -50,22 +50,22 @@ def caller(tmp_path_factory):
     """A model that mostly calls the tool: a short supervised warm-up, without the samples that `init_model` looks at."""
     # Heads of 32: vLLM has none of 16 on CPU.
     init = InitConfig(hidden_size=64, layers=2, heads=2, kv_heads=2, expert_hidden_size=32, rope_theta=5.0)
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     torch.manual_seed(0)
-    model = random_model(init, tokenizer)
-    factory = environment_factory(EnvConfig(name="tests.helpers.agents:CalculatorFormat"))
-    data = OracleData(factory, ChatRenderer(tokenizer), 0)
+    model = build_random_model(init, tokenizer)
+    factory = build_environment_factory(EnvConfig(name="tests.helpers.agents:CalculatorFormat"))
+    data = OracleDemonstrations(factory, ChatRenderer(tokenizer), 0)
     path = tmp_path_factory.mktemp("model") / "caller"
     model.save_pretrained(path, safe_serialization=True)
     tokenizer.save_pretrained(path)
     settings = {"backend": "torch", "dtype": "float32", "lr": 4e-3, "weight_decay": 0.01, "betas": [0.9, 0.999]}
-    learner = TorchLearner.load(
+    learner = TorchLearner.from_pretrained(
         config_from_dict({"learner": {**settings, "max_grad_norm": 1e6}, "routing": {"replay": "off"}}), path
     )
     for _ in range(400):
-        if supervised_step(learner, pack(data.batch(12), 8192))["loss/answers"] < 0.015:
+        if run_supervised_step(learner, pack_samples(data.make_batch(12), 8192))["loss/answers"] < 0.015:
             break
-    learner.save(path)
+    learner.save_pretrained(path)
     return path
 
 
@@ -84,7 +84,7 @@ def trained(caller, tmp_path, monkeypatch):
             )
         finally:
             print(screen.getvalue())  # shown with a failure
-        rows = read_objects(directory / "metrics.jsonl")
+        rows = read_json_objects(directory / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
         for row in rows:
             assert row["routing/recorded_fraction"] >= 0.95
@@ -93,7 +93,7 @@ def trained(caller, tmp_path, monkeypatch):
             assert row["transport/rejected"] == 0
         # A tool was called and its result answered: in two turns, in one row of training.
         assert max(row["episode/turns_mean"] for row in rows) > 1
-        assert verify_routes(RouteIndex(directory)).verified
+        assert verify_routes(RouteIndex(directory)).is_verified
         return directory, rows
 
     return run
@@ -105,7 +105,7 @@ def test_a_program_that_knows_only_an_address_and_a_key_plays_with_a_tool_and_it
     assert max(r["reward/max"] for r in rows) > 0.25
     # Evaluations are played beside it, and none of their episodes has reached the learner.
     assert rows[-1]["transport/received"] == STEPS * GROUPS * SAMPLES
-    lines = read_objects(run_dir / "evaluation.jsonl")
+    lines = read_json_objects(run_dir / "evaluation.jsonl")
     assert [line["step"] for line in lines] == [2, STEPS]
     assert lines[-1]["evaluation/version_max"] == STEPS
     assert all(line["evaluation/episodes"] == 3 and line["evaluation/reward_mean"] > 0 for line in lines)

@@ -11,8 +11,8 @@ import uuid
 
 import pytest
 
-from r3async.checkpoint import Checkpoints
-from r3async.record.reading import read_objects
+from r3async.checkpoint import CheckpointDirectory
+from r3async.record.reading import read_json_objects
 from tests.ray.test_stop_while_loading import marked
 
 pytestmark = pytest.mark.timeout(500)
@@ -52,9 +52,9 @@ def test_a_run_on_a_terminal_that_is_closed_writes_a_checkpoint_and_ends_well(un
         driver.kill()
         driver.wait()
     run_dir = tmp_path / "closed"
-    (ended,) = [e for e in read_objects(run_dir / "events.jsonl") if e["event"] in ("run_finished", "run_failed")]
+    (ended,) = [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] in ("run_finished", "run_failed")]
     assert ended["stopped"]
-    assert Checkpoints(run_dir / "checkpoints").steps()[-1] == ended["steps"] >= 3
+    assert CheckpointDirectory(run_dir / "checkpoints").list_steps()[-1] == ended["steps"] >= 3
     assert (run_dir / "report.html").exists()
     deadline = time.monotonic() + 30
     while left := [p for p in marked(mark) if p.pid != os.getpid()]:

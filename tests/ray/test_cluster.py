@@ -44,7 +44,7 @@ def test_a_head_on_this_host_that_nothing_names_is_left_alone():
     """Ray finds such a head by a file, would join it, and then refuses the capacity that we ask for."""
     code = (
         "import ray; from r3async.world.ray import RayActors\n"
-        "RayActors().connect(None, 3); print(ray.cluster_resources()['CPU'])"
+        "RayActors().join_cluster(None, 3); print(ray.cluster_resources()['CPU'])"
     )
     with plain_head() as address, tempfile.TemporaryDirectory(prefix="r3") as home:
         Path(home, "ray").mkdir()
@@ -74,7 +74,7 @@ def test_a_ray_that_is_started_on_a_busy_machine_gets_a_second_chance():
             return get_node(*args)
 
         services.get_node = late
-        RayActors().connect(None, 3)
+        RayActors().join_cluster(None, 3)
         first = asked[0]
         assert len(first) == 2, first
         assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in first)

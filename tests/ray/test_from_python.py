@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import r3async
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("local_ray")]
 
@@ -96,7 +96,7 @@ def test_a_script_without_a_guard_gives_a_class_of_its_own_and_hears_of_its_run(
     assert written == [["checkpoint", 2, True], ["checkpoint", 4, True]], "what is evaluated has one"
     assert heard[-1] == ["end", 4, None]
     assert told["again"] == [4, 2]
-    rows = read_objects(run / "evaluation.jsonl")
+    rows = read_json_objects(run / "evaluation.jsonl")
     kept = [json.loads(path.read_text()) for path in sorted((run / "checkpoints").glob("evaluation-0*.json"))]
     assert [one["step"] for one in kept] == [row["step"] for row in rows]
     assert len(kept[-1]["result"]["sets"]["many"]["rewards"]) == 3
@@ -132,10 +132,10 @@ async def test_in_a_running_loop_a_callback_that_raises_ends_the_run_which_resum
     assert "name='rows' resumes it" in str(failed.value)
     assert isinstance(failed.value.__cause__, ValueError)
     assert steps == [1, 2]
-    made = read_objects(tmp_path / "rows" / "metrics.jsonl")[-1]["step"]
+    made = read_json_objects(tmp_path / "rows" / "metrics.jsonl")[-1]["step"]
     assert (tmp_path / "rows" / "checkpoints" / f"step-{made:08d}").is_dir(), "it was stopped in order"
     run = train(lambda record: steps.append(record.step), made + 2)
-    rewards = read_objects(run / "metrics.jsonl")
+    rewards = read_json_objects(run / "metrics.jsonl")
     assert [row["step"] for row in rewards] == list(range(1, made + 3))
     assert steps[2:] == [made + 1, made + 2]
     assert all(row["reward/long_mean"] > 0 for row in rewards)

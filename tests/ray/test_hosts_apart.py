@@ -15,7 +15,7 @@ import torch
 import xxhash
 from safetensors.torch import load
 
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.tools.scale import scale_run
 from r3async.weights.manifest import TensorEntry, WeightManifest
 from tests.helpers.hosts_apart import start_ray, two_hosts, why_not
@@ -124,7 +124,7 @@ def test_a_run_over_two_hosts_learns_through_a_kill_a_cut_and_changes_of_its_fle
     check_books(run_dir, len(trained(run_dir)), 16, 8)
     assert len(events(run_dir, "conductor_started")) == len(events(run_dir, "learner_started")) == 1
     assert "generator-0" in [event["generator"] for event in events(run_dir, "generator_restarted")]
-    rewards = [row["reward/mean"] for row in read_objects(run_dir / "metrics.jsonl")]
+    rewards = [row["reward/mean"] for row in read_json_objects(run_dir / "metrics.jsonl")]
     half = len(rewards) // 2
     assert sum(rewards[-half:]) > sum(rewards[:half]), rewards
     probed = {event["generator"] for event in events(run_dir, "probe") if event["version"] > 0}

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from r3async.config import load_config
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.tools.init_model import init_model
-from r3async.tools.sft import sft
+from r3async.tools.sft import run_sft
 from r3async.tools.train import train
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
@@ -42,7 +42,7 @@ def trained(local_ray, tmp_path_factory):
         init_model(path / "tiny", load_config("complements.toml", []))
         start = ["data.path=demonstrations.jsonl", "data.eval=0", "model.path=tiny", "reward=exact"]
         supervised = ["steps=120", "sft.rows_per_step=64", "learner.lr=1e-3", "name=first"]
-        sft(load_config("complements.toml", [*start, *supervised], "sft"), "complements", console, path)
+        run_sft(load_config("complements.toml", [*start, *supervised], "sft"), "complements", console, path)
         more = [
             "model.path=first/model",
             "learner.lora.rank=16",
@@ -54,8 +54,8 @@ def trained(local_ray, tmp_path_factory):
 
 
 def test_held_out_rows_are_answered_better_after_training(trained):
-    rows = read_objects(trained / "metrics.jsonl")
-    evaluated = read_objects(trained / "evaluation.jsonl")
+    rows = read_json_objects(trained / "metrics.jsonl")
+    evaluated = read_json_objects(trained / "evaluation.jsonl")
     before, after = (each["evaluation/metrics"]["reward/correct"] for each in (evaluated[0], evaluated[-1]))
     assert (evaluated[0]["step"], evaluated[-1]["step"]) == (0, STEPS)
     assert after > before + 0.2
@@ -69,7 +69,7 @@ LEARNER_PARTS = ("learner/between_seconds", "learner/wait_seconds", "learner/ste
 
 def test_all_time_of_a_run_is_booked_to_stages(trained):
     # From the first row to one before which the generator was still playing.
-    first, *rows = read_objects(trained / "metrics.jsonl")[: STEPS - 3]
+    first, *rows = read_json_objects(trained / "metrics.jsonl")[: STEPS - 3]
     passed = rows[-1]["time"] - first["time"]
 
     def booked(kind, role):

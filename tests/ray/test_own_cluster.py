@@ -12,21 +12,21 @@ import pytest
 SCRIPT = """
 import asyncio, json, os
 import psutil
-from r3async.world import Placement
-from r3async.world.real import REAL
+from r3async.world import ActorOptions
+from r3async.world.real import REAL_WORLD
 
 class Echo:
     def __init__(self, world): pass
     async def pid(self): return os.getpid()
 
-REAL.actors.connect(None, 1)
+REAL_WORLD.actors.join_cluster(None, 1)
 try:
-    actor = REAL.actors.spawn(Echo, name="only", placement=Placement(threads=1))
+    actor = REAL_WORLD.actors.spawn_actor(Echo, name="only", actor_options=ActorOptions(threads=1))
     pid = asyncio.run(actor.call("pid", timeout=90))
     below = {p.pid: " ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)}
     print(json.dumps([below.pop(pid), list(below.values())]))
 finally:
-    REAL.actors.disconnect()
+    REAL_WORLD.actors.leave_cluster()
 """
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from r3async.checkpoint.state import CheckpointError
 from r3async.config import load_config
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.tools.train import train
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
@@ -61,7 +61,7 @@ def test_rows_and_rewards_of_ones_own_are_trained_evaluated_and_told_by_name(tmp
     train(load_config("math", settings | {"steps": 3}), "math", Console(file=screen, width=120), tmp_path)
     assert "data: 20 rows are trained, 0 dropped" in screen.getvalue()
     assert "data: 5 rows are evaluated, 0 dropped" in screen.getvalue()
-    rows = read_objects(tmp_path / "own" / "metrics.jsonl")
+    rows = read_json_objects(tmp_path / "own" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         parts = sum(weight * row[f"reward/{name}_mean"] for name, weight in WEIGHTS.items())
@@ -69,10 +69,10 @@ def test_rows_and_rewards_of_ones_own_are_trained_evaluated_and_told_by_name(tmp
         assert 0 < row["reward/brief_mean"] <= 0.5
         assert row["reward/brief_std"] >= 0
     assert rows[-1]["data/epochs"] > 0.5
-    evaluated = read_objects(tmp_path / "own" / "evaluation.jsonl")
+    evaluated = read_json_objects(tmp_path / "own" / "evaluation.jsonl")
     assert [each["step"] for each in evaluated][-1] == 3
     assert evaluated[-1]["evaluation/episodes"] == 5
-    episodes = read_objects(tmp_path / "own" / "episodes.jsonl")
+    episodes = read_json_objects(tmp_path / "own" / "episodes.jsonl")
     assert {e["turns"][0]["user"] for e in episodes} <= {row["prompt"][0]["content"] for row in ROWS}
     write(tmp_path, ROWS[1:])
     with pytest.raises(CheckpointError, match=r"the rows of `data` = 'sums.jsonl'.*have changed since the run began"):

@@ -13,12 +13,12 @@ from rich.console import Console
 import r3async
 from r3async.config import load_config
 from r3async.record.catalogue import METRICS
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.record.routes import RouteIndex
 from r3async.record.verify import verify_routes
-from r3async.tools.inspect.routes import print_verification, show_routes
+from r3async.tools.inspect.routes import print_routes, print_verification
 from r3async.tools.train import train
-from r3async.views.summary import summarize
+from r3async.views.summary import summarize_run
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
@@ -91,7 +91,7 @@ def kill_generator_at_step(run_dir, step, killed):
     while time.monotonic() < deadline:
         time.sleep(0.1)
         metrics = run_dir / "metrics.jsonl"
-        if metrics.exists() and len(read_objects(metrics)) >= step:
+        if metrics.exists() and len(read_json_objects(metrics)) >= step:
             pid = next(e["pid"] for e in events(run_dir) if e["event"] == "generator_started")
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
@@ -108,7 +108,7 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
     killer.join(timeout=10)
     assert len(killed) == 1
 
-    rows = read_objects(run_dir / "metrics.jsonl")
+    rows = read_json_objects(run_dir / "metrics.jsonl")
     assert [r["step"] for r in rows] == list(range(1, STEPS + 1))
     assert {m for m in PROMISED_METRICS if not m.startswith("lag/")} <= set(METRICS)
     for row in rows[1:]:
@@ -128,7 +128,7 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
     names = [e["event"] for e in events(run_dir)]
     assert "generator_lost" in names
     assert "generator_restarted" in names
-    assert summarize(run_dir).history.generators_lost == 1
+    assert summarize_run(run_dir).history.generators_lost == 1
     assert "restart" in screen.getvalue()
     for product in ("report.html", "config.toml", "episodes.jsonl", "model/model.safetensors", "logs/generator-0.log"):
         assert (run_dir / product).stat().st_size > 0, product
@@ -150,7 +150,7 @@ def routes_were_the_engines_own(run_dir, rows):
     assert result.unrecorded == result.samples * layers
     screen = io.StringIO()
     assert print_verification(run_dir, Console(file=screen, width=80))
-    show_routes(run_dir, Console(file=screen, width=80), step=STEPS)
+    print_routes(run_dir, Console(file=screen, width=80), step=STEPS)
     assert "every recorded route was used in training as the engine chose it" in screen.getvalue()
     assert screen.getvalue().count(" sampled ") >= 3
 
@@ -168,7 +168,7 @@ def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(warm
         routing={"replay": "off"},
     )
     assert run_dir == tmp_path / "on-policy"
-    for row in read_objects(run_dir / "metrics.jsonl"):
+    for row in read_json_objects(run_dir / "metrics.jsonl"):
         assert row["staleness/max"] == 0
         assert row["rollout_kl/k3"] < 1e-6
         assert row["routing/agreement"] > 0.999

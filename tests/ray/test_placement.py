@@ -9,13 +9,13 @@ from collections import Counter
 
 import pytest
 
-from r3async.actors.layout import Demand, Unplaceable, lay_out
-from r3async.actors.places import take_places
+from r3async.actors.layout import PlacementError, ResourceDemand, plan_layout
+from r3async.actors.places import reserve_placements
 from r3async.actors.process import RunFailed
 from r3async.config import Config, load_config
-from r3async.tools.presets import preset_paths
-from r3async.world import Placement, World
-from r3async.world.real import REAL
+from r3async.tools.presets import list_preset_paths
+from r3async.world import ActorOptions, World
+from r3async.world.real import REAL_WORLD
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -73,13 +73,13 @@ def shapes():
 
 
 def presets() -> dict[str, Config]:
-    return {path.stem: load_config(path.stem, SECONDS) for path in preset_paths()}
+    return {path.stem: load_config(path.stem, SECONDS) for path in list_preset_paths()}
 
 
 def planned(config: Config):
     try:
-        return lay_out(Demand.of(config), REAL.actors.nodes())
-    except Unplaceable as error:
+        return plan_layout(ResourceDemand.from_config(config), REAL_WORLD.actors.list_nodes())
+    except PlacementError as error:
         return str(error)
 
 
@@ -92,42 +92,44 @@ async def until(look, wanted):
 
 
 async def held(wanted: Counter):
-    await until(lambda: +Counter({n.key: n.gpus - n.free_gpus for n in REAL.actors.nodes()}), wanted)
+    await until(lambda: +Counter({n.node_id: n.gpus - n.free_gpus for n in REAL_WORLD.actors.list_nodes()}), wanted)
 
 
-async def found(places: list[Placement]) -> list[tuple[str, list[str]]]:
-    actors = [REAL.actors.spawn(Stub, name=f"stub-{i}", placement=place) for i, place in enumerate(places)]
+async def found(places: list[ActorOptions]) -> list[tuple[str, list[str]]]:
+    actors = [
+        REAL_WORLD.actors.spawn_actor(Stub, name=f"stub-{i}", actor_options=place) for i, place in enumerate(places)
+    ]
     try:
         return [await actor.call("where", timeout=120) for actor in actors]
     finally:
         for actor in actors:
-            REAL.actors.kill(actor)
+            REAL_WORLD.actors.kill_actor(actor)
 
 
 @pytest.mark.parametrize(("hosts", "gpus"), SHAPES)
 async def test_every_preset_is_placed_as_planned_or_refused_by_name(shapes, hosts, gpus):
     shapes(hosts, gpus)
-    await until(lambda: [node.gpus for node in REAL.actors.nodes()], [gpus] * hosts)
+    await until(lambda: [node.gpus for node in REAL_WORLD.actors.list_nodes()], [gpus] * hosts)
     outcome = {}
     for name, config in presets().items():
         plan = planned(config)
         if isinstance(plan, str):
-            with pytest.raises(Unplaceable) as refused:
-                take_places(REAL, config)
+            with pytest.raises(PlacementError) as refused:
+                reserve_placements(REAL_WORLD, config)
             assert str(refused.value) == plan
             assert "`" in plan, "it names a setting"
             outcome[name] = "refused"
             continue
-        places = take_places(REAL, config)  # within `cluster.wait_seconds`, or it raises
+        places = reserve_placements(REAL_WORLD, config)  # within `cluster.wait_seconds`, or it raises
         try:
             assert places.layout == plan
             wanted = Counter()
             for bundle in plan.bundles:
-                wanted[bundle.node] += bundle.gpus
+                wanted[bundle.node_id] += bundle.gpus
             await held(+wanted)
             outcome[name] = "placed"
         finally:
-            REAL.actors.release(places.reservation)
+            REAL_WORLD.actors.release_bundles(places.reservation)
             await held(Counter())
     assert outcome["quickstart"] == "placed"
     assert (outcome["moe_30b_r3"] == "placed") == (hosts > 1)
@@ -141,14 +143,14 @@ async def test_stubs_of_ranks_and_engines_see_their_own_gpus(shapes):
     """On the last cluster, of one GPU: rank and engine share it. Who comes then is told what is free."""
     shapes(1, 1)
     config = load_config("quickstart", ["cluster.wait_seconds=1"])
-    places = take_places(REAL, config)
+    places = reserve_placements(REAL_WORLD, config)
     try:
-        (node,) = REAL.actors.nodes()
-        assert await found([places.learner, *places.engines]) == [(node.key, ["0"])] * 2
+        (node,) = REAL_WORLD.actors.list_nodes()
+        assert await found([places.learner, *places.engines]) == [(node.node_id, ["0"])] * 2
         with pytest.raises(RunFailed, match=r"others use it: .*0 of 1 GPUs free.*waited 1 s, cluster.wait_seconds"):
-            take_places(REAL, config)
+            reserve_placements(REAL_WORLD, config)
     finally:
-        REAL.actors.release(places.reservation)
+        REAL_WORLD.actors.release_bundles(places.reservation)
     wide = load_config("quickstart", ["cluster.wait_seconds=8", "generator.count=3", "learner.parallel={dp=2,ep=2}"])
-    with pytest.raises(Unplaceable, match="learner's 2 ranks need 2 GPUs"):
-        take_places(REAL, wide)
+    with pytest.raises(PlacementError, match="learner's 2 ranks need 2 GPUs"):
+        reserve_placements(REAL_WORLD, wide)

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from tests.ray.test_resume_run import check_books, events, finished_weights, run, settings, trained, wait_for
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500), pytest.mark.usefixtures("local_ray")]
@@ -57,7 +57,7 @@ def test_a_run_whose_ranks_are_killed_again_and_again_ends_with_the_same_weights
     assert len(events(killed, "conductor_started")) == len(events(killed, "learner_started")) == 1
     assert not events(killed, "generator_lost")
     assert [e["restarts"] for e in events(killed, "ranks_restarted")] == list(range(1, KILLS + 1))
-    assert read_objects(killed / "metrics.jsonl")[-1]["learner/rank_restarts"] == KILLS
+    assert read_json_objects(killed / "metrics.jsonl")[-1]["learner/rank_restarts"] == KILLS
     assert [(x["groups"], x["version"], x["crc32"]) for x in trained(killed)] == [
         (x["groups"], x["version"], x["crc32"]) for x in trained(straight)
     ]

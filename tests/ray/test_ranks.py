@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.actors.places import WRITE, rank_placement
-from r3async.actors.ranked import RankedLearner
-from r3async.actors.ranks import LocalLearner, RankActor
-from r3async.config import to_dict
+from r3async.actors.places import WRITE_LANE, rank_placement
+from r3async.actors.ranked import RemoteRanks
+from r3async.actors.ranks import LocalRank, RankActor
+from r3async.config import config_to_dict
 from r3async.learner import LearnerError
-from r3async.weights.reading import verify
-from r3async.world.real import REAL
+from r3async.weights.reading import verify_version_file
+from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm
 from tests.helpers.parity import LENGTHS, batch, config, of_rank
 
@@ -36,12 +36,12 @@ def for_two_ranks():
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("replay", ["rollout", "learner"])
 def test_ranks_in_actors_train_what_one_process_trains(model_path, tmp_path, replay):
-    alone = LocalLearner.load(config(replay=replay), model_path)
-    expected = alone.train([[batch()], [batch()]], version=0, trace=True)
-    ranked = RankedLearner.load(config(replay=replay, dp=2, ep=2), model_path, tmp_path)
+    alone = LocalRank.load(config(replay=replay), model_path)
+    expected = alone.train_minibatches([[batch()], [batch()]], version=0, trace=True)
+    ranked = RemoteRanks.load(config(replay=replay, dp=2, ep=2), model_path, tmp_path)
     try:
         assert ranked.vocab_size == hm.VOCAB
-        results = ranked.train([for_two_ranks(), for_two_ranks()], version=0, trace=True)
+        results = ranked.train_minibatches([for_two_ranks(), for_two_ranks()], version=0, trace=True)
         for ours, exact in zip(results, expected, strict=True):
             assert ours.metrics == pytest.approx(exact.metrics, rel=1e-4, abs=1e-6)
             traced = [i for t in ours.traces for i in t.sample_ids]
@@ -53,25 +53,27 @@ def test_ranks_in_actors_train_what_one_process_trains(model_path, tmp_path, rep
             assert 0.2 < agreement[1] < 1
         else:
             assert max(agreement) < 0.2
-        ranked.publish_through("shared_memory")
-        ranked.snapshot(3)
+        ranked.set_weight_transport("shared_memory")
+        ranked.snapshot_weights(3)
         with ThreadPoolExecutor(1) as writer:  # beside a step
-            writing = writer.submit(ranked.write)
-            ranked.train([for_two_ranks()], version=1)
+            writing = writer.submit(ranked.write_version)
+            ranked.train_minibatches([for_two_ranks()], version=1)
             manifest = writing.result(60).manifest
-        verify(manifest)
-        ranked.snapshot(4)
-        manifest = ranked.write(reading=[3]).manifest
+        verify_version_file(manifest)
+        ranked.snapshot_weights(4)
+        manifest = ranked.write_version(versions_in_use=[3]).manifest
         assert manifest.version == 4
-        alone.train([[batch()]], version=1)
-        ranked.save(tmp_path / "saved")
+        alone.train_minibatches([[batch()]], version=1)
+        ranked.save_model(tmp_path / "saved")
         saved, exact = load_file(tmp_path / "saved" / "model.safetensors"), load_file(manifest.path)
         source = load_file(model_path / "model.safetensors")
         assert set(saved) == set(source) == set(exact)
         assert all(torch.equal(saved[n].to(exact[n].dtype), exact[n]) for n in saved)
         ids = np.arange(10, 30, dtype=np.int32)
         for temperature in (1.0, 0.7):
-            np.testing.assert_allclose(ranked.score(ids, temperature), alone.score(ids, temperature), atol=1e-3)
+            np.testing.assert_allclose(
+                ranked.score_tokens(ids, temperature), alone.score_tokens(ids, temperature), atol=1e-3
+            )
     finally:
         ranked.close()
         alone.close()
@@ -81,22 +83,22 @@ def test_ranks_in_actors_train_what_one_process_trains(model_path, tmp_path, rep
 class ThreadsOfCalls(RankActor):
     """A rank that says which thread made a call."""
 
-    def call(self, name, *args, **kwargs):
+    def call_method(self, name, *args, **kwargs):
         return threading.get_ident()
 
 
 @pytest.mark.usefixtures("local_ray")
 def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(tmp_path):
-    actors, made = REAL.actors, (0, to_dict(config()), "", str(tmp_path))
-    actor = actors.spawn(ThreadsOfCalls, *made, name="rank", placement=rank_placement(config()))
+    actors, made = REAL_WORLD.actors, (0, config_to_dict(config()), "", str(tmp_path))
+    actor = actors.spawn_actor(ThreadsOfCalls, *made, name="rank", actor_options=rank_placement(config()))
     try:
         calls, writes = [], []
         for _ in range(5):
-            calls += [actors.begin(actor, "call", "score") for _ in range(4)]
-            writes.append(actors.begin(actor, "call", "write", lane=WRITE))
+            calls += [actors.begin_call(actor, "call_method", "score_tokens") for _ in range(4)]
+            writes.append(actors.begin_call(actor, "call_method", "write_version", concurrency_group=WRITE_LANE))
         calls, writes = actors.get(calls, timeout=60), actors.get(writes, timeout=60)
     finally:
-        actors.kill(actor)
+        actors.kill_actor(actor)
     assert len(set(calls)) == len(set(writes)) == 1
     assert calls[0] != writes[0]
 
@@ -105,8 +107,8 @@ def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(tmp_pa
 def test_a_rank_that_dies_and_may_not_start_again_ends_the_step_with_its_number(model_path, tmp_path):
     settings = config(dp=2)
     settings.supervise.max_rank_restarts = 0
-    ranked = RankedLearner.load(settings, model_path, tmp_path)
-    assert REAL.processes.ask_for_stacks(*ranked.processes[0])  # as at a stall
+    ranked = RemoteRanks.load(settings, model_path, tmp_path)
+    assert REAL_WORLD.processes.request_stack_dump(*ranked.processes[0])  # as at a stall
     deadline = time.monotonic() + 30
     while "most recent call first" not in (tmp_path / "logs" / "learner-rank-0.log").read_text():
         assert time.monotonic() < deadline
@@ -114,5 +116,5 @@ def test_a_rank_that_dies_and_may_not_start_again_ends_the_step_with_its_number(
     os.kill(ranked.processes[1][0], signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(LearnerError, match="rank 1 of the learner was lost"):
-        ranked.train([for_two_ranks()], version=0)
+        ranked.train_minibatches([for_two_ranks()], version=0)
     assert time.monotonic() - started < 60  # the other rank, which waits for it, is not waited for

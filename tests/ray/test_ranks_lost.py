@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from r3async.actors.ranked import RankedLearner
+from r3async.actors.ranked import RemoteRanks
 from r3async.actors.ranks import RankActor
-from r3async.checkpoint.tensors import LearnerParts
+from r3async.checkpoint.tensors import LearnerStateReader
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import contents, paths, settings
 from tests.helpers.parity import BUDGET, LENGTHS, of_rank
@@ -25,16 +25,16 @@ pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("local_ray")]
 
 STEPS = 6
 KILLS = [
-    {"rank": 1, "call": "train", "at": "forward"},
-    {"rank": 0, "call": "train", "at": "all_reduce"},
-    {"rank": 1, "call": "copy", "at": "begin"},
-    {"rank": 0, "call": "snapshot", "at": "begin"},
-    {"rank": 1, "call": "write_share", "at": "begin"},
-    {"rank": 0, "call": "write_state", "at": "begin"},
-    {"rank": 1, "call": "hold", "at": "end"},
-    {"rank": 0, "call": "train", "at": "end"},
-    {"rank": 1, "call": "train", "at": "all_reduce"},
-    {"rank": 0, "call": "train", "at": "forward"},
+    {"rank": 1, "call": "train_minibatches", "at": "forward"},
+    {"rank": 0, "call": "train_minibatches", "at": "all_reduce"},
+    {"rank": 1, "call": "copy_for_recovery", "at": "begin"},
+    {"rank": 0, "call": "snapshot_weights", "at": "begin"},
+    {"rank": 1, "call": "write_snapshot", "at": "begin"},
+    {"rank": 0, "call": "write_checkpoint", "at": "begin"},
+    {"rank": 1, "call": "stage_checkpoint", "at": "end"},
+    {"rank": 0, "call": "train_minibatches", "at": "end"},
+    {"rank": 1, "call": "train_minibatches", "at": "all_reduce"},
+    {"rank": 0, "call": "train_minibatches", "at": "forward"},
 ]
 """In this order: the first one whose rank makes its call ends its process at that point."""
 
@@ -46,11 +46,11 @@ class MortalRank(RankActor):
         super().__init__(world, rank, config, model_path, run_dir)
         self.kills = os.path.join(run_dir, "kills.json")
 
-    def call(self, name, *args, **kwargs):
+    def call_method(self, name, *args, **kwargs):
         with open(self.kills) as file:
             kills = json.load(file)
         if not kills or (kills[0]["rank"], kills[0]["call"]) != (self._rank, name):
-            return super().call(name, *args, **kwargs)
+            return super().call_method(name, *args, **kwargs)
 
         def die(*args, **kwargs):
             with open(f"{self.kills}.{self._rank}", "w") as file:
@@ -64,14 +64,14 @@ class MortalRank(RankActor):
             self._learner.backend.forward = die
         elif kills[0]["at"] == "all_reduce":
             dist.all_reduce = die
-        made = super().call(name, *args, **kwargs)
+        made = super().call_method(name, *args, **kwargs)
         assert kills[0]["at"] == "end", "it did not come to that"
         die()
         return made
 
 
-class MortalLearner(RankedLearner):
-    rank = MortalRank
+class MortalLearner(RemoteRanks):
+    actor_class = MortalRank
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +80,9 @@ def model_path(tmp_path_factory):
 
 
 def shares(step):
-    from r3async.learner.batch.packing import pack
+    from r3async.learner.batch.packing import pack_samples
 
-    packed = pack(hm.make_samples(step, LENGTHS, temperature=0.8), BUDGET)
+    packed = pack_samples(hm.make_samples(step, LENGTHS, temperature=0.8), BUDGET)
     return [of_rank(packed, rank, 2) for rank in range(2)]
 
 
@@ -94,36 +94,38 @@ def play(model_path, directory, kills, **parallel):
     told, config = [], settings(**parallel)
     config.weights.directory = str(directory / "weights")
     config.supervise.max_rank_restarts = len(KILLS)
-    learner = MortalLearner.load(config, model_path, directory, tell=lambda event, **facts: told.append((event, facts)))
+    learner = MortalLearner.load(
+        config, model_path, directory, report_event=lambda event, **facts: told.append((event, facts))
+    )
     versions, metrics = [], []
     try:
-        learner.publish_through("shared_memory")
+        learner.set_weight_transport("shared_memory")
         with ThreadPoolExecutor(2) as others:
             writing = storing = None
             for step in range(STEPS):
-                results = learner.train([shares(step)], version=step)
+                results = learner.train_minibatches([shares(step)], version=step)
                 metrics.append([r.metrics for r in results])
                 if writing is not None:
                     versions.append(load_file(writing.result(120).manifest.path))
-                learner.snapshot(step + 1)
-                writing = others.submit(learner.write)
+                learner.snapshot_weights(step + 1)
+                writing = others.submit(learner.write_version)
                 if step % 2 == 0:
                     out = directory / f"state-{step}"
                     out.mkdir()
-                    learner.hold()
-                    storing = others.submit(learner.write_state, out)
+                    learner.stage_checkpoint()
+                    storing = others.submit(learner.write_checkpoint, out)
                 else:
                     storing.result(120)
             versions.append(load_file(writing.result(120).manifest.path))
-        scores = learner.score(np.arange(10, 30, dtype=np.int32))
+        scores = learner.score_tokens(np.arange(10, 30, dtype=np.int32))
         left = json.loads((directory / "kills.json").read_text())
         states = [contents(paths(directory / f"state-{step}")) for step in range(0, STEPS, 2)]
         out = directory / "end"
         out.mkdir()
-        learner.hold()
-        learner.write_state(out)
+        learner.stage_checkpoint()
+        learner.write_checkpoint(out)
         states.append(contents(paths(out)))
-        facts = LearnerParts(paths(out)).facts
+        facts = LearnerStateReader(paths(out)).metadata
     finally:
         learner.close()
     return versions, metrics, states, scores, facts, left, told

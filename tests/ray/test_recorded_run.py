@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from r3async.config import load_config
-from r3async.record.reading import read_objects
-from r3async.record.recording import find_steps
-from r3async.tools.replay import replay
+from r3async.record.reading import read_json_objects
+from r3async.record.recording import find_recorded_steps
+from r3async.tools.replay import replay_run
 from r3async.tools.train import train
 
 pytestmark = [pytest.mark.nightly, pytest.mark.ray, pytest.mark.timeout(400)]
@@ -31,13 +31,13 @@ def test_a_resumed_runs_steps_are_made_again_bit_by_bit_without_it(tmp_path):
         except BaseException:
             print(screen.getvalue())
             raise
-    assert [row["step"] for row in read_objects(run / "metrics.jsonl")] == list(range(1, 7))
-    names = [path.name for path in find_steps(run)]
+    assert [row["step"] for row in read_json_objects(run / "metrics.jsonl")] == list(range(1, 7))
+    names = [path.name for path in find_recorded_steps(run)]
     assert len(names) == 6
     assert {name.partition("-")[2] for name in names} == {"0001.step", "0002.step"}
-    done = replay(run)
+    done = replay_run(run)
     assert done.difference is None
     assert (done.first, done.last) == (1, 6)
-    done = replay(run, start=4, steps=2)
+    done = replay_run(run, start_step=4, steps=2)
     assert done.difference is None
     assert (done.first, done.last) == (5, 6)

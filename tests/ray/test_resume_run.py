@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
-from r3async.checkpoint import Checkpoints
+from r3async.checkpoint import CheckpointDirectory
 from r3async.config import load_config
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.tools.train import train
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
@@ -52,18 +52,18 @@ def run(model, root, name, *overrides):
 
 
 def trained(run_dir):
-    return read_objects(run_dir / "trained.jsonl")
+    return read_json_objects(run_dir / "trained.jsonl")
 
 
 def events(run_dir, name):
-    return [e for e in read_objects(run_dir / "events.jsonl") if e["event"] == name]
+    return [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == name]
 
 
 def check_books(run_dir, steps, groups_per_step=2, samples=4):
     """Every step once, in order; every group once; every episode of it once; a row for every step."""
     lines = trained(run_dir)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    assert [r["step"] for r in read_objects(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
+    assert [r["step"] for r in read_json_objects(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
     groups = [g for line in lines for g in line["groups"]]
     assert sorted(groups) == list(range(steps * groups_per_step))
     names = [t for line in lines for t in line["trajectories"]]
@@ -89,9 +89,9 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(
     finally:
         driver.kill()
         driver.wait(30)
-    checkpoints = Checkpoints(killed / "checkpoints")
-    *_, back, last = checkpoints.steps()
-    newest = checkpoints.path(last)
+    checkpoints = CheckpointDirectory(killed / "checkpoints")
+    *_, back, last = checkpoints.list_steps()
+    newest = checkpoints.step_path(last)
     part = next(newest.glob("learner-*"))
     os.truncate(part, part.stat().st_size // 2)
     (checkpoints.directory / "step-00000019.partial").mkdir(exist_ok=True)
@@ -101,7 +101,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(
     assert "checkpoint bad" in screen
     assert f"resumes from step {back} " in screen
     assert 4 <= back < last < 20
-    assert [events(killed, "resumed")[-1]["step"], checkpoints.steps()[-1]] == [back, 20]
+    assert [events(killed, "resumed")[-1]["step"], checkpoints.list_steps()[-1]] == [back, 20]
     check_books(killed, 20)
     assert [(x["groups"], x["crc32"]) for x in trained(killed)] == [
         (x["groups"], x["crc32"]) for x in trained(straight)

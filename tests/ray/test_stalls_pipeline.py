@@ -14,7 +14,7 @@ from rich.console import Console
 
 from r3async.config import load_config
 from r3async.envs import Message, StepResult
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.tools.train import train
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
@@ -63,7 +63,7 @@ def run(model, tmp_path, meddle, *overrides):
         raise
     meddling.join(timeout=10)
     assert not meddling.is_alive()
-    assert [row["step"] for row in read_objects(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in read_json_objects(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert (run_dir / "model" / "model.safetensors").stat().st_size > 0
     return events(run_dir)
 
@@ -82,7 +82,7 @@ def until(condition):
 
 
 def first_step(run_dir):
-    until(lambda: (run_dir / "metrics.jsonl").exists() and read_objects(run_dir / "metrics.jsonl"))
+    until(lambda: (run_dir / "metrics.jsonl").exists() and read_json_objects(run_dir / "metrics.jsonl"))
 
 
 def named(seen, event):
@@ -109,5 +109,5 @@ def test_a_generator_that_is_held_up_for_good_is_named_writes_its_stacks_and_is_
     assert len(named(seen, "generator_lost")) == len(named(seen, "generator_restarted")) == 1
     run_dir = tmp_path / "run"
     assert "in hold_everything_up" in (run_dir / "logs" / "generator-0.log").read_text()
-    assert "Reception.wait_for_groups" in (run_dir / "stacks" / "learner.txt").read_text()
+    assert "TrajectoryInbox.wait_for_groups" in (run_dir / "stacks" / "learner.txt").read_text()
     assert "Conductor.run" in (run_dir / "stacks" / "conductor.txt").read_text()

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from r3async.config import load_config
-from r3async.record.reading import read_objects
-from r3async.tools.cli import INTERRUPTED
-from r3async.tools.run_dir import open_run
+from r3async.record.reading import read_json_objects
+from r3async.tools.cli import INTERRUPTED_EXIT_CODE
+from r3async.tools.run_dir import open_named_run
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -57,7 +57,7 @@ def test_a_stop_is_obeyed_while(phase, untrained, tmp_path, monkeypatch):
             assert time.monotonic() < deadline, screen.read_text()
             time.sleep(0.02)
         driver.send_signal(signal.SIGTERM)
-        assert driver.wait(60) == INTERRUPTED, screen.read_text()
+        assert driver.wait(60) == INTERRUPTED_EXIT_CODE, screen.read_text()
     finally:
         driver.kill()
     said = screen.read_text()
@@ -69,7 +69,7 @@ def test_a_stop_is_obeyed_while(phase, untrained, tmp_path, monkeypatch):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
     # The same command is let in again, with nothing that this start left half made.
-    run = open_run(load_config("quickstart", words), "quickstart", print, tmp_path)
+    run = open_named_run(load_config("quickstart", words), "quickstart", print, tmp_path)
     run.lock.close()
-    assert run.resume is None
-    assert not [e for e in read_objects(tmp_path / "stopped" / "events.jsonl") if e["event"] == "run_failed"]
+    assert run.resume_from is None
+    assert not [e for e in read_json_objects(tmp_path / "stopped" / "events.jsonl") if e["event"] == "run_failed"]

@@ -9,9 +9,9 @@ import pytest
 
 from r3async.actors.process import RunFailed
 from r3async.config import load_config
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.tools.train import train
-from r3async.weights.probe import KEPT
+from r3async.weights.probe import FAILED_MODEL_DIRECTORY
 from tests.helpers.engine import needs_fp8_cache
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
@@ -33,7 +33,7 @@ def test_a_bit_that_is_flipped_in_shared_memory_stops_the_run_and_is_named(warm_
     with pytest.raises(RunFailed, match=r"generator-0: .*version 1 .*tensor '.*' is corrupt"):
         run(warm_model, tmp_path, "schedule.max_staleness=0", **fault)
     # No slot was freed by it.
-    assert all(row["version"] < 1 for row in read_objects(tmp_path / "run" / "metrics.jsonl"))
+    assert all(row["version"] < 1 for row in read_json_objects(tmp_path / "run" / "metrics.jsonl"))
 
 
 @needs_fp8_cache
@@ -45,7 +45,7 @@ def test_a_run_whose_probe_fails_is_diagnosed_and_the_setting_is_named(warm_mode
     assert "PARTED: engine, attention of layers 0" in seen
     assert "cause: quantised cache: keys and values are cut to float8_e5m2" in seen
     assert "fix: remove generator.engine_args.kv_cache_dtype" in seen
-    diagnosis = tmp_path / "run" / KEPT / "diagnosis.txt"
+    diagnosis = tmp_path / "run" / FAILED_MODEL_DIRECTORY / "diagnosis.txt"
     assert diagnosis.read_text() in seen
 
 
@@ -59,7 +59,7 @@ def test_a_run_over_tcp_is_probed(warm_model, tmp_path):
         "generator.on_update=recompute",
         "episode.temperature=0.8",
     )
-    rows = read_objects(tmp_path / "run" / "metrics.jsonl")
+    rows = read_json_objects(tmp_path / "run" / "metrics.jsonl")
     assert [r["version"] for r in rows] == [1, 2, 3, 4, 5, 6]
     assert all(r["weights/transfer_seconds"] > 0 and 0 < r["weights/paused_share"] < 1 for r in rows)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from r3async.actors.process import NotLoaded
-from r3async.world import ActorLost, ActorRef, Placement, World
-from r3async.world.real import REAL
+from r3async.actors.process import ActorNotLoaded
+from r3async.world import ActorLostError, ActorOptions, ActorRef, World
+from r3async.world.real import REAL_WORLD
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("local_ray")]
 
@@ -30,7 +30,7 @@ class Echo:
         return self.world.processes.pid
 
     async def is_its_own_world(self) -> bool:
-        return self.world is REAL
+        return self.world is REAL_WORLD
 
     async def niceness(self) -> int:
         return os.nice(0)
@@ -44,7 +44,7 @@ class Echo:
         return self.slow
 
     async def current(self) -> ActorRef:
-        return self.world.actors.current()
+        return self.world.actors.current_actor()
 
     async def ask(self, other: ActorRef, method: str, *args: object) -> object:
         return await other.call(method, *args)
@@ -60,14 +60,16 @@ class Echo:
 
 
 def spawn(name: str, **placement: int) -> ActorRef:
-    return REAL.actors.spawn(Echo, name, name=name, placement=Placement(threads=0, concurrency=100, **placement))
+    return REAL_WORLD.actors.spawn_actor(
+        Echo, name, name=name, actor_options=ActorOptions(threads=0, max_concurrency=100, **placement)
+    )
 
 
 async def next_process(actor: ActorRef, pid: int) -> int:
     """The id of the one that was started in its place."""
     deadline = time.monotonic() + 60
     while True:
-        with contextlib.suppress(ActorLost):
+        with contextlib.suppress(ActorLostError):
             if (now := await actor.call("pid", timeout=60)) != pid:
                 return now
         assert time.monotonic() < deadline
@@ -77,7 +79,7 @@ async def next_process(actor: ActorRef, pid: int) -> int:
 async def lost(actor: ActorRef) -> None:
     """Until its calls fail: one that was killed may still answer those that were on their way."""
     deadline = time.monotonic() + 60
-    with contextlib.suppress(ActorLost):
+    with contextlib.suppress(ActorLostError):
         while True:
             await actor.call("pid", timeout=60)
             assert time.monotonic() < deadline
@@ -96,8 +98,8 @@ async def test_calls_between_actors_their_exceptions_and_time_limits():
             await one.call("fail", Wrong("a", "b"), timeout=60)
         assert caught.type is Wrong
         assert caught.value.words == ("a", "b")
-        with pytest.raises(NotLoaded, match=r"^nothing yet$"):
-            await one.call("ask", two, "fail", NotLoaded("nothing yet"), timeout=60)
+        with pytest.raises(ActorNotLoaded, match=r"^nothing yet$"):
+            await one.call("ask", two, "fail", ActorNotLoaded("nothing yet"), timeout=60)
         with pytest.raises(TimeoutError, match="its own"):
             await one.call("fail", TimeoutError("its own"), timeout=60)
         with pytest.raises(TimeoutError) as ours:
@@ -107,44 +109,44 @@ async def test_calls_between_actors_their_exceptions_and_time_limits():
         await asyncio.sleep(0.1)
         left.cancel()
         assert await one.call("sleep", 1.5, timeout=60) == 3, "nobody waits, and the methods go on"
-        reference = REAL.actors.put([1, 2, 3])
+        reference = REAL_WORLD.actors.put([1, 2, 3])
         assert await one.call("shared", [reference], timeout=60) == 6
         assert await one.call("sum", reference, timeout=60) == 6
     finally:
         for actor in (one, two):
-            REAL.actors.kill(actor)
+            REAL_WORLD.actors.kill_actor(actor)
 
 
 async def test_a_process_that_ends_is_lost_and_is_restarted_as_often_as_it_may_be():
-    mortal, other = spawn("mortal", restarts=2), spawn("other")
+    mortal, other = spawn("mortal", max_restarts=2), spawn("other")
     try:
         first = await mortal.call("pid", timeout=60)
         waiting = asyncio.ensure_future(mortal.call("sleep", 600.0))
         await asyncio.sleep(0.2)
-        with pytest.raises(ActorLost, match="mortal: "):
+        with pytest.raises(ActorLostError, match="mortal: "):
             await mortal.call("end", timeout=60)
-        with pytest.raises(ActorLost, match="mortal: "):
+        with pytest.raises(ActorLostError, match="mortal: "):
             await asyncio.wait_for(waiting, 60)
         second = await next_process(mortal, first)
-        REAL.actors.kill(mortal, restart=True)
+        REAL_WORLD.actors.kill_actor(mortal, restart=True)
         assert await next_process(mortal, second) != first
-        REAL.actors.kill(mortal)
+        REAL_WORLD.actors.kill_actor(mortal)
         await lost(mortal)
-        with pytest.raises(ActorLost):
+        with pytest.raises(ActorLostError):
             await other.call("ask", mortal, "pid", timeout=60)
     finally:
-        REAL.actors.kill(other)
+        REAL_WORLD.actors.kill_actor(other)
 
 
 def test_a_thread_without_a_loop_begins_calls_waits_for_them_and_is_told_of_errors():
-    actors, one = REAL.actors, spawn("one")
-    slow, quick = actors.begin(one, "sleep", 30.0), actors.begin(one, "pid")
-    assert actors.wait([slow, quick], timeout=60) == ([quick], [slow])
+    actors, one = REAL_WORLD.actors, spawn("one")
+    slow, quick = actors.begin_call(one, "sleep", 30.0), actors.begin_call(one, "pid")
+    assert actors.wait_for_call([slow, quick], timeout=60) == ([quick], [slow])
     assert actors.get(quick, 60) > 0
     with pytest.raises(TimeoutError):
         actors.get(slow, 0.1)
     with pytest.raises(Wrong):
-        actors.get(actors.begin(one, "fail", Wrong("a")), 60)
-    actors.kill(one)
-    with pytest.raises(ActorLost):
+        actors.get(actors.begin_call(one, "fail", Wrong("a")), 60)
+    actors.kill_actor(one)
+    with pytest.raises(ActorLostError):
         actors.get(slow, 60)

@@ -1,7 +1,7 @@
 """Generators that send trajectories to a learner, whole, through whatever may happen to either end and to the way between them.
 
-`Sender` and `Receiver` are the production classes; the store and the trainer are as small as they may be. What must hold is
-checked at every message (`Delivery.violations`), and `finish` adds what must hold in the end.
+`TrajectorySender` and `TrajectoryReceiver` are the production classes; the store and the trainer are as small as they may be.
+What must hold is checked at every message (`Delivery.violations`), and `finish` adds what must hold in the end.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from r3async.config import TransportConfig
 from r3async.data.records import Trajectory
-from r3async.data.window import Consumed
-from r3async.transport import Ledger, Receiver, Sender, decode_trajectory, wire
+from r3async.data.window import ConsumedGroups
+from r3async.transport import TrajectoryLedger, TrajectoryReceiver, TrajectorySender, decode_trajectory, wire
 from r3async.world import World
-from r3async.world.simulated.loop import Deadlock, LimitReached
-from r3async.world.simulated.network import draw
+from r3async.world.simulated.loop import DeadlockError, LimitReachedError
+from r3async.world.simulated.network import draw_seconds
 from r3async.world.simulated.processes import HostProcess
-from r3async.world.simulated.sockets import Frames, Route
+from r3async.world.simulated.sockets import MessagePath, SimulatedFrames
 from r3async.world.simulated.world import Simulation
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS, make_trajectory
 
@@ -53,31 +53,31 @@ class Shelf:
     def free_bytes(self) -> int:
         return self._size - sum(sum(map(len, frames)) for _, frames in self._disk.values())
 
-    def note_waiting(self, waiting: bool) -> None:
+    def set_waiting(self, waiting: bool) -> None:
         pass
 
-    async def recover(self) -> list[Kept]:
+    async def recover_trajectories(self) -> list[Kept]:
         kept = [decode_trajectory(frames) for _, frames in self._disk.values()]
         return [Kept(trajectory, 100) for trajectory in kept]
 
-    async def put(self, trajectory: Trajectory, frames: Sequence[Any], *, spill: bool) -> None:
+    async def put_trajectory(self, trajectory: Trajectory, frames: Sequence[Any], *, spill: bool) -> None:
         copied = [bytes(frame) for frame in frames]
         await self._world.threads.run(
             self._disk.__setitem__, trajectory.trajectory_id, (trajectory.group_index, copied)
         )
         await asyncio.sleep(0.01)
 
-    async def commit(self, groups: Iterable[int]) -> int:
+    async def delete_trained(self, groups: Iterable[int]) -> int:
         over = set(groups)
         gone = [name for name, (group, _) in self._disk.items() if group in over]
         for name in gone:
             del self._disk[name]
         return len(gone)
 
-    async def remove(self, refused: Mapping[tuple[int, str], str]) -> int:
-        for _, name in refused:
+    async def remove_trajectories(self, rejected: Mapping[tuple[int, str], str]) -> int:
+        for _, name in rejected:
             self._disk.pop(name, None)
-        return len(refused)
+        return len(rejected)
 
 
 class Learner:
@@ -92,12 +92,12 @@ class Learner:
             delivery.settings,
             self._take,
             keys=SERVER_KEYS,
-            claims=lambda group, name: name in delivery.work and delivery.work[name].group_index == group,
-            largest=delivery.largest,
+            is_expected=lambda group, name: name in delivery.work and delivery.work[name].group_index == group,
+            max_trajectory_bytes=delivery.largest,
             store=self.store,
             window=WINDOW,
             port=5555,
-            ledger=delivery.ledger_kind(Consumed(head=len(delivery.trained))),
+            ledger=delivery.ledger_kind(ConsumedGroups(head=len(delivery.trained))),
             on_reject=lambda name, reason: name and delivery.violate(f"{name} was rejected: {reason}"),
             world=process.world,
         )
@@ -110,8 +110,8 @@ class Learner:
             group = len(delivery.trained)
             if len(self.arrived.get(group, ())) == SAMPLES:
                 delivery.trained.append(sorted(self.arrived.pop(group)))
-                self.receiver.forget(group)
-                await self.store.commit([group])
+                self.receiver.forget_group(group)
+                await self.store.delete_trained([group])
 
     def _take(self, trajectory: Trajectory, nbytes: int) -> None:
         name, group = trajectory.trajectory_id, trajectory.group_index
@@ -128,7 +128,7 @@ class Generator:
 
     def __init__(self, delivery: Delivery, process: HostProcess):
         self.delivery, self.process = delivery, process
-        self.sender = Sender(
+        self.sender = TrajectorySender(
             "tcp://learner:5555",
             process.name,
             "run",
@@ -145,7 +145,7 @@ class Generator:
     async def _play(self, name: str) -> None:
         trajectory = self.delivery.work[name]
         await asyncio.sleep(2 * self.delivery.rng.random() * (1 + trajectory.group_index / 2))
-        await self.sender.send(trajectory, more=self.delivery.rng.random() < 0.5)
+        await self.sender.send(trajectory, more_follow=self.delivery.rng.random() < 0.5)
         while name in self.sender:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         self.delivery.left[self.process.name].remove(name)
@@ -154,10 +154,18 @@ class Generator:
 class Delivery:
     """One seed: the work, its ends, and `run` with a schedule of faults."""
 
-    def __init__(self, seed: int, *, receiver: type[Receiver] = Receiver, ledger: type[Ledger] = Ledger):
-        self.simulation = sim = Simulation(seed, hosts=("learner", *GENERATORS), callbacks=2_000_000, seconds=10_000.0)
-        sim.network.observe = self._observe
-        self.rng = rng = sim.rng("delivery")
+    def __init__(
+        self,
+        seed: int,
+        *,
+        receiver: type[TrajectoryReceiver] = TrajectoryReceiver,
+        ledger: type[TrajectoryLedger] = TrajectoryLedger,
+    ):
+        self.simulation = sim = Simulation(
+            seed, hosts=("learner", *GENERATORS), max_callbacks=2_000_000, max_seconds=10_000.0
+        )
+        sim.network.on_message = self._observe
+        self.rng = rng = sim.rng_for("delivery")
         self.receiver_kind, self.ledger_kind = receiver, ledger
         self.violations: list[str] = []
         self.faults: list[str] = []
@@ -194,7 +202,7 @@ class Delivery:
         try:
             sim.loop.run_until_complete(self._story(faults))
             self.violations += sim.loop.failures
-        except (Deadlock, LimitReached) as error:
+        except (DeadlockError, LimitReachedError) as error:
             self.violate(f"it does not end: {error}")
         finally:
             sim.close()
@@ -205,17 +213,17 @@ class Delivery:
             await asyncio.sleep(2 * self.rng.random())
             await self._fault()
         network = self.simulation.network
-        network.damage, network.delay = 0.0, lambda rng: draw((0.001, 0.01), rng)
+        network.damage_rate, network.draw_delay = 0.0, lambda rng: draw_seconds((0.001, 0.01), rng)
         try:
             async with asyncio.timeout(LIVELY_SECONDS):
                 while self._unfinished():  # noqa: ASYNC110
                     await asyncio.sleep(0.5)
         except TimeoutError:
-            held, left = self.learner.receiver.bytes_held, sum(map(len, self.left.values()))
+            held, left = self.learner.receiver.unreleased_bytes, sum(map(len, self.left.values()))
             self.violate(f"{len(self.trained)} groups trained, {left} unanswered, {held} held")
 
     def _unfinished(self) -> bool:
-        return len(self.trained) < GROUPS or any(self.left.values()) or self.learner.receiver.bytes_held > 0
+        return len(self.trained) < GROUPS or any(self.left.values()) or self.learner.receiver.unreleased_bytes > 0
 
     async def _fault(self) -> None:
         sim, network, rng = self.simulation, self.simulation.network, self.rng
@@ -224,23 +232,23 @@ class Delivery:
         fault = rng.choice(["cut", "stall", "half_open", "damage", "delay", "kill", "kill", "freeze", "power"])
         self.faults.append(f"{sim.loop.now:.3f} {fault} {name} {seconds:.3f}")
         if fault in ("cut", "stall"):
-            getattr(network, fault)(generator, "learner", seconds)
+            getattr(network, f"{fault}_connections")(generator, "learner", seconds)
         elif fault == "half_open":
-            network.half_open(name, "learner" if name == generator else generator, seconds)
+            network.half_open_connections(name, "learner" if name == generator else generator, seconds)
         elif fault == "damage":
-            network.damage = rng.choice([0.0, 0.02, 0.1])
+            network.damage_rate = rng.choice([0.0, 0.02, 0.1])
         elif fault == "delay":
             most = rng.choice([0.01, 0.1, 1.0])
-            network.delay = lambda rng: draw((0.0, most), rng)
+            network.draw_delay = lambda rng: draw_seconds((0.0, most), rng)
         elif fault == "freeze":
             process = self.ends[name].process
-            sim.freeze(process)
+            sim.freeze_process(process)
             await asyncio.sleep(seconds)
-            sim.thaw(process)
+            sim.thaw_process(process)
         else:
             if fault == "power":
-                network.vanish(name)
-            sim.end(self.ends[name].process, fault)
+                network.silence_connections(name)
+            sim.end_process(self.ends[name].process, fault)
             await asyncio.sleep(seconds)
             self.ends[name] = self._begin(name)
 
@@ -251,7 +259,7 @@ class Delivery:
         sim.loop.create_task(end.run(), name=name, context=process.context.copy())
         return end
 
-    def _observe(self, event: str, route: Route, frames: Frames) -> None:
+    def _observe(self, event: str, route: MessagePath, frames: SimulatedFrames) -> None:
         self.digest.update(f"{self.simulation.loop.now} {event} {route} {[zlib.crc32(f) for f in frames]}".encode())
         if event == "sent":
             message = wire.decode_control(frames[0])
@@ -265,10 +273,10 @@ class Delivery:
         self._check_memory()
 
     def _check_memory(self) -> None:
-        capacity = self.learner.receiver._capacity
-        bound = max(capacity.total, self.largest) + WINDOW * SAMPLES * self.largest
-        if capacity.held > bound:
-            self.violate(f"{capacity.held} bytes are held, more than {bound}")
+        capacity = self.learner.receiver._memory
+        bound = max(capacity.total_bytes, self.largest) + WINDOW * SAMPLES * self.largest
+        if capacity.reserved_bytes > bound:
+            self.violate(f"{capacity.reserved_bytes} bytes are held, more than {bound}")
         here = {name for group in self.learner.arrived.values() for name in group}
-        if stray := sorted(capacity._held.keys() - here - self.learner.receiver._intake._in_hand.keys()):
+        if stray := sorted(capacity._reserved.keys() - here - self.learner.receiver._intake._unanswered.keys()):
             self.violate(f"{stray[0]} holds memory, and is not here")

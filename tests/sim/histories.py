@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from r3async.data.records import trajectory_name
+from r3async.data.records import format_trajectory_id
 from r3async.tools.simulate.history import (
     Acknowledged,
     Asked,
@@ -47,7 +47,7 @@ RULES = Rules(
 def playing(group: int, episode: int, lineage: int, *versions: int, take: int = 0, nbytes: int = 100) -> Facts:
     """`take`: tells playings of one episode apart."""
     content = hash((group, episode, lineage, versions, take))
-    return Facts(trajectory_name(group, episode), group, episode, lineage, versions, content, nbytes, reward=0.0)
+    return Facts(format_trajectory_id(group, episode), group, episode, lineage, versions, content, nbytes, reward=0.0)
 
 
 class Writer:
@@ -77,7 +77,7 @@ class Writer:
         for episode in episodes:
             self.add(Sent, engine, playing(group, episode, self.lineage, *versions))
         self.add(Stored, group, f"{group}-{self.lineage}", 100 * len(episodes))
-        self.add(Acknowledged, engine, tuple(trajectory_name(group, episode) for episode in episodes))
+        self.add(Acknowledged, engine, tuple(format_trajectory_id(group, episode) for episode in episodes))
 
     def train(self, step: int, version: int, *members: Facts) -> None:
         self.add(Taken, self.lineage, step, version, (members[0].group,))

@@ -16,8 +16,8 @@ from r3async.config import load_config
 from r3async.tools.chaos.accounting import Acknowledged
 from r3async.tools.chaos.actors import FAULTS, Recorder, chaos_directory
 from r3async.tools.chaos.run import Rehearsal, look_into
-from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, frames_of
-from r3async.world.simulated.world import EPOCH
+from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, join_item_frames
+from r3async.world.simulated.world import START_TIME
 from tests.sim.whole import SMALL, Simulated
 
 SETTINGS = [
@@ -42,7 +42,7 @@ def killing(kills, done):
     """Kills these processes, one after the other, every two steps, and up to two seconds later."""
 
     async def kill(machine):
-        rng = machine.simulation.rng("kills")
+        rng = machine.simulation.rng_for("kills")
         for number, name in enumerate(kills):
             await machine.until(lambda: len(machine.trained()) >= 1 + 2 * number)  # noqa: B023
             await asyncio.sleep(rng.uniform(0, 2))
@@ -54,8 +54,8 @@ def killing(kills, done):
 
 def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=None):
     """What the accounting finds in a run whose processes `kills` are killed, or to which `meddle` does something."""
-    machine.simulation.network.damage = damage
-    passed, message = [], machine.simulation._message
+    machine.simulation.network.damage_rate = damage
+    passed, message = [], machine.simulation._log_message
 
     def note(event, route, frames):
         message(event, route, frames)
@@ -65,19 +65,19 @@ def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=
             control = decode_control(frames[0])
         except WireError:
             return
-        now = EPOCH + machine.seconds
+        now = START_TIME + machine.seconds
         if isinstance(control, Deliver):
-            for item, pieces in zip(control.items, control.pieces(frames[1:]), strict=True):
-                sent = Recorder._sent(decode_trajectory(frames_of(item, pieces)))
+            for item, pieces in zip(control.items, control.split_by_item(frames[1:]), strict=True):
+                sent = Recorder._sent(decode_trajectory(join_item_frames(item, pieces)))
                 passed.append(msgspec.structs.replace(sent, at=now))
         elif isinstance(control, Ack):
             passed.append(Acknowledged(now, list(control.ids)))
 
-    machine.simulation.network.observe = note
+    machine.simulation.network.on_message = note
     done = Counter()
 
     class Faulty(Simulated):
-        learner = FAULTS[fault] if fault else Simulated.learner
+        learner_class = FAULTS[fault] if fault else Simulated.learner_class
 
     chosen = [*SETTINGS, *overrides]
     run_dir = machine.train(*chosen, meddle=meddle or killing(kills, done), pipeline=Faulty)
@@ -132,11 +132,11 @@ def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_
     async def fill(machine):
         for step in (2, 12):
             await machine.step(step)
-            machine.host.disk.refuse(machine.root, errno.ENOSPC)
-            began = EPOCH + machine.seconds
+            machine.host.disk.refuse_operations(machine.root, errno.ENOSPC)
+            began = START_TIME + machine.seconds
             await asyncio.sleep(30)  # steps come 3 s apart, and up to 15
-            machine.host.disk.allow(machine.root)
-            full.append((began, EPOCH + machine.seconds))
+            machine.host.disk.allow_operations(machine.root)
+            full.append((began, START_TIME + machine.seconds))
 
     # A full spool pauses generators; here the run has to make steps all the while.
     settings = ["buffer.durability=memory", "routing.trace=all", "steps=40", "checkpoint.every_steps=0"]

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from r3async.world import ActorLost, ActorRef, Actors, Placement, Processes, Threads
-from r3async.world.simulated.actors import copied
-from r3async.world.simulated.loop import Killed
+from r3async.world import ActorLostError, ActorOptions, ActorRef, Actors, Processes, Threads
+from r3async.world.simulated.actors import copy_as_sent
+from r3async.world.simulated.loop import ProcessKilled
 from r3async.world.simulated.world import Simulation
 
 
@@ -67,17 +67,17 @@ class Counter:
         raise {"own": OwnError(1, 2), "unpicklable": Unpicklable(1, 2), "cancelled": asyncio.CancelledError()}[kind]
 
     def me(self) -> ActorRef:
-        return self.world.actors.current()
+        return self.world.actors.current_actor()
 
     async def ask(self, other: ActorRef, method: str):
         return await other.call(method)
 
     async def end_self(self):
-        self.world.processes.kill(*self.whereabouts())
+        self.world.processes.kill_process(*self.whereabouts())
         raise AssertionError("it runs on")
 
     def spawn(self, name: str) -> ActorRef:
-        return self.world.actors.spawn(Counter, 7, name=name)
+        return self.world.actors.spawn_actor(Counter, 7, name=name)
 
     def put(self, value):
         return self.world.actors.put(value)
@@ -96,7 +96,7 @@ class Unmakeable:
 
 @pytest.fixture
 def simulation():
-    simulation = Simulation(1, hosts=("a", "b"), seconds=10_000.0)
+    simulation = Simulation(1, hosts=("a", "b"), max_seconds=10_000.0)
     yield simulation
     simulation.close()
     assert simulation.loop.failures == []
@@ -114,15 +114,15 @@ def test_it_is_what_the_protocols_say(simulation):
     actors: Actors = world.actors
     threads: Threads = world.threads
     processes: Processes = world.processes
-    assert isinstance(actors.spawn(Counter, name="c"), ActorRef)
+    assert isinstance(actors.spawn_actor(Counter, name="c"), ActorRef)
     assert processes.host == "a"
-    with threads.lock():
+    with threads.new_lock():
         pass
 
 
 def test_calls_take_time_and_arrive_in_order(run, simulation):
     async def main(world):
-        actor = world.actors.spawn(Counter, 5, name="counter")
+        actor = world.actors.spawn_actor(Counter, 5, name="counter")
         calls = [asyncio.create_task(actor.call("add")) for _ in range(20)]
         counts = [await call for call in calls]
         before = world.clock.monotonic()
@@ -138,8 +138,8 @@ def test_calls_take_time_and_arrive_in_order(run, simulation):
 def test_calls_run_beside_each_other_up_to_the_concurrency(run, simulation):
     async def main(world):
         times = []
-        for placement in (Placement(), Placement(concurrency=2)):
-            actor = world.actors.spawn(Counter, name=f"c{len(times)}", placement=placement)
+        for placement in (ActorOptions(), ActorOptions(max_concurrency=2)):
+            actor = world.actors.spawn_actor(Counter, name=f"c{len(times)}", actor_options=placement)
             await actor.call("add")
             before = world.clock.monotonic()
             await asyncio.gather(*(actor.call("slow", 1.0) for _ in range(4)))
@@ -152,7 +152,7 @@ def test_calls_run_beside_each_other_up_to_the_concurrency(run, simulation):
 def test_nothing_mutable_is_shared(run):
     async def main(world):
         box = Box([1])
-        actor = world.actors.spawn(Counter, 0, box, name="c")
+        actor = world.actors.spawn_actor(Counter, 0, box, name="c")
         box.items.append(9)
         assert (await actor.call("kept")).items == [1]
         mine = Box([1])
@@ -163,17 +163,17 @@ def test_nothing_mutable_is_shared(run):
 
     run(main)
     array = np.arange(3)
-    again = copied({"a": [array, (1, "x")]})
+    again = copy_as_sent({"a": [array, (1, "x")]})
     assert again["a"][0] is not array
     assert again["a"][1] == (1, "x")
 
 
 def test_refs_pass_through_and_name_the_same_actor(run):
     async def main(world):
-        one, other = (world.actors.spawn(Counter, name=name) for name in ("one", "other"))
+        one, other = (world.actors.spawn_actor(Counter, name=name) for name in ("one", "other"))
         await one.call("add", 41)
         assert await other.call("ask", one, "add") == 42
-        assert copied([Box([one])])[0].items[0].actor is one.actor  # also through pickle
+        assert copy_as_sent([Box([one])])[0].items[0].actor is one.actor  # also through pickle
         me = await one.call("me")
         assert (me.name, await me.call("add")) == ("one", 43)
         spawned = await one.call("spawn", "third")
@@ -184,7 +184,7 @@ def test_refs_pass_through_and_name_the_same_actor(run):
 
 def test_exceptions_arrive_as_themselves(run):
     async def main(world):
-        actor = world.actors.spawn(Counter, name="c")
+        actor = world.actors.spawn_actor(Counter, name="c")
         with pytest.raises(OwnError) as found:
             await actor.call("fail", "own")
         assert found.value.both == (1, 2)
@@ -195,14 +195,14 @@ def test_exceptions_arrive_as_themselves(run):
         with pytest.raises(AttributeError, match="nothing"):
             await actor.call("nothing")
         with pytest.raises(NotImplementedError):
-            world.actors.begin(actor, "add")
+            world.actors.begin_call(actor, "add")
 
     run(main)
 
 
 def test_a_timeout_does_not_stop_the_method(run):
     async def main(world):
-        actor = world.actors.spawn(Counter, name="c")
+        actor = world.actors.spawn_actor(Counter, name="c")
         await actor.call("add")
         with pytest.raises(TimeoutError):
             await actor.call("slow", 100.0, timeout=1.0)
@@ -216,18 +216,18 @@ def test_a_timeout_does_not_stop_the_method(run):
 
 def test_a_killed_actor_loses_its_calls_a_bit_later(run, simulation):
     async def main(world):
-        actor = world.actors.spawn(Counter, name="c")
+        actor = world.actors.spawn_actor(Counter, name="c")
         await actor.call("add")
         calls = [asyncio.create_task(actor.call("forever")) for _ in range(2)]
         await asyncio.sleep(1.0)
         gc.collect()  # a task and what it waits for may know of each other alone
-        world.actors.kill(actor)
+        world.actors.kill_actor(actor)
         before = world.clock.monotonic()
         for call in calls:
-            with pytest.raises(ActorLost, match="c: killed by driver"):
+            with pytest.raises(ActorLostError, match="c: killed by driver"):
                 await call
         seconds = world.clock.monotonic() - before
-        with pytest.raises(ActorLost, match="killed by driver"):
+        with pytest.raises(ActorLostError, match="killed by driver"):
             await actor.call("add")
         return seconds
 
@@ -237,32 +237,32 @@ def test_a_killed_actor_loses_its_calls_a_bit_later(run, simulation):
 
 def test_a_restarted_actor_is_a_new_process_of_the_same_name(run):
     async def main(world):
-        actor = world.actors.spawn(Counter, 10, name="c", placement=Placement(restarts=2))
+        actor = world.actors.spawn_actor(Counter, 10, name="c", actor_options=ActorOptions(max_restarts=2))
         pid, host = await actor.call("whereabouts")
         for count in range(2):
             await actor.call("add")
-            assert world.processes.kill(pid, "nowhere") is False
-            assert world.processes.alive(pid, host) == (host == world.processes.host)
+            assert world.processes.kill_process(pid, "nowhere") is False
+            assert world.processes.is_alive(pid, host) == (host == world.processes.host)
             running = asyncio.create_task(actor.call("forever"))
             await asyncio.sleep(0.5)
             if host == world.processes.host:
-                assert world.processes.kill(pid, host)
+                assert world.processes.kill_process(pid, host)
             else:
-                world.actors.kill(actor, restart=True)
-            with pytest.raises(ActorLost):
+                world.actors.kill_actor(actor, restart=True)
+            with pytest.raises(ActorLostError):
                 await running
-            with pytest.raises(ActorLost, match="restarts"):
+            with pytest.raises(ActorLostError, match="restarts"):
                 await actor.call("whereabouts")
             await asyncio.sleep(10.0)
             now, host = await actor.call("whereabouts")
             assert now != pid
             pid = now
             assert await actor.call("add", 0) == 10, count
-        world.actors.kill(actor, restart=True)
-        with pytest.raises(ActorLost):
+        world.actors.kill_actor(actor, restart=True)
+        with pytest.raises(ActorLostError):
             await actor.call("add")
         await asyncio.sleep(100.0)
-        with pytest.raises(ActorLost):
+        with pytest.raises(ActorLostError):
             await actor.call("add")
 
     run(main)
@@ -270,8 +270,8 @@ def test_a_restarted_actor_is_a_new_process_of_the_same_name(run):
 
 def test_a_process_that_kills_itself_does_no_more(run):
     async def main(world):
-        actor = world.actors.spawn(Counter, name="c")
-        with pytest.raises(ActorLost, match="killed by c"):
+        actor = world.actors.spawn_actor(Counter, name="c")
+        with pytest.raises(ActorLostError, match="killed by c"):
             await actor.call("end_self")
 
     run(main)
@@ -279,20 +279,20 @@ def test_a_process_that_kills_itself_does_no_more(run):
 
 def test_an_actor_that_cannot_be_made_is_lost(run):
     async def main(world):
-        actor = world.actors.spawn(Unmakeable, name="c", placement=Placement(restarts=3))
-        with pytest.raises(ActorLost, match="OSError: no memory"):
+        actor = world.actors.spawn_actor(Unmakeable, name="c", actor_options=ActorOptions(max_restarts=3))
+        with pytest.raises(ActorLostError, match="OSError: no memory"):
             await actor.call("add")
 
     run(main)
 
 
 def test_a_start_that_fails_is_made_again(run, simulation):
-    simulation.plan_start = lambda actor: (2.0, actor.starts == 1)
+    simulation.plan_start = lambda actor: (2.0, actor.start_count == 1)
 
     async def main(world):
-        fragile = world.actors.spawn(Counter, name="fragile")
-        robust = world.actors.spawn(Counter, name="robust", placement=Placement(restarts=1))
-        with pytest.raises(ActorLost, match="start failed"):
+        fragile = world.actors.spawn_actor(Counter, name="fragile")
+        robust = world.actors.spawn_actor(Counter, name="robust", actor_options=ActorOptions(max_restarts=1))
+        with pytest.raises(ActorLostError, match="start failed"):
             await fragile.call("add")
         await asyncio.sleep(5.0)
         assert await robust.call("add") == 1
@@ -302,11 +302,11 @@ def test_a_start_that_fails_is_made_again(run, simulation):
 
 def test_actors_end_with_the_process_that_spawned_them(run):
     async def main(world):
-        parent = world.actors.spawn(Counter, name="parent")
+        parent = world.actors.spawn_actor(Counter, name="parent")
         child = await parent.call("spawn", "child")
         assert await child.call("add") == 8
-        world.actors.kill(parent)
-        with pytest.raises(ActorLost, match="parent ended"):
+        world.actors.kill_actor(parent)
+        with pytest.raises(ActorLostError, match="parent ended"):
             await child.call("add")
 
     run(main)
@@ -314,14 +314,14 @@ def test_actors_end_with_the_process_that_spawned_them(run):
 
 def test_what_was_put_is_lost_with_its_owner(run):
     async def main(world):
-        owner, other = (world.actors.spawn(Counter, name=name) for name in ("owner", "other"))
+        owner, other = (world.actors.spawn_actor(Counter, name=name) for name in ("owner", "other"))
         reference = await owner.call("put", [1, 2])
         assert await other.call("get", [reference]) == [1, 2]
         assert await other.call("same", reference) == [1, 2]
-        assert world.actors.get(copied(Box([reference])).items[0]) == [1, 2]
-        world.actors.kill(owner)
+        assert world.actors.get(copy_as_sent(Box([reference])).items[0]) == [1, 2]
+        world.actors.kill_actor(owner)
         for method, argument in (("get", [reference]), ("same", reference)):
-            with pytest.raises(ActorLost):
+            with pytest.raises(ActorLostError):
                 await other.call(method, argument)
 
     run(main)
@@ -329,13 +329,13 @@ def test_what_was_put_is_lost_with_its_owner(run):
 
 def test_a_frozen_process_answers_when_it_thaws(run, simulation):
     async def main(world):
-        actor = world.actors.spawn(Counter, name="c")
+        actor = world.actors.spawn_actor(Counter, name="c")
         await actor.call("add")
-        process = simulation.find("c")
-        simulation.freeze(process)
+        process = simulation.find_process("c")
+        simulation.freeze_process(process)
         with pytest.raises(TimeoutError):
             await actor.call("add", timeout=5.0)
-        simulation.loop.call_later(20.0, simulation.thaw, process)
+        simulation.loop.call_later(20.0, simulation.thaw_process, process)
         assert await actor.call("add") == 3
 
     run(main)
@@ -343,10 +343,10 @@ def test_a_frozen_process_answers_when_it_thaws(run, simulation):
 
 def test_calls_wait_while_their_hosts_are_cut_off(run, simulation):
     async def main(world):
-        there = world.actors.spawn(Counter, name="c")  # on the host with the fewest processes
+        there = world.actors.spawn_actor(Counter, name="c")  # on the host with the fewest processes
         assert (await there.call("whereabouts"))[1] == "b"
         now = simulation.loop.now
-        simulation.cut(simulation.hosts["b"], simulation.hosts["a"], 30.0)
+        simulation.cut_hosts(simulation.hosts["b"], simulation.hosts["a"], 30.0)
         await there.call("add")
         return simulation.loop.now - now
 
@@ -355,12 +355,12 @@ def test_calls_wait_while_their_hosts_are_cut_off(run, simulation):
 
 def test_a_host_that_is_lost_takes_its_processes_along(run, simulation):
     async def main(world):
-        actor = world.actors.spawn(Counter, name="c", placement=Placement(restarts=1))
+        actor = world.actors.spawn_actor(Counter, name="c", actor_options=ActorOptions(max_restarts=1))
         assert (await actor.call("whereabouts"))[1] == "b"
         running = asyncio.create_task(actor.call("forever"))
         await asyncio.sleep(0.1)
-        simulation.lose(simulation.hosts["b"])
-        with pytest.raises(ActorLost, match="b was lost"):
+        simulation.lose_host(simulation.hosts["b"])
+        with pytest.raises(ActorLostError, match="b was lost"):
             await running
         await asyncio.sleep(10.0)
         assert (await actor.call("whereabouts"))[1] == "a"
@@ -370,23 +370,23 @@ def test_a_host_that_is_lost_takes_its_processes_along(run, simulation):
 
 def test_the_world_of_an_ended_process_does_nothing(run, simulation):
     async def main(world):
-        actor = world.actors.spawn(Counter, name="c")
+        actor = world.actors.spawn_actor(Counter, name="c")
         await actor.call("add")
-        process = simulation.find("c")
+        process = simulation.find_process("c")
         theirs = process.world
-        simulation.end(process, "a test")
+        simulation.end_process(process, "a test")
         for touch in (
-            lambda: theirs.actors.spawn(Counter, name="d"),
-            lambda: theirs.actors.kill(actor),
+            lambda: theirs.actors.spawn_actor(Counter, name="d"),
+            lambda: theirs.actors.kill_actor(actor),
             lambda: theirs.actors.put(1),
-            lambda: theirs.processes.kill(1, "a"),
-            lambda: theirs.threads.repeat("x", 1.0, lambda: True),
-            lambda: theirs.sockets(),
-            lambda: theirs.unique(),
+            lambda: theirs.processes.kill_process(1, "a"),
+            lambda: theirs.threads.repeat_until_done("x", 1.0, lambda: True),
+            lambda: theirs.open_sockets(),
+            lambda: theirs.unique_id(),
         ):
-            with pytest.raises(Killed):
+            with pytest.raises(ProcessKilled):
                 touch()
-        with pytest.raises(Killed):
+        with pytest.raises(ProcessKilled):
             await theirs.threads.run(len, ())
 
     run(main)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from r3async.config import ConfigError, load_config, to_toml
+from r3async.config import ConfigError, config_to_toml, load_config
 from r3async.record.timeline import Timeline
 from r3async.tools.cli import app
 from tests.sim.test_capacity import row
@@ -31,12 +31,12 @@ def test_a_preset_is_predicted_by_bound_and_drawn(tmp_path: Path) -> None:
 
 def test_durations_of_a_run_are_taken_and_the_run_itself_is_predicted(tmp_path: Path) -> None:
     config = load_config("quickstart", ["steps=12", "generator.concurrency=16", "schedule.max_staleness=0"])
-    (tmp_path / "config.toml").write_text(to_toml(config))
+    (tmp_path / "config.toml").write_text(config_to_toml(config))
     timeline = Timeline(tmp_path, "generator-0")
     rows = []
     for step in range(12):
         for _ in range(4):
-            timeline.add("call", 10.0 + 3 * step, 11.0 + 3 * step, turn=0, tokens=10, prompt=0, running=8)
+            timeline.add_span("call", 10.0 + 3 * step, 11.0 + 3 * step, turn=0, tokens=10, prompt=0, running=8)
         rows.append({**row(100, 1.0), "step": step + 1, "time": 12.0 + 3 * step})
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in rows))
     answer = simulate("--calibrate", str(tmp_path), "--steps", "12")

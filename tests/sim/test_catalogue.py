@@ -6,8 +6,8 @@ import contextlib
 import re
 
 from r3async.actors.process import NotTrained
-from r3async.record.catalogue import METRICS, metric
-from r3async.record.reading import read_objects
+from r3async.record.catalogue import METRICS, find_metric
+from r3async.record.reading import read_json_objects
 
 
 def test_a_run_writes_the_metrics_of_the_catalogue_and_no_others(machine) -> None:
@@ -15,9 +15,9 @@ def test_a_run_writes_the_metrics_of_the_catalogue_and_no_others(machine) -> Non
     machine.run_dir.mkdir(parents=True)
     with contextlib.suppress(NotTrained):
         machine.train(preset="fully_async", settings=[*settings, "generator.engine=scripted", "weights.probe=false"])
-    rows = read_objects(machine.run_dir / "metrics.jsonl")
+    rows = read_json_objects(machine.run_dir / "metrics.jsonl")
     written = {name for row in rows for name in row}
-    assert {name for name in written if metric(name).docs == name} == set()
+    assert {name for name in written if find_metric(name).description == name} == set()
     lacking = {name for name in METRICS if name not in written}
     of_real_processes = {name for name in lacking if re.fullmatch(r"(cpu|wall)/[a-z]+_[a-z]+_seconds", name)}
     assert of_real_processes >= {"cpu/generator_play_seconds", "wall/conductor_idle_seconds"}

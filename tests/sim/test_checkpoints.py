@@ -17,19 +17,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from r3async.actors.run_dir import open_run
-from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, find_checkpoint
-from r3async.checkpoint.resume import origin_of, take_lineage
-from r3async.checkpoint.state import RECORDS, Unreadable
-from r3async.checkpoint.tensors import Place, write_part
+from r3async.actors.run_dir import open_run_directory
+from r3async.checkpoint import CheckpointDirectory, CheckpointError, CheckpointWriter, find_checkpoint
+from r3async.checkpoint.resume import begin_lineage, describe_origin
+from r3async.checkpoint.state import RECORD_FILES, CheckpointUnreadable
+from r3async.checkpoint.tensors import TensorSlice, write_rank_file
 from r3async.config import Config, ConfigError, config_from_dict
 from r3async.world import Files, World
 from r3async.world.appending import AppendFile
 from r3async.world.files import make_directory, read_file, replace_file
 from r3async.world.simulated.disk import SimulatedDisk, SimulatedFile, SimulatedFiles
-from r3async.world.simulated.loop import Killed
+from r3async.world.simulated.loop import ProcessKilled
 from r3async.world.simulated.processes import HostProcess
-from r3async.world.simulated.world import Host, Simulation
+from r3async.world.simulated.world import SimulatedHost, Simulation
 from tests.helpers.checkpoint import hold_nothing, tiny_state, training_state, write_checkpoint
 from tests.helpers.disk import Process
 
@@ -40,12 +40,12 @@ class Machine(Simulation):
     """One host with a disk."""
 
     def new_disk(self, host: str) -> SimulatedDisk:
-        return SimulatedDisk(self.rng(f"disk/{host}"))
+        return SimulatedDisk(self.rng_for(f"disk/{host}"))
 
     def files(self, process: HostProcess) -> Files:
-        return process.host.disk.files(process)
+        return process.host.disk.files_for(process)
 
-    def lose_unsynced(self, host: Host) -> None:
+    def lose_unsynced(self, host: SimulatedHost) -> None:
         host.disk.lose_power()
 
 
@@ -65,23 +65,23 @@ class Known:
 
 async def start(world: World, known: Known, count: int, back: bool) -> None:
     """One start of the run: it makes `count` steps, each with a checkpoint. `back`: from the oldest checkpoint that there is."""
-    checkpoints = Checkpoints(RUN / "checkpoints", keep_last=2, files=world.files)
+    checkpoints = CheckpointDirectory(RUN / "checkpoints", keep_last=2, files=world.files)
     resume = "auto"
-    if back and (steps := checkpoints.steps()):
-        resume, known.reported = str(checkpoints.path(steps[0])), min(steps[0], known.reported)
+    if back and (steps := checkpoints.list_steps()):
+        resume, known.reported = str(checkpoints.step_path(steps[0])), min(steps[0], known.reported)
     config = config_from_dict({"name": "a", "steps": 10_000, "resume": resume, "checkpoint": {"keep_last": 2}})
-    run = await open_run(config, RUN, lambda said: None, world=world)
-    opened = run.resume
+    run = await open_run_directory(config, RUN, lambda said: None, world=world)
+    opened = run.resume_from
     at = 0
     if opened is None:
         assert known.reported == 0, f"step {known.reported} was written, and the run began anew"
     else:
         at, lineage = opened.state.steps, opened.state.lineage.number
         assert at >= known.reported, f"step {known.reported} was written, and the run resumed from step {at}"
-        found = opened.learner().read(Place.whole("master/w", (8,)))
+        found = opened.open_learner_state().read_slice(TensorSlice.full_tensor("master/w", (8,)))
         assert found.tolist() == [known.values[lineage, at]] * 8
-    origin = origin_of(opened, RUN / "checkpoints") if opened else ""
-    lineage_now = take_lineage(RUN, opened, "model", origin, files=world.files)
+    origin = describe_origin(opened, RUN / "checkpoints") if opened else ""
+    lineage_now = begin_lineage(RUN, opened, "model", origin, files=world.files)
     assert lineage_now.number not in known.lineages, "two starts are one lineage"
     known.lineages.append(lineage_now.number)
     await write(world, known, config, lineage_now, range(at + 1, at + 1 + count))
@@ -95,13 +95,13 @@ async def write(world: World, known: Known, config: Config, lineage: Any, steps:
         known.values[lineage.number, step] = value
 
         def parts(directory: Path, value: float = value) -> Any:
-            return [write_part(directory, tiny_state(value), files=world.files)]
+            return [write_rank_file(directory, tiny_state(value), files=world.files)]
 
         def written(step: int = step) -> None:
             known.reported = step
 
-        await writer.save(training_state(step, lineage=lineage), hold_nothing, parts, written)
-    await writer.finish()
+        await writer.save_checkpoint(training_state(step, lineage=lineage), hold_nothing, parts, written)
+    await writer.wait_until_written()
 
 
 def start_model(files: Files) -> Path:
@@ -122,10 +122,10 @@ def live(simulation: Machine, process: HostProcess, main: Coroutine[Any, Any, No
             over.set_result(None)
 
     task.add_done_callback(settle)
-    process.at_end(settle)
+    process.add_end_callback(settle)
     simulation.loop.run_until_complete(over)
     error = task.exception() if task.done() and not task.cancelled() else None
-    return None if isinstance(error, Killed) else error
+    return None if isinstance(error, ProcessKilled) else error
 
 
 FAULTS = st.sampled_from(("none", "killed", "power lost", "disk full", "disk fails", "disk fails once"))
@@ -147,27 +147,27 @@ def run(seed: int, starts: list[tuple[str, int, int, bool, bool]]) -> Known:
             nonlocal left
             left -= 1
             if left == -3 and fault == "disk fails once":
-                host.disk.allow(RUN)
+                host.disk.allow_operations(RUN)
             if left != 0:
                 return
             if fault == "killed":
-                simulation.end(process, "a test")
+                simulation.end_process(process, "a test")
             elif fault == "power lost":
-                simulation.lose(host)
+                simulation.lose_host(host)
             elif fault.startswith("disk"):
-                host.disk.refuse(RUN, errno.ENOSPC if fault == "disk full" else errno.EIO)
+                host.disk.refuse_operations(RUN, errno.ENOSPC if fault == "disk full" else errno.EIO)
 
-        host.disk.observe = tick
+        host.disk.on_operation = tick
         error = live(simulation, process, start(process.world, known, count, back))
         if isinstance(error, AssertionError) or not (error is None or fault.startswith("disk")):
             raise error
-        host.disk.observe = lambda *_: None
+        host.disk.on_operation = lambda *_: None
         known.operations.append(at - left)
-        host.disk.allow(RUN)
-        simulation.end(process, "the start is over")
+        host.disk.allow_operations(RUN)
+        simulation.end_process(process, "the start is over")
         if power:
-            simulation.lose(host)
-        simulation.restore(host)
+            simulation.lose_host(host)
+        simulation.restore_host(host)
     simulation.close()
     return known
 
@@ -197,18 +197,18 @@ def test_power_may_fail_at_each_operation_of_a_start():
 @pytest.mark.parametrize(
     ("operation", "name"),
     [
-        ("sync", "learner-"),
-        ("sync", "run.json"),
-        ("sync", "manifest.json"),
-        ("sync", ".lineages.json"),
-        ("sync_directory", "step-"),
-        ("sync_directory", "checkpoints"),
-        ("sync_directory", "a"),
+        ("fsync", "learner-"),
+        ("fsync", "run.json"),
+        ("fsync", "manifest.json"),
+        ("fsync", ".lineages.json"),
+        ("fsync_directory", "step-"),
+        ("fsync_directory", "checkpoints"),
+        ("fsync_directory", "a"),
     ],
 )
 def test_each_sync_is_needed(monkeypatch, operation, name):
     """Without it the same search finds what is lost."""
-    kind = SimulatedFiles if operation == "sync_directory" else SimulatedFile
+    kind = SimulatedFiles if operation == "fsync_directory" else SimulatedFile
     real = getattr(kind, operation)
 
     def forgets(self: Any, *path: Path) -> None:
@@ -239,15 +239,17 @@ class Events:
 async def save(world: World, rows: int) -> None:
     """One start of a run, which records so many steps and makes a checkpoint of the last one."""
     config = config_from_dict({"name": "a", "steps": 10_000})
-    run = await open_run(config, RUN, lambda said: None, world=world)
-    for name in RECORDS:
+    run = await open_run_directory(config, RUN, lambda said: None, world=world)
+    for name in RECORD_FILES:
         record = AppendFile(run.path / name, world=world)
         for step in range(rows):
             record.append(b"%d" % step)
     writer = CheckpointWriter(config, "r", start_model(world.files), run.path, Events(), world=world)
-    state = await training_state(rows).with_records(run.path, RECORDS, keeper=world.keeper)
-    await writer.save(state, hold_nothing, lambda path: [write_part(path, tiny_state(rows), files=world.files)])
-    await writer.finish()
+    state = await training_state(rows).with_record_positions(run.path, RECORD_FILES, keeper=world.record_flusher)
+    await writer.save_checkpoint(
+        state, hold_nothing, lambda path: [write_rank_file(path, tiny_state(rows), files=world.files)]
+    )
+    await writer.wait_until_written()
     run.lock.close()
 
 
@@ -257,21 +259,23 @@ def test_every_row_that_a_checkpoint_counts_is_there_when_power_has_failed(seed)
     (host,) = simulation.hosts.values()
     process = simulation.begin_process("driver", host)
     assert live(simulation, process, save(process.world, 5)) is None
-    simulation.lose(host)
-    simulation.restore(host)
+    simulation.lose_host(host)
+    simulation.restore_host(host)
     files = simulation.begin_process("reader", host).world.files
     state = find_checkpoint(RUN, files=files).state
-    assert state.record_bytes == dict.fromkeys(RECORDS, 10)
-    assert {name: read_file(RUN / name, files=files) for name in RECORDS} == dict.fromkeys(RECORDS, b"0\n1\n2\n3\n4\n")
+    assert state.record_bytes == dict.fromkeys(RECORD_FILES, 10)
+    assert {name: read_file(RUN / name, files=files) for name in RECORD_FILES} == dict.fromkeys(
+        RECORD_FILES, b"0\n1\n2\n3\n4\n"
+    )
     simulation.close()
 
 
-def written(count: int) -> tuple[SimulatedDisk, Checkpoints, list[str]]:
+def written(count: int) -> tuple[SimulatedDisk, CheckpointDirectory, list[str]]:
     """A disk with so many checkpoints, and what is reported of them."""
     disk, reported = SimulatedDisk(Random(0)), []
-    files = disk.files(Process())
-    files.make(RUN.parent)
-    checkpoints = Checkpoints(RUN, report=lambda event, /, **_: reported.append(event), files=files)
+    files = disk.files_for(Process())
+    files.create_directory(RUN.parent)
+    checkpoints = CheckpointDirectory(RUN, report=lambda event, /, **_: reported.append(event), files=files)
     for step in range(1, count + 1):
         write_checkpoint(checkpoints, step)
     return disk, checkpoints, reported
@@ -281,42 +285,44 @@ def written(count: int) -> tuple[SimulatedDisk, Checkpoints, list[str]]:
 @pytest.mark.parametrize("operation", ["open", "read"])
 def test_a_checkpoint_that_the_disk_does_not_give_is_asked_for_again_and_never_set_aside(name, operation):
     disk, checkpoints, reported = written(2)
-    path, asked = checkpoints.path(2) / name, []
+    path, asked = checkpoints.step_path(2) / name, []
 
     def recovers(_: Any, what: str, where: Path) -> None:
         if (what, where) == (operation, path):
             asked.append(what)
             if len(asked) == 2:
-                disk.allow(path)
+                disk.allow_operations(path)
 
-    disk.observe = recovers
-    disk.refuse(path, errno.EIO, {operation})
-    newest = checkpoints.newest()
+    disk.on_operation = recovers
+    disk.refuse_operations(path, errno.EIO, {operation})
+    newest = checkpoints.recover_newest()
     assert newest is not None
     assert newest.state.steps == 2
     assert len(asked) >= 2
-    disk.observe = lambda *_: None
-    disk.refuse(path, errno.EIO, {operation})
-    for find in (checkpoints.newest, lambda: find_checkpoint(RUN, files=checkpoints.files)):
-        with pytest.raises(Unreadable, match=rf"step-00000002 cannot be read now \({name}: .*older checkpoint"):
+    disk.on_operation = lambda *_: None
+    disk.refuse_operations(path, errno.EIO, {operation})
+    for find in (checkpoints.recover_newest, lambda: find_checkpoint(RUN, files=checkpoints.files)):
+        with pytest.raises(
+            CheckpointUnreadable, match=rf"step-00000002 cannot be read now \({name}: .*older checkpoint"
+        ):
             find()
-    assert checkpoints.steps() == [1, 2]
+    assert checkpoints.list_steps() == [1, 2]
     assert reported == []
-    disk.allow(path)
+    disk.allow_operations(path)
     checkpoints.files.remove(path)  # that is damage
-    older = checkpoints.newest()
+    older = checkpoints.recover_newest()
     assert older is not None
     assert (older.state.steps, reported) == (1, ["checkpoint_bad"])
 
 
 def test_nothing_is_removed_while_the_disk_does_not_give_the_newest_checkpoint():
     disk, checkpoints, reported = written(5)
-    disk.refuse(checkpoints.path(5) / "run.json", errno.EIO, {"read"})
-    with pytest.raises(Unreadable):
-        checkpoints.prune()
-    assert checkpoints.steps() == [1, 2, 3, 4, 5]
-    disk.allow(checkpoints.path(5) / "run.json")
-    assert checkpoints.prune() == [1, 2]
+    disk.refuse_operations(checkpoints.step_path(5) / "run.json", errno.EIO, {"read"})
+    with pytest.raises(CheckpointUnreadable):
+        checkpoints.prune_old()
+    assert checkpoints.list_steps() == [1, 2, 3, 4, 5]
+    disk.allow_operations(checkpoints.step_path(5) / "run.json")
+    assert checkpoints.prune_old() == [1, 2]
     assert reported == []
 
 
@@ -325,9 +331,9 @@ def test_a_checkpoint_that_cannot_be_begun_for_want_of_descriptors_is_made_when_
     async def fill(machine):
         await machine.step(1)
         process = await machine.process(who)
-        process.full = True
+        process.out_of_descriptors = True
         await asyncio.sleep(60.0)
-        process.full = False
+        process.out_of_descriptors = False
 
     slow = "generator.engine_args={ token_seconds = 0.2 }"
     machine.train("steps=3", "checkpoint.every_steps=1", slow, meddle=fill)

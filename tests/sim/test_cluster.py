@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.schedule.admission import oldest_age
+from r3async.schedule.admission import worst_case_staleness
 from r3async.tools.simulate.cluster import predict
 from r3async.tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model, Sharing
 
@@ -111,7 +111,7 @@ def test_every_run_moves_and_keeps_its_bound_on_age(
         learner=LearnerSpeed(0.5, 0.0001, 0.05, 0.05, 0.05, 0.1),
     )
     made = predict(model, steps=12, settle=3, seed=seed)
-    assert made.max_age <= oldest_age(staleness, window, model.groups_per_step * publication)
+    assert made.max_age <= worst_case_staleness(staleness, window, model.groups_per_step * publication)
     assert 0 <= made.learner_idle <= 1
     assert 0 <= made.engine_idle <= 1
     assert made == predict(model, steps=12, settle=3, seed=seed)

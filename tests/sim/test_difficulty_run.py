@@ -8,7 +8,7 @@ import pytest
 
 from r3async.actors.process import RunFailed
 from r3async.envs import Action, Message, StepResult
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from tests.sim.whole import SMALL, Game, Machine
 
 
@@ -51,7 +51,7 @@ def test_settled_tasks_are_posed_rarely_also_by_a_run_that_resumes(machine: Mach
 
     if killed:
         machine.train(*RUN, settings=SMALL, meddle=kill, killed=True)
-    rows = read_objects(machine.train(*RUN, settings=SMALL) / "metrics.jsonl")
+    rows = read_json_objects(machine.train(*RUN, settings=SMALL) / "metrics.jsonl")
     tasks = tasks_of(rows)
     assert len(tasks) == 60
     early, late = Counter(tasks[:24]), Counter(tasks[26:])
@@ -66,7 +66,7 @@ def test_settled_tasks_are_posed_rarely_also_by_a_run_that_resumes(machine: Mach
 
 def test_a_curriculum_poses_those_near_its_target(machine: Machine) -> None:
     more = ["schedule.difficulty.settled_share=1", "schedule.difficulty.target=0.5"]
-    tasks = tasks_of(read_objects(machine.train(*RUN, *more, settings=SMALL) / "metrics.jsonl"))
+    tasks = tasks_of(read_json_objects(machine.train(*RUN, *more, settings=SMALL) / "metrics.jsonl"))
     late = Counter(tasks[26:])
     assert sum(late[task] for task in range(8, 12)) > 25
 

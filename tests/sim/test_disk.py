@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from r3async.world.appending import AppendFile, Keeper
-from r3async.world.disk import Disk
+from r3async.world.appending import AppendFile, RecordFlusher
+from r3async.world.disk import SystemFiles
 from r3async.world.files import make_directory, replace_file
 from r3async.world.real import RealWorld
 from r3async.world.simulated.disk import SimulatedFiles
@@ -24,23 +24,26 @@ PATHS = st.sampled_from(["a", "b", "d", "d/x", "d/e", "d/e/y", "d/e/z", "no/x"])
 PIECES = st.lists(st.binary(max_size=40), max_size=6)
 SMALL = st.integers(0, 60)
 LENGTH = st.none() | SMALL
-OPEN = st.sampled_from([{}, {"create": True}, {"new": True}])
+OPEN = st.sampled_from([{}, {"create": True}, {"exclusive": True}])
 OF_FILES = st.one_of(
     st.tuples(st.just("open"), PATHS, OPEN),
-    st.tuples(st.sampled_from(["stat", "list", "make", "remove", "remove_tree", "sync_directory", "free"]), PATHS),
+    st.tuples(
+        st.sampled_from(["stat", "list_names", "create_directory", "remove", "remove_tree", "fsync_directory", "free"]),
+        PATHS,
+    ),
     st.tuples(st.just("rename"), PATHS, PATHS),
 )
 OF_A_FILE = st.one_of(
     st.tuples(st.just("append"), PIECES),
     st.tuples(st.just("truncate"), SMALL),
-    st.tuples(st.sampled_from(["read", "map"]), SMALL, LENGTH),
-    st.tuples(st.sampled_from(["size", "sync", "unlock", "close"])),
+    st.tuples(st.sampled_from(["read", "map_bytes"]), SMALL, LENGTH),
+    st.tuples(st.sampled_from(["size", "fsync", "unlock", "close"])),
     st.tuples(st.just("lock"), st.booleans()),
 )
 STEPS = st.lists(OF_FILES | st.tuples(st.integers(0, 3), OF_A_FILE), max_size=60)
 BEGIN = [
-    ("make", "d"),
-    ("make", "d/e"),
+    ("create_directory", "d"),
+    ("create_directory", "d/e"),
     ("open", "a", {"create": True}),
     ("open", "a", {}),
     (0, ("append", [b"x" * 9])),
@@ -64,15 +67,15 @@ class Tried:
         match operation:
             case "open":
                 found = self.files.stat(path)
-                if found is not None and found.directory:  # only the real one opens a directory for reading
+                if found is not None and found.is_directory:  # only the real one opens a directory for reading
                     return "a directory"
                 self.opened.append(self.files.open(path, **rest[0]))
                 return "open"
             case "stat":
                 found = self.files.stat(path)
-                return found and (found.directory, found.directory or found.size)
+                return found and (found.is_directory, found.is_directory or found.size)
             case "free":
-                return self.files.free(path) > 0
+                return self.files.free_bytes(path) > 0
             case "rename":
                 return self.files.rename(path, self.root / rest[0])
         return getattr(self.files, operation)(path)
@@ -88,13 +91,13 @@ class Tried:
         if operation == "lock":
             return file.lock(shared=rest[0])
         result = getattr(file, operation)(*rest)
-        return bytes(result) if operation == "map" else result
+        return bytes(result) if operation == "map_bytes" else result
 
     def everything(self, directory: str = ".") -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for name in self.files.list(self.root / directory):
+        for name in self.files.list_names(self.root / directory):
             path = f"{directory}/{name}"
-            if self.files.stat(self.root / path).directory:
+            if self.files.stat(self.root / path).is_directory:
                 found |= {path: None, **self.everything(path)}
             else:
                 with self.files.open(self.root / path) as file:
@@ -110,7 +113,7 @@ class Tried:
 @given(steps=STEPS)
 @example(steps=[("remove_tree", "d"), ("open", "d", {"create": True}), ("remove", "d/x")])
 def test_every_call_returns_or_raises_what_the_real_one_does(tmp_path_factory, steps) -> None:
-    real = Tried(Disk(), tmp_path_factory.mktemp("real"))
+    real = Tried(SystemFiles(), tmp_path_factory.mktemp("real"))
     disk, files = disk_and_files()
     simulated = Tried(files, Path("/run"))
     try:
@@ -119,7 +122,7 @@ def test_every_call_returns_or_raises_what_the_real_one_does(tmp_path_factory, s
         assert simulated.everything() == real.everything()
     finally:
         real.close()
-    assert disk.used == sum(len(data) for data in simulated.everything().values() if data is not None)
+    assert disk.used_bytes == sum(len(data) for data in simulated.everything().values() if data is not None)
 
 
 @settings(max_examples=300)
@@ -131,16 +134,16 @@ def test_what_is_synced_survives_a_power_failure(steps, seed) -> None:
     for step in [*BEGIN, *steps]:
         tried.do(step)
     there = tried.everything()
-    files.sync_directory(Path("/run"))
+    files.fsync_directory(Path("/run"))
     for name, data in there.items():
         if data is None:
-            files.sync_directory(Path("/run") / name)
+            files.fsync_directory(Path("/run") / name)
         else:
             with files.open(Path("/run") / name) as file:
-                file.sync()
+                file.fsync()
     disk.lose_power()
-    assert Tried(disk.files(Process()), Path("/run")).everything() == there
-    assert disk.used == sum(len(data) for data in there.values() if data is not None)
+    assert Tried(disk.files_for(Process()), Path("/run")).everything() == there
+    assert disk.used_bytes == sum(len(data) for data in there.values() if data is not None)
 
 
 @settings(max_examples=300)
@@ -153,13 +156,13 @@ def test_the_same_seed_leaves_the_same_and_of_a_synced_file_at_least_what_was_sy
         kept = Path("/run/kept")
         write(files, kept, b"synced" * synced)
         with files.open(kept, create=True) as file:
-            file.sync()
-        files.sync_directory(Path("/run"))
+            file.fsync()
+        files.fsync_directory(Path("/run"))
         for step in [*BEGIN, *steps]:
             tried.do(step)
         write(files, kept, b"and more")
         disk.lose_power()
-        after = Tried(disk.files(Process()), Path("/run"))
+        after = Tried(disk.files_for(Process()), Path("/run"))
         left.append(after.everything())
         assert left[-1]["./kept"].startswith(b"synced" * synced)
     assert left[0] == left[1]
@@ -172,7 +175,7 @@ def fates(change: Callable[[SimulatedFiles], object], look: Callable[[SimulatedF
         disk, files = disk_and_files(seed)
         change(files)
         disk.lose_power()
-        found.add(look(disk.files(Process())))
+        found.add(look(disk.files_for(Process())))
     return found
 
 
@@ -181,15 +184,15 @@ A, B = Path("/run/a"), Path("/run/b")
 
 def test_what_is_not_synced_is_lost_or_there_or_torn() -> None:
     def new_name(files: SimulatedFiles) -> None:
-        with files.open(A, new=True) as file:
+        with files.open(A, exclusive=True) as file:
             file.append([b"content"])
-            file.sync()
+            file.fsync()
 
     assert fates(new_name, lambda files: read(files, A)) == {None, b"content"}
 
     def new_content(files: SimulatedFiles) -> None:
-        with files.open(A, new=True) as file:
-            files.sync_directory(Path("/run"))
+        with files.open(A, exclusive=True) as file:
+            files.fsync_directory(Path("/run"))
             file.append([b"x" * 2000])
 
     contents = fates(new_content, lambda files: read(files, A))
@@ -200,8 +203,8 @@ def test_what_is_not_synced_is_lost_or_there_or_torn() -> None:
     def replaced(files: SimulatedFiles) -> None:
         write(files, A, b"old")
         with files.open(A) as file:
-            file.sync()
-        files.sync_directory(Path("/run"))
+            file.fsync()
+        files.fsync_directory(Path("/run"))
         write(files, B, b"new")
         files.rename(B, A)
 
@@ -213,10 +216,10 @@ def test_what_is_not_synced_is_lost_or_there_or_torn() -> None:
 
 def test_a_truncated_file_may_have_its_synced_content_again() -> None:
     def truncated(files: SimulatedFiles) -> None:
-        with files.open(A, new=True) as file:
+        with files.open(A, exclusive=True) as file:
             file.append([b"synced"])
-            file.sync()
-            files.sync_directory(Path("/run"))
+            file.fsync()
+            files.fsync_directory(Path("/run"))
             file.truncate(2)
             file.append([b"other"])
 
@@ -239,7 +242,7 @@ def test_a_file_that_is_replaced_is_old_or_new_whenever_power_fails() -> None:
                 process.end()
                 disk.lose_power()
 
-        disk.observe = fail
+        disk.on_operation = fail
         try:
             replace_file(A, b"new", files=files)
             make_directory(Path("/run/x/y"), files=files)
@@ -247,16 +250,16 @@ def test_a_file_that_is_replaced_is_old_or_new_whenever_power_fails() -> None:
             files.stat(A)
         except Ended:
             pass
-        disk.observe = lambda *_: None
-        after = disk.files(Process())
-        seen.add((read(after, A), after.list(Path("/run/x")) == ["y"]))
+        disk.on_operation = lambda *_: None
+        after = disk.files_for(Process())
+        seen.add((read(after, A), after.list_names(Path("/run/x")) == ["y"]))
     assert seen == {(b"old", False), (b"new", False), (b"new", True)}
 
 
 def test_what_a_killed_process_wrote_is_there_and_its_locks_are_not() -> None:
     disk, _ = disk_and_files()
-    process, other = Process(), disk.files(Process())
-    killed = disk.files(process)
+    process, other = Process(), disk.files_for(Process())
+    killed = disk.files_for(process)
     file = killed.open(A, create=True)
     file.append([b"written"])
     file.lock()
@@ -265,7 +268,7 @@ def test_what_a_killed_process_wrote_is_there_and_its_locks_are_not() -> None:
             mine.lock()
         process.end()
         mine.lock()
-    for call in (file.size, file.sync, lambda: file.append([b"more"]), lambda: killed.remove(A)):
+    for call in (file.size, file.fsync, lambda: file.append([b"more"]), lambda: killed.remove(A)):
         with pytest.raises(Ended):
             call()
     file.unlock()  # what a `finally` does has no effect
@@ -278,8 +281,8 @@ def test_a_process_that_is_killed_within_a_write_leaves_a_part_of_it() -> None:
     for seed in range(40):
         disk, files = disk_and_files(seed)
         process = Process()
-        file = disk.files(process).open(A, create=True)
-        disk.observe = lambda process, operation, path: operation == "append" and process.end()
+        file = disk.files_for(process).open(A, create=True)
+        disk.on_operation = lambda process, operation, path: operation == "append" and process.end()
         with pytest.raises(Ended):
             file.append([b"12345", b"67890"])
         lengths.add(len(read(files, A)))
@@ -287,32 +290,32 @@ def test_a_process_that_is_killed_within_a_write_leaves_a_part_of_it() -> None:
 
 
 def test_a_full_disk_takes_what_fits_until_something_is_removed() -> None:
-    disk, files = disk_and_files(capacity=100)
+    disk, files = disk_and_files(total_bytes=100)
     write(files, A, b"a" * 60)
     file = files.open(B, create=True)
     with pytest.raises(OSError, match="No space left") as caught:
         file.append([b"b" * 30, b"b" * 30])
     assert caught.value.errno == errno.ENOSPC
-    assert (file.size(), files.free(B), disk.used) == (40, 0, 100)
+    assert (file.size(), files.free_bytes(B), disk.used_bytes) == (40, 0, 100)
     with pytest.raises(OSError, match="No space left"):
-        files.make(Path("/run/d"))
+        files.create_directory(Path("/run/d"))
     files.remove(A)
-    assert files.free(B) == 60
+    assert files.free_bytes(B) == 60
     assert file.append([b"b" * 60]) == 60
     files.remove(B)
-    assert disk.used == 0
+    assert disk.used_bytes == 0
     assert file.append([b"b" * 200]) == 200  # it has no name: nobody counts it
 
 
 def test_what_is_refused_fails_there_and_nowhere_else() -> None:
     disk, files = disk_and_files()
     write(files, A, b"before")
-    disk.refuse(Path("/run"), errno.EIO)
+    disk.refuse_operations(Path("/run"), errno.EIO)
     for call in (
         lambda: files.open(B, create=True),
         lambda: files.remove(A),
         lambda: files.rename(A, B),
-        lambda: files.sync_directory(Path("/run")),
+        lambda: files.fsync_directory(Path("/run")),
         lambda: files.open(A, create=True).append([b"x"]),
     ):
         with pytest.raises(OSError, match="Input/output error"):
@@ -321,8 +324,8 @@ def test_what_is_refused_fails_there_and_nowhere_else() -> None:
     assert read(files, A)[:6] == b"before"
     write(files, Path("/elsewhere"), b"x")
     write(files, Path("/runs"), b"x")
-    disk.allow(Path("/run"))
-    disk.refuse(A, errno.ENOSPC)
+    disk.allow_operations(Path("/run"))
+    disk.refuse_operations(A, errno.ENOSPC)
     with pytest.raises(OSError, match="No space left"):
         write(files, A, b"x")
     files.remove(A)
@@ -331,7 +334,7 @@ def test_what_is_refused_fails_there_and_nowhere_else() -> None:
 def test_operations_take_their_time_and_are_observed() -> None:
     disk, files = disk_and_files()
     seen: list[tuple[str, str]] = []
-    disk.observe = lambda process, operation, path: seen.append((operation, str(path)))
+    disk.on_operation = lambda process, operation, path: seen.append((operation, str(path)))
     disk.latency, disk.bytes_per_second = 0.5, 100.0
     write(files, A, b"x" * 50)
     assert math.isclose(files.process.disk_seconds, 0.5 + 0.5 + 0.5)
@@ -348,29 +351,29 @@ def test_records_on_a_disk_that_writes_short_are_whole_and_in_order(seed, record
 
     world = Simulated()
     world.files = files  # type: ignore[assignment]
-    keeper = Keeper(lambda event, **facts: None, world=world, retry_seconds=0)
-    file = AppendFile(Path("/run/records/a.jsonl"), world=world, keeper=keeper)
-    disk.short_writes = 0.4
+    keeper = RecordFlusher(lambda event, **facts: None, world=world, retry_seconds=0)
+    file = AppendFile(Path("/run/records/a.jsonl"), world=world, flusher=keeper)
+    disk.short_write_rate = 0.4
     for index in range(records):
         file.append(b"record %d" % index)
         assert set(read(files, file.path).split(b"\n")) <= {b"", *(b"record %d" % i for i in range(records))}
-    disk.short_writes = 0.0
-    assert keeper.retry()
+    disk.short_write_rate = 0.0
+    assert keeper.retry_writes()
     assert read(files, file.path) == b"".join(b"record %d\n" % index for index in range(records))
 
 
 def test_a_process_without_descriptors_opens_nothing_and_goes_on_with_what_it_has():
     _, files = disk_and_files()
-    with files.open(Path("/a"), new=True) as file:
-        files.process.full = True
+    with files.open(Path("/a"), exclusive=True) as file:
+        files.process.out_of_descriptors = True
         file.append([b"x"])
         for opening in (
             lambda: files.open(Path("/a")),
             lambda: files.open(Path("/b"), create=True),
-            lambda: files.list(Path("/")),
+            lambda: files.list_names(Path("/")),
         ):
             with pytest.raises(OSError, match="Too many open files"):
                 opening()
         assert files.stat(Path("/a")).size == 1
-        files.process.full = False
-        assert "a" in files.list(Path("/"))
+        files.process.out_of_descriptors = False
+        assert "a" in files.list_names(Path("/"))

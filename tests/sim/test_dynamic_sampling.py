@@ -6,7 +6,7 @@ import pytest
 
 from r3async.config import ConfigError, load_config
 from r3async.envs import Action, Message, StepResult
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from tests.sim.whole import SMALL, Game, Machine
 
 
@@ -41,7 +41,7 @@ DYNAMIC = [
 def test_a_step_takes_groups_until_it_has_enough_with_contrast_or_the_budget_is_spent(machine: Machine, window) -> None:
     more = [f"schedule.replaced_groups={BUDGET}", f"schedule.window={window}"]
     run_dir = machine.train(*DYNAMIC, *more, settings=SMALL)
-    rows = read_objects(run_dir / "metrics.jsonl")
+    rows = read_json_objects(run_dir / "metrics.jsonl")
     assert len(rows) == 15
     with_contrast = []
     for row in rows:
@@ -53,7 +53,7 @@ def test_a_step_takes_groups_until_it_has_enough_with_contrast_or_the_budget_is_
         if flat:
             assert row["advantage/filtered_tokens"] > 0
     assert {row["batch/groups"] for row in rows} > {2}
-    plain = read_objects(Machine.train(fresh(machine), *DYNAMIC, settings=SMALL) / "metrics.jsonl")
+    plain = read_json_objects(Machine.train(fresh(machine), *DYNAMIC, settings=SMALL) / "metrics.jsonl")
     without = [row["batch/groups"] - row["advantage/zero_variance_groups"] for row in plain]
     assert sum(with_contrast) > 1.5 * sum(without)
 

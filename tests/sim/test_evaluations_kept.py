@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from r3async.checkpoint.evaluations import read_evaluation_files
+from r3async.checkpoint.evaluations import read_evaluations
 from r3async.config import ConfigError
-from r3async.record.reading import EVALUATION, read_objects
-from r3async.views.summary import summarize
+from r3async.record.reading import EVALUATION_FILE, read_json_objects
+from r3async.views.summary import summarize_run
 
 SLOW = "generator.engine_args={ token_seconds = 0.1 }"
 EVALUATED = [
@@ -21,9 +21,9 @@ EVALUATED = [
 
 def evaluated(machine):
     """Steps that have a row, in the order of the file, and those that have a result."""
-    files = read_evaluation_files(machine.run_dir / "checkpoints")
-    rows = read_objects(machine.run_dir / EVALUATION)
-    return [row["step"] for row in rows], [step for step, one in files.items() if one.finished]
+    files = read_evaluations(machine.run_dir / "checkpoints")
+    rows = read_json_objects(machine.run_dir / EVALUATION_FILE)
+    return [row["step"] for row in rows], [step for step, one in files.items() if one.is_finished]
 
 
 async def evaluating(machine, step):
@@ -49,7 +49,7 @@ def test_a_run_that_is_killed_in_its_last_evaluation_has_it_after_the_same_comma
     machine.train("steps=3", *EVALUATED)
     assert evaluated(machine) == ([3], [3])
     assert [row["step"] for row in machine.rows()] == [1, 2, 3]
-    assert summarize(machine.run_dir).status == "finished"
+    assert summarize_run(machine.run_dir).status == "finished"
     with pytest.raises(ConfigError, match="has made 3 of 3 steps"):  # now nothing is missing
         machine.train("steps=3", *EVALUATED)
 
@@ -63,11 +63,11 @@ def test_a_run_that_is_stopped_in_its_last_evaluation_says_what_its_same_command
 
     machine.train("steps=3", *EVALUATED, "supervise.stop_grace_seconds=1", meddle=stop)
     assert "to resume: the same command with name=run" in machine.person.screen
-    assert summarize(machine.run_dir).status == "stopped"
+    assert summarize_run(machine.run_dir).status == "stopped"
     assert evaluated(machine) == ([], [])
     machine.train("steps=3", *EVALUATED)
     assert evaluated(machine) == ([3], [3])
-    assert summarize(machine.run_dir).status == "finished"
+    assert summarize_run(machine.run_dir).status == "finished"
 
 
 def test_an_evaluation_that_was_cut_off_is_played_with_the_weights_that_are_resumed(machine):
@@ -94,10 +94,10 @@ def test_the_row_of_an_evaluation_that_a_resume_takes_back_is_written_again_and_
         await kill(machine)
 
     machine.train("steps=5", *quick, meddle=late, killed=True)
-    (row,) = read_objects(machine.run_dir / EVALUATION)
+    (row,) = read_json_objects(machine.run_dir / EVALUATION_FILE)
     machine.train("steps=5", *quick)
     assert machine.events("resumed")[0]["step"] == 3
-    assert read_objects(machine.run_dir / EVALUATION)[0] == row
+    assert read_json_objects(machine.run_dir / EVALUATION_FILE)[0] == row
     assert [event["step"] for event in machine.events("evaluation_finished")] == [3, 5]
     assert evaluated(machine) == ([3, 5], [3, 5])
 
@@ -111,8 +111,8 @@ def test_results_of_steps_that_a_resume_takes_back_are_removed(machine):
 
     machine.train("steps=6", *settings, meddle=late, killed=True)
     lost = max(evaluated(machine)[1])
-    before = read_evaluation_files(machine.run_dir / "checkpoints")[lost]
+    before = read_evaluations(machine.run_dir / "checkpoints")[lost]
     machine.train("steps=6", *settings)
     (resumed,) = machine.events("resumed")
-    again = read_evaluation_files(machine.run_dir / "checkpoints")[lost]
+    again = read_evaluations(machine.run_dir / "checkpoints")[lost]
     assert (again == before) == (lost <= resumed["step"])

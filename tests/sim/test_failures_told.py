@@ -11,15 +11,15 @@ from rich.console import Console
 from r3async.actors.process import NotTrained, RunFailed
 from r3async.config import Config
 from r3async.envs import Action, Message, StepResult
-from r3async.record.events import open_events
-from r3async.record.reading import read_objects
-from r3async.tools.outlets import Outlets
-from r3async.tools.tail.lines import print_lines
+from r3async.record.events import open_event_log
+from r3async.record.reading import read_json_objects
+from r3async.tools.outlets import MetricsForwarder
+from r3async.tools.tail.lines import print_run_lines
 from r3async.tools.tail.live import LiveView, describe_step
-from r3async.tools.train import report_run
+from r3async.tools.train import report_ended_run
 from r3async.views.follow import FollowedRun
 from r3async.views.report import write_report
-from r3async.views.summary import MOST_FAILURES, History, summarize
+from r3async.views.summary import MAX_FAILURE_KINDS, RunHistory, summarize_run
 from tests.tools.test_report import Page
 from tests.tools.test_tail import append
 
@@ -60,18 +60,18 @@ COUNTED = f"{NAMED}; 8 times, 4 episodes lost"
 @pytest.fixture
 def named(parsed):
     """What says where the error of the bad row was met first."""
-    first = next(event for event in read_objects(parsed / "events.jsonl") if event["event"] == "episode_failed")
+    first = next(event for event in read_json_objects(parsed / "events.jsonl") if event["event"] == "episode_failed")
     return (first["group"], judged.__code__.co_firstlineno + 2)
 
 
 def test_summary_tail_and_report_name_the_error_of_a_row_once_with_its_count(parsed, named):
     counted = COUNTED.format(*named)
-    summary = summarize(parsed)
-    assert [failure.describe() for failure in summary.history.failures.values()] == [counted]
+    summary = summarize_run(parsed)
+    assert [failure.to_text() for failure in summary.history.failures.values()] == [counted]
     assert (summary.status, summary.warnings) == ("finished", 2)  # the failure, and the task that it took out
 
     out = io.StringIO()
-    assert print_lines(FollowedRun(parsed), out, follow=False) == 0
+    assert print_run_lines(FollowedRun(parsed), out, follow=False) == 0
     assert out.getvalue().count("my parser broke") == 1
     assert f"episode_failed {counted}\n" in out.getvalue()
 
@@ -84,11 +84,11 @@ def test_summary_tail_and_report_name_the_error_of_a_row_once_with_its_count(par
 def test_the_console_names_it_when_it_is_met_and_counts_it_at_the_end(parsed, named, tmp_path):
     console = Console(file=io.StringIO(), width=200)
     view = LiveView(console, 50)
-    with Outlets(Config(), tmp_path, view.say) as outlets:
+    with MetricsForwarder(Config(), tmp_path, view.print_line) as outlets:
         for line in (parsed / "events.jsonl").read_text().splitlines():
             append(tmp_path / "events.jsonl", json.loads(line))
-            outlets.show({"rows": []})
-    report_run(parsed, view)
+            outlets.show_status({"rows": []})
+    report_ended_run(parsed, view)
     said = console.file.getvalue()
     assert said.count(NAMED.format(*named)) == 2
     assert f"an episode failed, others like it are only counted: {NAMED.format(*named)}\n" in said
@@ -97,12 +97,12 @@ def test_the_console_names_it_when_it_is_met_and_counts_it_at_the_end(parsed, na
 
 def test_a_resumed_command_does_not_tell_what_failed_before_it(parsed):
     said = []
-    with Outlets(Config(), parsed, said.append) as outlets:
-        outlets.show({"rows": []})
-        events = open_events(parsed, "generator-0")
+    with MetricsForwarder(Config(), parsed, said.append) as outlets:
+        outlets.show_status({"rows": []})
+        events = open_event_log(parsed, "generator-0")
         for episode in range(3):
             events.warning("episode_failed", task_seed=7, group=99, by="environment", error="E: x", episode=episode)
-        outlets.show({"rows": []})
+        outlets.show_status({"rows": []})
     assert said == ["an episode failed, others like it are only counted: task seed 7, group 99, environment: E: x"]
 
 
@@ -123,14 +123,14 @@ def test_a_run_of_which_every_episode_failed_has_failed_and_says_by_what(machine
     with pytest.raises(RunFailed, match=reason + "ValueError: my parser broke on row 7") as raised:
         machine.train("steps=3", f"env.name={HERE}:Hopeless", ALLOWED)
     assert not isinstance(raised.value, NotTrained)  # that is for who can learn nothing, and exits with 4
-    summary = summarize(machine.run_dir)
+    summary = summarize_run(machine.run_dir)
     assert (summary.status, summary.steps_failed, summary.steps_without_contrast) == ("failed", 3, 0)
-    assert summary["reward/mean"].last is None  # nobody was rewarded
+    assert summary["reward/mean"].last_mean is None  # nobody was rewarded
     (told,) = machine.events("every_episode_failed")
     assert (told["step"], told["episodes"]) == (1, 8)
     assert not machine.events("no_contrast")
     assert not machine.events("metric_not_finite")
-    row = read_objects(machine.run_dir / "metrics.jsonl")[0]
+    row = read_json_objects(machine.run_dir / "metrics.jsonl")[0]
     assert describe_step(row).endswith("no update: every episode failed")
 
 
@@ -147,13 +147,13 @@ def test_a_run_without_contrast_of_which_some_episodes_failed_is_not_trained(mac
 
 
 def test_errors_that_differ_in_numbers_alone_are_one_and_of_many_kinds_the_rest_is_counted_together():
-    history = History()
+    history = RunHistory()
     late = {"event": "episode_abandoned", "by": "environment"}
-    news = [history.take({**late, "error": f"episode g{n} took longer than 30 s"}) for n in range(3)]
+    news = [history.add_event({**late, "error": f"episode g{n} took longer than 30 s"}) for n in range(3)]
     assert news == [True, False, False]
-    assert [f.times for f in history.failures.values()] == [3]
-    for n in range(MOST_FAILURES + 5):
-        history.take({**late, "error": "x" * n})
+    assert [f.count for f in history.failures.values()] == [3]
+    for n in range(MAX_FAILURE_KINDS + 5):
+        history.add_event({**late, "error": "x" * n})
     *_, others = history.failures.values()
-    assert len(history.failures) == MOST_FAILURES + 1
-    assert others.describe() == "other errors; 6 times, 6 episodes lost"
+    assert len(history.failures) == MAX_FAILURE_KINDS + 1
+    assert others.to_text() == "other errors; 6 times, 6 episodes lost"

@@ -106,8 +106,8 @@ def test_a_chunk_of_weights_that_was_damaged_is_asked_for_again():
     workload = Workload(3, steps=4, hosts=2)
     simulated = Simulated(Case(workload, (Fault(0.1, "damage_weights", "generator-0", seconds=500.0, amount=0.4),)))
     network, damaged = simulated.simulation.network, []
-    spoils = network.spoils
-    network.spoils = lambda route, frames: spoils(route, frames) and damaged.append(route.target) is None
+    spoils = network.is_damaged
+    network.is_damaged = lambda route, frames: spoils(route, frames) and damaged.append(route.target) is None
     result = simulated.run()
     assert not result.violated, f"{result.violated}: {result.reason}"
     assert set(damaged) == {"generator-0"}

@@ -8,7 +8,7 @@ import errno
 import pytest
 
 from r3async.envs import Action, Message, StepResult
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 
 STEPS = 6
 SILENCE = ["supervise.silence_seconds=2", f"steps={STEPS}"]
@@ -29,7 +29,7 @@ class Slow:
 def run(machine, meddle, *overrides):
     """The run's directory, after it has made all its steps."""
     run_dir = machine.train(*SILENCE, *overrides, meddle=meddle)
-    assert [row["step"] for row in read_objects(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in read_json_objects(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert (run_dir / "model" / "model.safetensors").stat().st_size > 0
 
 
@@ -125,10 +125,10 @@ def test_a_conductor_that_answers_is_not_blamed_for_the_time_before_its_first_an
 def test_a_spool_whose_disk_is_full_is_named_and_waited_for_and_no_generator_is_blamed(machine, seed):
     async def fill_up(machine):
         await machine.step(1)
-        machine.host.disk.refuse(machine.run_dir / "spool", errno.ENOSPC)
+        machine.host.disk.refuse_operations(machine.run_dir / "spool", errno.ENOSPC)
         await machine.event("stalled")
         await asyncio.sleep(10)  # longer than generators may send in vain
-        machine.host.disk.allow(machine.run_dir / "spool")
+        machine.host.disk.allow_operations(machine.run_dir / "spool")
 
     run(machine, fill_up, "supervise.stall_seconds=8", "buffer.durability=disk")
     assert {(e["stage"], e["action"]) for e in machine.events("stalled")} == {("storing", "warn")}

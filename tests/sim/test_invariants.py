@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from r3async.data.records import trajectory_name
+from r3async.data.records import format_trajectory_id
 from r3async.tools.simulate.branches import Branch, leads_to, same_weights
 from r3async.tools.simulate.history import (
     Acknowledged,
@@ -120,7 +120,7 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
     ),
     "acknowledged, and never sent": (
         "content",
-        lambda: inserted(Taken, 0, lambda at: Acknowledged(at, "a", (trajectory_name(9, 0),))),
+        lambda: inserted(Taken, 0, lambda at: Acknowledged(at, "a", (format_trajectory_id(9, 0),))),
     ),
     "too old": ("age", good),
     "a version is counted twice": ("version", lambda: edited(Taken, 1, version=2)),
@@ -152,7 +152,7 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
     "more slots than there are": ("slots", lambda: inserted(Taken, 0, lambda at: Slots(at, 4, 3))),
     "something sound is refused": (
         "refused",
-        lambda: inserted(Acknowledged, 0, lambda at: Refused(at, "a", trajectory_name(0, 0), "no")),
+        lambda: inserted(Acknowledged, 0, lambda at: Refused(at, "a", format_trajectory_id(0, 0), "no")),
     ),
     "removed before a checkpoint": ("store", lambda: inserted(Saved, 0, lambda at: Unlinked(at, 1, "1-1"))),
     "the spool keeps what is trained": (
@@ -193,7 +193,7 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
     ),
     "of a session that is over": (
         "session",
-        lambda: inserted(Acknowledged, 0, lambda at: Delivered(at, "a", (trajectory_name(0, 0),), False)),
+        lambda: inserted(Acknowledged, 0, lambda at: Delivered(at, "a", (format_trajectory_id(0, 0),), False)),
     ),
     "given up too soon": (
         "failed",

@@ -11,12 +11,12 @@ import warnings
 
 import pytest
 
-from r3async.world.simulated.loop import Deadlock, Killed, LimitReached, Process, VirtualLoop
+from r3async.world.simulated.loop import DeadlockError, LimitReachedError, ProcessKilled, VirtualLoop, VirtualProcess
 
 
 @pytest.fixture
 def loop():
-    loop = VirtualLoop(seconds=100_000.0)
+    loop = VirtualLoop(max_seconds=100_000.0)
     yield loop
     loop.close()
 
@@ -28,7 +28,7 @@ def test_time_jumps_to_the_next_timer(loop):
         return loop.time() - began
 
     assert loop.run_until_complete(main()) == 3600.0
-    assert loop.ran < 10
+    assert loop.callback_count < 10
 
 
 def test_timers_fire_by_time_and_then_by_order(loop):
@@ -83,7 +83,7 @@ def test_nothing_to_do_is_a_deadlock_that_says_where_each_waits(loop):
     async def main():
         await asyncio.create_task(for_nobody(), name="lonely")
 
-    with pytest.raises(Deadlock) as found:
+    with pytest.raises(DeadlockError) as found:
         loop.run_until_complete(main())
     assert "lonely: Event.wait" in str(found.value)
     assert "for_nobody test_loop.py:" in str(found.value)
@@ -94,12 +94,12 @@ def test_it_ends_at_its_limits():
         for _ in range(10_000):
             await asyncio.sleep(0)
 
-    loop = VirtualLoop(callbacks=1000)
-    with pytest.raises(LimitReached, match="1000 callbacks"):
+    loop = VirtualLoop(max_callbacks=1000)
+    with pytest.raises(LimitReachedError, match="1000 callbacks"):
         loop.run_until_complete(spin())
     loop.close()
-    loop = VirtualLoop(seconds=10.0)
-    with pytest.raises(LimitReached, match="10 s"):
+    loop = VirtualLoop(max_seconds=10.0)
+    with pytest.raises(LimitReachedError, match="10 s"):
         loop.run_until_complete(asyncio.sleep(11.0))
     loop.close()
 
@@ -135,7 +135,7 @@ async def tick(loop: VirtualLoop, seen: list[float]):
 
 
 def test_a_frozen_process_catches_up_when_it_thaws(loop):
-    process, other, seen, others = Process(loop, "p"), Process(loop, "q"), [], []
+    process, other, seen, others = VirtualProcess(loop, "p"), VirtualProcess(loop, "q"), [], []
     loop.create_task(tick(loop, seen), context=process.context)
     loop.create_task(tick(loop, others), context=other.context)
     loop.call_at(2.5, process.freeze)
@@ -147,7 +147,7 @@ def test_a_frozen_process_catches_up_when_it_thaws(loop):
 
 
 def test_tasks_and_callbacks_inherit_the_process(loop):
-    process, seen = Process(loop, "p"), []
+    process, seen = VirtualProcess(loop, "p"), []
 
     async def main():
         loop.create_task(tick(loop, seen))
@@ -167,7 +167,7 @@ async def later(first, second):
 class Holder:
     """What a dead process left in a cycle, with every kind of clean-up."""
 
-    def __init__(self, process: Process):
+    def __init__(self, process: VirtualProcess):
         self.process, self.effects, self.task = process, [], None
 
     async def work(self):
@@ -186,7 +186,7 @@ class Holder:
             try:
                 await again
             finally:
-                self.process.check()
+                self.process.raise_if_ended()
                 self.effects.append("a finally had an effect")
 
 
@@ -194,7 +194,7 @@ def test_a_kill_leaves_no_trace(loop, capfd, monkeypatch):
     """Neither the garbage collector nor the end of the loop lets a `finally` do anything, or warns."""
     unraisable = []
     monkeypatch.setattr(sys, "unraisablehook", lambda what: unraisable.append(str(what.exc_value)))
-    process = Process(loop, "p")
+    process = VirtualProcess(loop, "p")
     holders = [Holder(process) for _ in range(3)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -217,30 +217,30 @@ def test_a_kill_leaves_no_trace(loop, capfd, monkeypatch):
 
 
 def test_a_process_that_ends_itself_stops_where_it_touches_the_world(loop):
-    process, seen = Process(loop, "p"), []
+    process, seen = VirtualProcess(loop, "p"), []
 
     async def suicide():
         process.end()
         try:
-            process.check()
+            process.raise_if_ended()
         finally:
             seen.append("before the kill was complete")
         seen.append("never")
 
     loop.create_task(suicide(), context=process.context)
-    loop.call_later(1.0, process.check, context=process.context)
+    loop.call_later(1.0, process.raise_if_ended, context=process.context)
     loop.run_until_complete(asyncio.sleep(2.0))
     gc.collect()
     assert seen == ["before the kill was complete"]
     assert loop.failures == []
-    with pytest.raises(Killed):
-        process.check()
+    with pytest.raises(ProcessKilled):
+        process.raise_if_ended()
 
 
 def test_at_the_end_of_a_process_its_callbacks_are_called_once(loop):
-    process, seen = Process(loop, "p"), []
-    process.at_end(lambda: seen.append("files"))
-    process.at_end(lambda: seen.append("sockets"))
+    process, seen = VirtualProcess(loop, "p"), []
+    process.add_end_callback(lambda: seen.append("files"))
+    process.add_end_callback(lambda: seen.append("sockets"))
     process.end()
     process.end()
     assert seen == ["files", "sockets"]

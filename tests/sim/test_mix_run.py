@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from r3async.envs import Action, Message, StepResult
-from r3async.record.reading import read_objects
-from r3async.schedule.mix import Order
+from r3async.record.reading import read_json_objects
+from r3async.schedule.mix import EnvironmentOrder
 from tests.sim.whole import SMALL, Game, Machine
 
 MIX = [
@@ -39,11 +39,11 @@ def settings() -> list[str]:
 
 def test_each_environment_has_its_share_its_epochs_and_its_limits(machine: Machine) -> None:
     run_dir = machine.train(*MIX, settings=settings())
-    rows = read_objects(run_dir / "metrics.jsonl")
+    rows = read_json_objects(run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 13))
     # Labels are in their order: few, game. Of four groups one is of `few`.
-    order = Order([1, 3])
-    assert [order.entry(group) for group in range(8)].count(0) == 2
+    order = EnvironmentOrder([1, 3])
+    assert [order.environment_of(group) for group in range(8)].count(0) == 2
     posed = []
     for row in rows:
         assert (row["env/few/episodes"], row["env/game/episodes"]) == (4, 12)
@@ -56,9 +56,9 @@ def test_each_environment_has_its_share_its_epochs_and_its_limits(machine: Machi
     assert sorted(posed[:5]) == sorted(posed[5:10]) == list(range(5))
     assert rows[-1]["env/few/epochs"] > 2
     assert max(row["env/game/episode_tokens_p95"] for row in rows) > 2
-    examples = read_objects(run_dir / "episodes.jsonl")
+    examples = read_json_objects(run_dir / "episodes.jsonl")
     assert {(e["environment"], e["turns"][0]["user"].split()[0]) for e in examples} == {("few", "few"), ("game", "go")}
-    evaluated = read_objects(run_dir / "evaluation.jsonl")
+    evaluated = read_json_objects(run_dir / "evaluation.jsonl")
     assert [each["step"] for each in evaluated] == [6, 12]
     assert all("evaluation/few/reward_mean" in each for each in evaluated)
 
@@ -77,6 +77,6 @@ def test_a_resumed_run_poses_the_same_tasks(untrained, tmp_path) -> None:
             machine.train(*MIX, settings=settings(), meddle=kill, killed=True)
         run_dir = machine.train(*MIX, settings=settings())
         machine.close()
-        told.append([row["env/few/task_mean"] for row in read_objects(run_dir / "metrics.jsonl")])
+        told.append([row["env/few/task_mean"] for row in read_json_objects(run_dir / "metrics.jsonl")])
     assert len(told[0]) == 12
     assert told[0] == told[1]

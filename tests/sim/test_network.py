@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from r3async.world.simulated.loop import Process, VirtualLoop
+from r3async.world.simulated.loop import VirtualLoop, VirtualProcess
 from r3async.world.simulated.network import SimulatedNetwork
 from tests.helpers.sockets import LOOPBACK, Ear
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
@@ -19,19 +19,19 @@ class Simulation:
     """A router on "learner", a dealer on each of "west" and "east", and what was observed."""
 
     def __init__(self, seed: int = 0):
-        self.loop = VirtualLoop(seconds=10_000.0)
+        self.loop = VirtualLoop(max_seconds=10_000.0)
         self.log: list[tuple[float, str, str, str, bytes]] = []
         self.network = SimulatedNetwork(self.loop, random.Random(seed), self._note)
-        self.processes = {name: Process(self.loop, name) for name in ("learner", "west", "east")}
+        self.processes = {name: VirtualProcess(self.loop, name) for name in ("learner", "west", "east")}
         self.router = self.open("learner")
         self.dealers = {name: self.open(name) for name in ("west", "east")}
 
     def open(self, name: str) -> Ear:
-        ear, sockets = Ear(), self.network.sockets(f"host-{name}", self.processes[name])
+        ear, sockets = Ear(), self.network.sockets_for(f"host-{name}", self.processes[name])
         if name == "learner":
-            ear.socket = sockets.router("tcp://*:5555", ear, keys=SERVER_KEYS, refused=ear.refused)
+            ear.socket = sockets.bind_router("tcp://*:5555", ear, keys=SERVER_KEYS, refused_peers=ear.refused)
         else:
-            ear.socket = sockets.dealer("tcp://host-learner:5555", name.encode(), ear, keys=CLIENT_KEYS)
+            ear.socket = sockets.connect_dealer("tcp://host-learner:5555", name.encode(), ear, keys=CLIENT_KEYS)
         return ear
 
     def _note(self, event: str, route: Any, frames: list[bytes]) -> None:
@@ -71,24 +71,24 @@ class Simulation:
 
 def test_a_router_on_loopback_is_not_reached_from_another_host():
     sim = Simulation()
-    ear, sockets = Ear(), sim.network.sockets("host-west", sim.processes["west"])
-    ear.socket = sockets.router(LOOPBACK, ear, keys=SERVER_KEYS, refused=ear.refused)
+    ear, sockets = Ear(), sim.network.sockets_for("host-west", sim.processes["west"])
+    ear.socket = sockets.bind_router(LOOPBACK, ear, keys=SERVER_KEYS, refused_peers=ear.refused)
     port = ear.socket.endpoint.rpartition(":")[2]
     for host, found in (("west", True), ("east", False)):
         dealer = Ear()
         name = "127.0.0.1" if found else "host-west"
-        sockets = sim.network.sockets(f"host-{host}", sim.processes[host])
-        dealer.socket = sockets.dealer(f"tcp://{name}:{port}", b"d", dealer, keys=CLIENT_KEYS)
+        sockets = sim.network.sockets_for(f"host-{host}", sim.processes[host])
+        dealer.socket = sockets.connect_dealer(f"tcp://{name}:{port}", b"d", dealer, keys=CLIENT_KEYS)
         dealer.send(host.encode())
     sim.pause(5.0)
     assert ear.heard == [[b"d", b"west"]]
     with pytest.raises(OSError, match="assign requested address"):
-        sockets.router("tcp://host-west:*", ear, keys=SERVER_KEYS, refused=ear.refused)
+        sockets.bind_router("tcp://host-west:*", ear, keys=SERVER_KEYS, refused_peers=ear.refused)
 
 
 def test_messages_of_different_connections_overtake_each_other_and_those_of_one_do_not():
     sim = Simulation()
-    sim.network.delay = lambda rng: rng.expovariate(10.0)
+    sim.network.draw_delay = lambda rng: rng.expovariate(10.0)
     sim.talk(2.0, both_ways=False)
     sim.pause(10.0)
     together = [frames[1] for frames in sim.router.heard]
@@ -99,9 +99,9 @@ def test_messages_of_different_connections_overtake_each_other_and_those_of_one_
 
 def test_a_cut_loses_what_is_on_its_way_and_dealers_connect_again_when_it_is_over():
     sim = Simulation()
-    sim.network.delay = lambda rng: 0.05
+    sim.network.draw_delay = lambda rng: 0.05
     sim.talk(1.0)
-    sim.network.cut("host-west", "learner", seconds=3.0)
+    sim.network.cut_connections("host-west", "learner", seconds=3.0)
     sim.pause(0.1)
     assert sim.router.send(b"west", b"x") == errno.EHOSTUNREACH
     before, beside = len(sim.from_("west")), len(sim.from_("east"))
@@ -117,7 +117,7 @@ def test_a_cut_loses_what_is_on_its_way_and_dealers_connect_again_when_it_is_ove
 def test_a_stall_holds_everything_up_and_loses_nothing():
     sim = Simulation()
     sim.talk(1.0)
-    sim.network.stall("learner", seconds=2.0)
+    sim.network.stall_connections("learner", seconds=2.0)
     sim.talk(0.5)
     assert (sim.loop.now, sim.count("lost")) == (pytest.approx(1.5, abs=0.01), 0)
     heard = len(sim.router.heard)
@@ -132,7 +132,7 @@ def test_a_stall_holds_everything_up_and_loses_nothing():
 def test_over_a_half_open_connection_one_direction_is_lost_in_silence_until_a_new_one_is_made():
     sim = Simulation()
     sim.talk(1.0)
-    sim.network.half_open("west", "learner", seconds=1.0)
+    sim.network.half_open_connections("west", "learner", seconds=1.0)
     before, answers = len(sim.from_("west")), len(sim.dealers["west"].heard)
     sim.talk(2.0)
     assert len(sim.from_("west")) <= before + 5
@@ -150,7 +150,7 @@ def test_over_a_half_open_connection_one_direction_is_lost_in_silence_until_a_ne
 def test_keepalive_ends_a_connection_that_is_half_open():
     sim = Simulation()
     sim.talk(1.0)
-    sim.network.half_open("learner", "west", seconds=1.0)
+    sim.network.half_open_connections("learner", "west", seconds=1.0)
     sim.pause(70.0)
     assert sim.router.send(b"west", b"99999999") == 0
     sim.pause(1.0)
@@ -160,7 +160,7 @@ def test_keepalive_ends_a_connection_that_is_half_open():
 
 def test_damage_changes_one_bit_and_never_the_name():
     sim = Simulation()
-    sim.network.damage = 0.5
+    sim.network.damage_rate = 0.5
     sim.talk(1.0)
     sim.pause(1.0)
     sent = {message for _, event, _, _, message in sim.log if event == "sent"}
@@ -175,7 +175,7 @@ def test_a_link_takes_as_long_as_its_bytes():
     sim = Simulation()
     sim.pause(1.0)
     sim.network.bandwidth = 1e6
-    sim.network.delay = lambda rng: 0.0
+    sim.network.draw_delay = lambda rng: 0.0
     for dealer in sim.dealers.values():
         for i in range(100):
             assert dealer.send(b"%0100000d" % i) == 0
@@ -196,7 +196,7 @@ def test_a_process_that_ends_loses_its_sockets_and_its_peers_notice():
     sim.processes["learner"].end()
     sim.pause(0.5)
     assert sim.dealers["east"].send(b"99999999") == 0
-    sim.processes["learner"] = Process(sim.loop, "learner")
+    sim.processes["learner"] = VirtualProcess(sim.loop, "learner")
     sim.router = sim.open("learner")
     sim.pause(3.0)
     assert sim.from_("east") == [b"99999999"]
@@ -206,7 +206,7 @@ def test_a_process_that_ends_loses_its_sockets_and_its_peers_notice():
 def test_a_host_that_vanishes_says_nothing():
     sim = Simulation()
     sim.talk(1.0)
-    sim.network.vanish("host-west")
+    sim.network.silence_connections("host-west")
     sim.processes["west"].end()
     sim.pause(10.0)
     assert sim.router.send(b"west", b"99999998") == 0, "nobody knows yet"
@@ -243,7 +243,7 @@ def story(seed: int) -> Simulation:
         fault = rng.choice(["cut", "stall", "half_open", "delay", "end", "freeze"])
         if fault == "delay":
             mean = rng.choice([0.0001, 0.01, 0.5])
-            sim.network.delay = lambda rng, mean=mean: rng.expovariate(1 / mean)
+            sim.network.draw_delay = lambda rng, mean=mean: rng.expovariate(1 / mean)
         elif fault == "freeze":
             sim.processes[a].freeze()
             sim.talk(seconds, every=0.02)
@@ -251,16 +251,16 @@ def story(seed: int) -> Simulation:
         elif fault == "end":
             sim.processes[a].end()
             sim.pause(rng.expovariate(1.0))
-            sim.processes[a] = Process(sim.loop, a)
+            sim.processes[a] = VirtualProcess(sim.loop, a)
             ear = sim.open(a)
             if a == "learner":
                 ear.heard, sim.router = sim.router.heard, ear
             else:
                 ear.heard, sim.dealers[a] = sim.dealers[a].heard, ear
         else:
-            getattr(sim.network, fault)(a, b, seconds)
+            getattr(sim.network, f"{fault}_connections")(a, b, seconds)
         sim.talk(0.5, every=0.02)
-    sim.network.delay = lambda rng: 0.001
+    sim.network.draw_delay = lambda rng: 0.001
     sim.pause(200.0)
     sim.check()
     return sim
@@ -270,7 +270,7 @@ def story(seed: int) -> Simulation:
 def test_whatever_happens_nothing_comes_twice_or_out_of_order_and_it_is_the_same_again(seed):
     sim, again = story(seed), story(seed)
     assert sim.log == again.log
-    assert sim.loop.ran == again.loop.ran
+    assert sim.loop.callback_count == again.loop.callback_count
     assert sim.count("arrived") > 500
     heard = {name: (len(sim.from_(name)), len(dealer.heard)) for name, dealer in sim.dealers.items()}
     sim.talk(0.1)

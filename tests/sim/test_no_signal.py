@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from r3async.actors.process import NotTrained, RunFailed
-from r3async.checkpoint import Checkpoints
+from r3async.checkpoint import CheckpointDirectory
 from r3async.envs import Action, Message, StepResult
 from r3async.learner.losses.policy_loss import LossInputs, PolicyLoss
-from r3async.record.reading import read_objects
-from r3async.rollout.engines.scripted import DIGEST
-from r3async.views.summary import NOT_TRAINED, summarize
+from r3async.record.reading import read_json_objects
+from r3async.rollout.engines.scripted import DIGEST_TENSOR
+from r3async.views.summary import NOT_TRAINED, summarize_run
 from tests.ray.test_resume_run import events
 
 HERE = "tests.sim.test_no_signal"
@@ -44,7 +44,7 @@ def test_a_hundred_steps_without_contrast_change_nothing_and_do_not_call_themsel
     assert "trained model" not in machine.person.screen
     assert not (run_dir / "model").exists()
 
-    rows = read_objects(run_dir / "metrics.jsonl")
+    rows = read_json_objects(run_dir / "metrics.jsonl")
     assert [row["version"] for row in rows] == list(range(1, STEPS + 1))  # slots were freed all the same
     assert {row["advantage/zero_variance_share"] for row in rows} == {1.0}
     assert {(row["optimizer/updates"], row["optimizer/no_contrast"]) for row in rows} == {(0.0, 1.0)}
@@ -54,14 +54,14 @@ def test_a_hundred_steps_without_contrast_change_nothing_and_do_not_call_themsel
     (ended,) = events(run_dir, "run_finished")
     assert (ended["updates"], ended["model"]) == (0, None)
 
-    summary = summarize(run_dir)
+    summary = summarize_run(run_dir)
     assert (summary.status, summary.updates, summary.steps_without_contrast) == (NOT_TRAINED, 0, STEPS)
 
     for step in (50, STEPS):
-        (part,) = Checkpoints(run_dir / "checkpoints").path(step).glob("learner-*.safetensors")
+        (part,) = CheckpointDirectory(run_dir / "checkpoints").step_path(step).glob("learner-*.safetensors")
         kept = load_file(part)
         assert not [name for name in kept if "exp_avg" in name]
-        assert not kept[f"master/{DIGEST}"].any()  # as it began
+        assert not kept[f"master/{DIGEST_TENSOR}"].any()  # as it began
 
     with pytest.raises(NotTrained, match=r"none of 102 steps made an update \(2 x no contrast\)"):  # nor after a resume
         machine.train(f"steps={STEPS + 2}", *flat)
@@ -77,7 +77,7 @@ def test_a_run_whose_gradients_are_never_finite_fails_at_the_limit_with_its_caus
     assert len(events(run_dir, "step_skipped")) == limit + 1
     (failed,) = events(run_dir, "run_failed")
     assert "supervise.max_skipped_steps" in failed["error"]
-    summary = summarize(run_dir)
+    summary = summarize_run(run_dir)
     assert summary.status == "failed"
     assert "gradient not finite" in summary.reason
     assert not (run_dir / "model").exists()

@@ -10,8 +10,8 @@ import pytest
 
 from r3async.actors.process import NotTrained
 from r3async.config import load_config
-from r3async.record.reading import read_objects
-from r3async.tools.plan import make_plan
+from r3async.record.reading import read_json_objects
+from r3async.tools.plan import make_run_plan
 
 CHANCE = contextlib.suppress(NotTrained)
 """Whether a script finds a reward in a few steps is left to chance, and is not what is tested."""
@@ -39,7 +39,7 @@ def test_a_preset_runs_without_a_model_that_plays_and_keeps_its_bound(machine, n
     machine.run_dir.mkdir(parents=True)
     with CHANCE:
         machine.train(preset=name, settings=settings)
-    rows = read_objects(machine.run_dir / "metrics.jsonl")
+    rows = read_json_objects(machine.run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert max(row["staleness/max"] for row in rows) <= make_plan(load_config(name, settings)).staleness_bound
+    assert max(row["staleness/max"] for row in rows) <= make_run_plan(load_config(name, settings)).staleness_bound
     assert all(row["batch/trained_tokens"] > 0 for row in rows)

@@ -8,10 +8,10 @@ import pytest
 
 from r3async.actors.learner import LearnerActor
 from r3async.actors.process import RunFailed
-from r3async.actors.reception import Reception
+from r3async.actors.reception import TrajectoryInbox
 from r3async.envs import Action, Message, StepResult
 from r3async.record.reading import read_quarantine
-from r3async.tools.inspect.look import describe_rest
+from r3async.tools.inspect.look import describe_run_contents
 from tests.ray.test_resume_run import check_books, events
 from tests.sim.whole import Simulated
 
@@ -24,18 +24,18 @@ ASKED: list[int] = []
 # -- the learner refuses -----------------------------------------------------------------------------------------------
 
 
-class Dislikes(Reception):
+class Dislikes(TrajectoryInbox):
     """Refuses what was played of one episode in each fourth group; what stands for a failed one has no turn."""
 
     groups = 4
 
-    def _validate(self, trajectories):
+    def _find_invalid(self, trajectories):
         disliked = {
             at: "not to my liking"
             for at, t in enumerate(trajectories)
             if t.turns and t.episode_index == 1 and t.group_index % self.groups == 0
         }
-        return super()._validate(trajectories) | disliked
+        return super()._find_invalid(trajectories) | disliked
 
 
 class DislikesAll(Dislikes):
@@ -43,19 +43,19 @@ class DislikesAll(Dislikes):
 
 
 class Disliking(LearnerActor):
-    receives = Dislikes
+    inbox_class = Dislikes
 
 
 class DislikingAll(LearnerActor):
-    receives = DislikesAll
+    inbox_class = DislikesAll
 
 
 class Refusing(Simulated):
-    learner = Disliking
+    learner_class = Disliking
 
 
 class RefusingAll(Simulated):
-    learner = DislikingAll
+    learner_class = DislikingAll
 
 
 @SEEDS
@@ -114,7 +114,7 @@ def test_a_bad_row_costs_its_group_and_is_not_posed_again_also_after_a_resume(ma
     assert kept.error.startswith("ValueError: row 5 has no question (test_refused.py:")
     assert (kept.task_seed, kept.group) == (BAD, quarantined["group"])
     told = f"task seed {BAD}: group {kept.group} failed by the environment"
-    assert any(told in line for line in describe_rest(run_dir))
+    assert any(told in line for line in describe_run_contents(run_dir))
 
     ASKED.clear()
     machine.train("steps=20", *settings)

@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 from safetensors.torch import load_file
 
-from r3async.checkpoint import Checkpoints, open_checkpoint
-from r3async.record.reading import read_objects
-from r3async.rollout.engines.scripted import DIGEST
+from r3async.checkpoint import CheckpointDirectory, open_checkpoint
+from r3async.record.reading import read_json_objects
+from r3async.rollout.engines.scripted import DIGEST_TENSOR
 from tests.ray.test_resume_run import check_books, events, trained
 from tests.sim.whole import Machine
 
@@ -34,7 +34,7 @@ def test_a_run_whose_learner_and_conductor_are_killed_trains_everything_once(mac
     assert 4 <= first <= second
     assert first % 2 == second % 2 == 0
     assert second >= 8
-    assert all(row["staleness/max"] <= row["staleness/bound"] for row in read_objects(run_dir / "metrics.jsonl"))
+    assert all(row["staleness/max"] <= row["staleness/bound"] for row in read_json_objects(run_dir / "metrics.jsonl"))
     assert not list((run_dir / "spool").iterdir())  # What the last checkpoint trained needs not be kept.
 
 
@@ -85,27 +85,30 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(
     async def kill(machine):
         await machine.until(lambda: len(machine.trained()) >= 10)
         if killed == "power":
-            machine.simulation.lose(machine.host)
-            machine.simulation.restore(machine.host)
+            machine.simulation.lose_host(machine.host)
+            machine.simulation.restore_host(machine.host)
         else:
             for role in ("conductor", "learner", "driver"):
                 await machine.kill(role)
 
     slow = "generator.engine_args={ token_seconds = 0.1 }"
     machine.train(*EXACT, slow, meddle=kill, killed=True)
-    checkpoints = Checkpoints(machine.run_dir / "checkpoints", files=machine.files)
-    *_, back, last = checkpoints.steps()
-    (part,) = [name for name in machine.files.list(checkpoints.path(last)) if name.startswith("learner-")]
-    cut_off(machine, checkpoints.path(last) / part)
+    checkpoints = CheckpointDirectory(machine.run_dir / "checkpoints", files=machine.files)
+    *_, back, last = checkpoints.list_steps()
+    (part,) = [name for name in machine.files.list_names(checkpoints.step_path(last)) if name.startswith("learner-")]
+    cut_off(machine, checkpoints.step_path(last) / part)
     partial = checkpoints.directory / "step-00000019.partial"
-    machine.files.make(partial)
-    with machine.files.open(partial / "run.json", new=True) as file:
+    machine.files.create_directory(partial)
+    with machine.files.open(partial / "run.json", exclusive=True) as file:
         file.append([b"{"])
     run_dir = machine.train(*EXACT)
     assert "checkpoint bad" in machine.person.screen
     assert f"resumes from step {back} " in machine.person.screen
     assert 4 <= back < last < 20
-    assert [events(run_dir, "resumed")[-1]["step"], Checkpoints(run_dir / "checkpoints").steps()[-1]] == [back, 20]
+    assert [events(run_dir, "resumed")[-1]["step"], CheckpointDirectory(run_dir / "checkpoints").list_steps()[-1]] == [
+        back,
+        20,
+    ]
     expected, digest = straight
     assert weights(run_dir) == digest
     # Without power, records lose what was not written back; no training depends on them.
@@ -122,21 +125,21 @@ def test_a_stop_leaves_a_checkpoint_and_ends_well_and_the_same_command_goes_on(m
         await machine.until(lambda: "stopping" in machine.person.screen)
 
     run_dir = machine.train("steps=400", "schedule.max_staleness=1", "checkpoint.every_steps=0", meddle=stop)
-    (step,) = Checkpoints(run_dir / "checkpoints").steps()
-    state = open_checkpoint(Checkpoints(run_dir / "checkpoints").path(step)).state
+    (step,) = CheckpointDirectory(run_dir / "checkpoints").list_steps()
+    state = open_checkpoint(CheckpointDirectory(run_dir / "checkpoints").step_path(step)).state
     assert len(trained(run_dir)) == step == state.steps < 400
     assert f"stopped after {step} of 400 steps; to resume: the same command with name=run" in machine.person.screen
     machine.train(f"steps={step + 3}", "schedule.max_staleness=1", "checkpoint.every_steps=2")
     assert f"resumes from step {step} " in machine.person.screen
     check_books(run_dir, step + 3)
-    rows = read_objects(run_dir / "metrics.jsonl")
+    rows = read_json_objects(run_dir / "metrics.jsonl")
     assert [row["version"] for row in rows] == list(range(1, step + 4))
 
 
 def test_a_run_with_neither_engine_nor_model_makes_its_steps_and_a_resume_goes_on(machine):
     for steps in (2, 3):
         run_dir = machine.train(f"steps={steps}", "checkpoint.every_steps=1", "schedule.max_staleness=0")
-    rows = read_objects(run_dir / "metrics.jsonl")
+    rows = read_json_objects(run_dir / "metrics.jsonl")
     assert [(r["step"], r["version"]) for r in rows] == [(1, 1), (2, 2), (3, 3)]
     assert all(r["routing/recorded_fraction"] > 0.9 for r in rows)
     probed = events(run_dir, "probe")
@@ -144,8 +147,8 @@ def test_a_run_with_neither_engine_nor_model_makes_its_steps_and_a_resume_goes_o
     assert all(e["mean_difference"] == 0 for e in probed)
     assert {line["step"] for line in trained(run_dir)} == {1, 2, 3}
     saved = load_file(run_dir / "model" / "model.safetensors")
-    assert list(saved) == [DIGEST]
-    assert saved[DIGEST].any()
+    assert list(saved) == [DIGEST_TENSOR]
+    assert saved[DIGEST_TENSOR].any()
 
 
 def test_a_resumed_run_that_is_stopped_while_it_loads_says_after_which_step(machine):

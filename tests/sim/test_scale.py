@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from r3async.actors.crew import Wish, write_wish
-from r3async.actors.leasing import Dispatch
+from r3async.actors.crew import ScaleRequest, write_scale_request
+from r3async.actors.leasing import LeaseDispatcher
 from r3async.tools.simulate.faults import Fault
 from r3async.tools.simulate.run import Simulated as SimulatedRun
 from r3async.tools.simulate.run import model_here
@@ -18,7 +18,7 @@ from tests.sim.test_accounting import rehearse
 
 
 def ask(machine, generators, asked):
-    write_wish(machine.run_dir, Wish(generators, asked), files=machine.files)
+    write_scale_request(machine.run_dir, ScaleRequest(generators, asked), files=machine.files)
 
 
 async def scaled(machine, generators, asked):
@@ -32,22 +32,22 @@ SETTINGS = ["steps=16", "generator.count=1", "generator.concurrency=4", "supervi
 @pytest.mark.parametrize(("backend", "seed"), [("shared_memory", 0), ("tcp", 1)])
 def test_a_fleet_grows_and_shrinks_and_everything_is_trained_once(machine, tmp_path, monkeypatch, backend, seed):
     leased: Counter[str] = Counter()
-    lease = Dispatch._lease
+    lease = LeaseDispatcher._lease_groups
 
     def watched(self, generator, free):
         found = lease(self, generator, free)
         leased[generator.generator_id] += len(found)
         return found
 
-    monkeypatch.setattr(Dispatch, "_lease", watched)
+    monkeypatch.setattr(LeaseDispatcher, "_lease_groups", watched)
 
     async def resize(machine):
         await machine.step(3)
         await scaled(machine, 4, "more")
         await machine.step(7)
         await scaled(machine, 2, "fewer")
-        assert machine.simulation.find("generator-3") is None
-        assert machine.simulation.find("generator-1") is not None
+        assert machine.simulation.find_process("generator-3") is None
+        assert machine.simulation.find_process("generator-1") is not None
         await machine.step(11)
         await scaled(machine, 3, "again")
         await machine.kill("generator-4")
@@ -85,7 +85,7 @@ def test_a_run_that_restarts_has_as_many_as_were_asked_for(machine, tmp_path, wh
         await machine.step(6)
         await machine.kill(who)
         await machine.until(lambda: len(machine.events("lineage_began")) == 2)
-        await machine.until(lambda: machine.simulation.find("generator-2"))
+        await machine.until(lambda: machine.simulation.find_process("generator-2"))
         await machine.step(12)
         await scaled(machine, 2, "fewer")
 
@@ -118,7 +118,7 @@ def test_what_has_no_place_waits_for_one(machine, tmp_path):
         await machine.step(2)
         machine.simulation.gpus = 1  # the hosts have GPUs now, and the learner's is taken
         held = machine.simulation.reservations[0].bundles
-        taken, held[0] = held[0], type(held[0])(held[0].cpus, 1, held[0].node)
+        taken, held[0] = held[0], type(held[0])(held[0].cpus, 1, held[0].node_id)
         ask(machine, 2, "more")
         waits = await machine.event("scale_waits")
         assert "another engine needs 1 GPU" in waits["reason"]

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from r3async.world import MAX_FRAME, Sockets
-from r3async.world.keys import new_keys
-from r3async.world.simulated.loop import Process, VirtualLoop
+from r3async.world.keys import generate_keys
+from r3async.world.simulated.loop import VirtualLoop, VirtualProcess
 from r3async.world.simulated.network import SimulatedNetwork
-from r3async.world.zeromq import OTHER_LEARNER, UNKNOWN_KEY, ZeroMqSockets
+from r3async.world.zeromq import REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY, ZeroMqSockets
 from tests.helpers.sockets import LOOPBACK, Ear
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS, until
 
@@ -42,12 +42,12 @@ class Place:
 
     def router(self, sockets: Sockets | None = None, address: str = LOOPBACK) -> Ear:
         ear = Ear()
-        ear.socket = (sockets or self.sockets()).router(address, ear, keys=SERVER_KEYS, refused=ear.refused)
+        ear.socket = (sockets or self.sockets()).bind_router(address, ear, keys=SERVER_KEYS, refused_peers=ear.refused)
         return ear
 
     def dealer(self, router: Ear, name: bytes = b"d", keys: Any = CLIENT_KEYS, sockets: Sockets | None = None) -> Ear:
         ear = Ear()
-        ear.socket = (sockets or self.sockets()).dealer(router.socket.endpoint, name, ear, keys=keys)
+        ear.socket = (sockets or self.sockets()).connect_dealer(router.socket.endpoint, name, ear, keys=keys)
         return ear
 
     async def close(self) -> None:
@@ -88,19 +88,19 @@ def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Place], Any]], N
         asyncio.run(run(script, Place(lambda name: ZeroMqSockets(), no_descriptors)))
 
     def simulated(script: Callable[[Place], Any]) -> None:
-        loop = VirtualLoop(seconds=1000.0)
+        loop = VirtualLoop(max_seconds=1000.0)
         network = SimulatedNetwork(loop, random.Random(1))
-        processes: list[Process] = []
+        processes: list[VirtualProcess] = []
 
         def sockets(name: str) -> Sockets:
-            processes.append(Process(loop, name))
-            return network.sockets("host", processes[-1])
+            processes.append(VirtualProcess(loop, name))
+            return network.sockets_for("host", processes[-1])
 
         @contextlib.contextmanager
         def full() -> Iterator[None]:
             for full in (True, False):
                 for process in processes:
-                    process.full = full
+                    process.out_of_descriptors = full
                 if full:
                     yield
 
@@ -221,19 +221,27 @@ def test_only_known_keys_are_let_in(play):
     async def script(place: Place) -> None:
         router = place.router()
         unknown = place.dealer(
-            router, b"u", dataclasses.replace(new_keys()[1], server_public=CLIENT_KEYS.server_public)
+            router, b"u", dataclasses.replace(generate_keys()[1], server_public_key=CLIENT_KEYS.server_public_key)
         )
-        other = place.dealer(router, b"o", dataclasses.replace(CLIENT_KEYS, server_public=new_keys()[1].server_public))
+        other = place.dealer(
+            router, b"o", dataclasses.replace(CLIENT_KEYS, server_public_key=generate_keys()[1].server_public_key)
+        )
         right = place.dealer(router, b"r")
         for dealer in (unknown, other, right):
             assert dealer.send(b"hello") == 0
-        await until(lambda: router.refused[UNKNOWN_KEY] and router.refused[OTHER_LEARNER] and unknown.socket.denied)
+        await until(
+            lambda: (
+                router.refused[REFUSED_UNKNOWN_KEY]
+                and router.refused[REFUSED_OTHER_LEARNER]
+                and unknown.socket.denial_reason
+            )
+        )
         await until(lambda: router.heard)
         await asyncio.sleep(QUIET_SECONDS)
         assert router.heard == [[b"r", b"hello"]]
-        assert set(router.refused) == {UNKNOWN_KEY, OTHER_LEARNER}
-        assert unknown.socket.denied.startswith("this key")
-        assert other.socket.denied == right.socket.denied == ""
+        assert set(router.refused) == {REFUSED_UNKNOWN_KEY, REFUSED_OTHER_LEARNER}
+        assert unknown.socket.denial_reason.startswith("this key")
+        assert other.socket.denial_reason == right.socket.denial_reason == ""
 
     play(script)
 
@@ -277,6 +285,6 @@ def test_a_process_without_descriptors_makes_no_socket_and_those_that_it_has_go_
 def test_an_endpoint_that_is_none_is_an_error(play, endpoint):
     async def script(place: Place) -> None:
         with pytest.raises(OSError, match="Invalid argument"):
-            place.sockets().dealer(endpoint, b"d", print, keys=CLIENT_KEYS)
+            place.sockets().connect_dealer(endpoint, b"d", print, keys=CLIENT_KEYS)
 
     play(script)

@@ -24,7 +24,7 @@ KINDS = ["put"] * 6 + ["power"] * 3 + ["commit", "refuse", "restart", "kill late
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 11)), max_size=40)
 
 
-class Lane:
+class WorkerThread:
     """Runs at once."""
 
     async def run(self, function, *args):
@@ -35,8 +35,8 @@ class Lane:
 
 
 class Threads:
-    def lane(self, name: str) -> Lane:
-        return Lane()
+    def new_worker(self, name: str) -> WorkerThread:
+        return WorkerThread()
 
 
 class Machine:
@@ -50,7 +50,7 @@ class Machine:
         self.unsure: dict[str, int] = {}
         self.made = 0
         self._calls_left: int | None = None
-        self.disk.observe = self._count
+        self.disk.on_operation = self._count
         self.start()
 
     def _count(self, process: Process, operation: str, path: Path) -> None:
@@ -62,26 +62,29 @@ class Machine:
 
     def start(self) -> None:
         self.process, self._calls_left = Process(), None
-        self.disk.short_writes = 0.0
-        self.disk.allow(DIRECTORY)
+        self.disk.short_write_rate = 0.0
+        self.disk.allow_operations(DIRECTORY)
         world = RealWorld()
-        world.files, world.threads = self.disk.files(self.process), Threads()  # type: ignore[assignment]
+        world.files, world.threads = self.disk.files_for(self.process), Threads()  # type: ignore[assignment]
         if world.files.stat(Path("/run")) is None:
-            world.files.make(Path("/run"))
-            world.files.sync_directory(Path("/"))
+            world.files.create_directory(Path("/run"))
+            world.files.fsync_directory(Path("/"))
         self.told: list[str] = []
         report = lambda event, **facts: self.told.append(event)  # noqa: E731
-        self.spool = Spool(DIRECTORY, self.settings, world=world, report=report, retry_seconds=0)
+        self.spool = Spool(DIRECTORY, self.settings, world=world, report_event=report, retry_seconds=0)
 
     async def recover(self) -> None:
         """In a new process, whatever became of the last one."""
         self.process.end()
         self.start()
-        found = {kept.trajectory.trajectory_id: kept.trajectory.group_index for kept in await self.spool.recover()}
+        found = {
+            kept.trajectory.trajectory_id: kept.trajectory.group_index
+            for kept in await self.spool.recover_trajectories()
+        }
         assert self.held.items() <= found.items()
         assert found.items() <= (self.held | self.unsure).items()
         self.held, self.unsure = found, {}
-        assert self.spool.nbytes == self.disk.used
+        assert self.spool.nbytes == self.disk.used_bytes
 
     async def do(self, step: str, number: int) -> None:
         group = number % 4
@@ -91,16 +94,16 @@ class Machine:
                 self.made += 1
                 trajectory = make_trajectory(self.made - 1, 20, group=group)
                 self.unsure[name] = group
-                await self.spool.put(trajectory, encode_trajectory(trajectory), spill=number % 2 == 0)
+                await self.spool.put_trajectory(trajectory, encode_trajectory(trajectory), spill=number % 2 == 0)
                 self.held[name] = self.unsure.pop(name)
             case "commit":
                 self._forget([name for name, of in self.held.items() if of == group])
-                await self.spool.commit([group])
+                await self.spool.delete_trained([group])
             case "refuse":
                 names = [name for at, name in enumerate(self.held) if at % 6 == number % 6]
                 refused = {(self.held[name], name): "why" for name in names}
                 self._forget(names)
-                await self.spool.remove(refused)
+                await self.spool.remove_trajectories(refused)
             case "restart":
                 await self.recover()
             case "power":
@@ -113,12 +116,14 @@ class Machine:
             case "kill later":
                 self._calls_left = number
             case "short writes":
-                self.disk.short_writes = 0.5
+                self.disk.short_write_rate = 0.5
             case "fails":
-                self.disk.refuse(DIRECTORY, errno.EIO, {"remove"} if number % 2 else {"append", "sync", "truncate"})
+                self.disk.refuse_operations(
+                    DIRECTORY, errno.EIO, {"remove"} if number % 2 else {"append", "sync", "truncate"}
+                )
                 for _ in range(number):
                     await asyncio.sleep(0)
-                asyncio.get_running_loop().call_later(0.001, self.disk.allow, DIRECTORY)
+                asyncio.get_running_loop().call_later(0.001, self.disk.allow_operations, DIRECTORY)
 
     def _forget(self, names: list[str]) -> None:
         for name in names:
@@ -132,7 +137,7 @@ class Machine:
 def test_what_is_acknowledged_is_there_until_it_is_committed_or_refused(steps, seed, fsync) -> None:
     async def main() -> None:
         machine = Machine(seed, fsync)
-        await machine.spool.recover()
+        await machine.spool.recover_trajectories()
         for step in [*steps, ("restart", 0)]:
             try:
                 async with asyncio.timeout(20):
@@ -140,8 +145,8 @@ def test_what_is_acknowledged_is_there_until_it_is_committed_or_refused(steps, s
             except Ended:
                 await machine.recover()
         # Nothing is left behind, and nothing counted that is not there.
-        await machine.spool.commit(range(4))
-        assert (machine.spool.nbytes, machine.disk.used) == (0, 0)
+        await machine.spool.delete_trained(range(4))
+        assert (machine.spool.nbytes, machine.disk.used_bytes) == (0, 0)
 
     asyncio.run(main())
 
@@ -155,19 +160,19 @@ def test_a_file_that_the_disk_does_not_give_at_the_start_is_no_damage(operation)
         path, asked = DIRECTORY / "000000001-0000.spool", []
         machine.process.end()
         machine.start()
-        machine.disk.refuse(path, errno.EIO, {operation})
+        machine.disk.refuse_operations(path, errno.EIO, {operation})
 
         def recovers(_: Process, what: str, where: Path) -> None:
             if (what, where) == (operation, path):
                 asked.append(what)
                 if len(asked) == 3:
-                    machine.disk.allow(path)
+                    machine.disk.allow_operations(path)
 
-        machine.disk.observe = recovers
+        machine.disk.on_operation = recovers
         async with asyncio.timeout(20):
-            found = await machine.spool.recover()
+            found = await machine.spool.recover_trajectories()
         assert {kept.trajectory.trajectory_id for kept in found} == set(machine.held)
-        assert (machine.spool.damage, machine.told) == ([], ["spool_stalled", "spool_goes_on"])
+        assert (machine.spool.damages, machine.told) == ([], ["spool_stalled", "spool_goes_on"])
         await machine.spool.close()
 
     asyncio.run(main())

@@ -11,7 +11,7 @@ from r3async.world.simulated.world import Simulation
 
 @pytest.fixture
 def simulation():
-    simulation = Simulation(1, seconds=10_000.0)
+    simulation = Simulation(1, max_seconds=10_000.0)
     yield simulation
     simulation.close()
 
@@ -48,7 +48,7 @@ def test_work_on_files_takes_time_until_the_result_is_there(run):
         world.process.disk_seconds = 50.0  # what the loop did itself
         began = await world.threads.run(work, 3.0)
         alone = world.clock.monotonic() - began
-        lane = world.threads.lane("files")
+        lane = world.threads.new_worker("files")
         calls = [asyncio.create_task(lane.run(work, 2.0)) for _ in range(3)]
         starts = [await call for call in calls]
         return alone, starts[1] - starts[0], starts[2] - starts[1]
@@ -60,7 +60,7 @@ def test_work_on_files_takes_time_until_the_result_is_there(run):
 
 def test_a_lane_keeps_the_order_and_skips_what_was_cancelled(run):
     async def main(world):
-        lane, seen = world.threads.lane("one"), []
+        lane, seen = world.threads.new_worker("one"), []
         calls = [asyncio.create_task(lane.run(seen.append, n)) for n in range(10)]
         await asyncio.sleep(0)
         calls[4].cancel()
@@ -75,7 +75,7 @@ def test_a_lane_keeps_the_order_and_skips_what_was_cancelled(run):
 
 def test_a_closed_lane_ends_the_call_that_runs_and_makes_no_other(run):
     async def main(world):
-        lane, seen = world.threads.lane("one"), []
+        lane, seen = world.threads.new_worker("one"), []
 
         def work(n: int):
             world.process.disk_seconds += 5.0
@@ -103,11 +103,11 @@ def test_repeat_calls_until_told_that_it_is_done_and_ends_with_its_process(run, 
 
     async def main(world):
         seen, theirs = [], []
-        world.threads.repeat("r", 2.0, lambda: seen.append(world.clock.monotonic()) or len(seen) == 3)
-        other.world.threads.repeat("r", 1.0, lambda: bool(theirs.append(1)))
+        world.threads.repeat_until_done("r", 2.0, lambda: seen.append(world.clock.monotonic()) or len(seen) == 3)
+        other.world.threads.repeat_until_done("r", 1.0, lambda: bool(theirs.append(1)))
         before = world.clock.monotonic()
         await asyncio.sleep(4.5)
-        simulation.end(other, "a test")
+        simulation.end_process(other, "a test")
         await asyncio.sleep(20.0)
         return [at - before for at in seen], theirs
 

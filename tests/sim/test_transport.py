@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from r3async.transport import Ledger, Receiver
-from r3async.transport.intake import Capacity
+from r3async.transport import TrajectoryLedger, TrajectoryReceiver
+from r3async.transport.intake import MemoryBudget
 from r3async.transport.wire import Ack
 from tests.sim.delivery import GROUPS, SAMPLES, Delivery
 
@@ -18,41 +18,41 @@ SEEDS = int(os.environ.get("R3ASYNC_SEEDS", "30"))
 MUTANT_SEEDS = 40
 
 
-class AckBeforeStore(Receiver):
-    def _deliver(self, identity: bytes, message: Any, frames: Any) -> None:
-        super()._deliver(identity, message, frames)
+class AckBeforeStore(TrajectoryReceiver):
+    def _receive_delivery(self, identity: bytes, message: Any, frames: Any) -> None:
+        super()._receive_delivery(identity, message, frames)
         for item in message.items:
-            if item.trajectory_id in self._intake._in_hand:
-                self._send(identity, Ack([item.trajectory_id]))
+            if item.trajectory_id in self._intake._unanswered:
+                self._send_message(identity, Ack([item.trajectory_id]))
 
 
-class NoDedupe(Ledger):
+class NoDedupe(TrajectoryLedger):
     """Knows the groups that are over, and no trajectory."""
 
     def __contains__(self, key: tuple[int, str]) -> bool:
-        return self.is_forgotten(key[0])
+        return self.is_group_consumed(key[0])
 
 
-class MemoryIgnored(Capacity):
+class MemoryIgnored(MemoryBudget):
     """Takes whatever arrives."""
 
-    def _fits(self, nbytes: int) -> bool:
+    def _fits_in_memory(self, nbytes: int) -> bool:
         return True
 
 
-class Boundless(Receiver):
+class Boundless(TrajectoryReceiver):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._capacity.__class__ = MemoryIgnored
+        self._memory.__class__ = MemoryIgnored
 
 
-class HeldForEver(Receiver):
+class HeldForEver(TrajectoryReceiver):
     """What a consumed group holds is not released."""
 
-    def forget(self, group_index: int) -> None:
-        self.ledger.forget(group_index)
-        self._capacity.advance(self.ledger.oldest)
-        self._tell()
+    def forget_group(self, group_index: int) -> None:
+        self.ledger.forget_group(group_index)
+        self._memory.advance_window(self.ledger.oldest_group)
+        self._announce_soon()
 
 
 def test_without_faults_everything_arrives_once_and_only_what_was_turned_away_is_sent_twice():

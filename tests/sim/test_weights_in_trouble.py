@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from r3async.actors.generator import GeneratorParts
+from r3async.actors.generator import GeneratorFactories
 from r3async.rollout.engines import build_engine
 from tests.sim.test_accounting import rehearse
 from tests.sim.whole import Machine, Player, renderer
@@ -35,9 +35,9 @@ SLOW = ["supervise.stall_seconds=200", "env.args={ turns = 2, seconds = 4.0, tai
 @pytest.fixture
 def cluster(untrained, tmp_path, monkeypatch, seed):
     """Of three hosts: conductor, learner and one generator are on the first. Engines read the model on the real disk."""
-    parts = GeneratorParts(
-        engine=lambda config, path, *known: build_engine(config, str(untrained), *known),
-        renderer=lambda path, args: renderer(str(untrained), args),
+    parts = GeneratorFactories(
+        make_engine=lambda config, path, *known: build_engine(config, str(untrained), *known),
+        make_renderer=lambda path, args: renderer(str(untrained), args),
     )
     monkeypatch.setattr(Player, "parts", parts)
     machine = Machine(tmp_path / "runs", untrained, seed, hosts=("host-0", "host-1", "host-2"))
@@ -70,7 +70,7 @@ def test_a_generator_whose_data_line_is_silent_longer_than_an_installation_may_t
     async def block(machine):
         await machine.step(2)
         names.append(elsewhere(machine).name)
-        machine.simulation.network.stall(names[0], "learner", 8 * LIMIT)
+        machine.simulation.network.stall_connections(names[0], "learner", 8 * LIMIT)
         await machine.event("install_failed")
 
     ahead = ["schedule.window=8", "schedule.max_staleness=4"]  # versions follow without what it plays
@@ -87,10 +87,10 @@ def test_a_learner_whose_disk_takes_no_weights_waits_and_nobody_is_blamed(machin
     async def fill_up(machine):
         await machine.step(3)
         full = errno.ENOSPC if backend == "tcp" else errno.EMFILE
-        machine.host.disk.refuse(MEMORY, full, {"create", "append", "open"})
+        machine.host.disk.refuse_operations(MEMORY, full, {"create", "append", "open"})
         await machine.event("stalled")
         await asyncio.sleep(30)
-        machine.host.disk.allow(MEMORY)
+        machine.host.disk.allow_operations(MEMORY)
         await machine.event("weights_go_on")
 
     train(
@@ -115,10 +115,10 @@ def test_a_host_whose_disk_takes_no_weights_loses_its_generator_which_waits_for_
         await machine.step(2)
         process = elsewhere(machine)
         names.append(process.name)
-        process.host.disk.refuse(MEMORY, errno.ENOSPC)
+        process.host.disk.refuse_operations(MEMORY, errno.ENOSPC)
         await machine.event("generator_lost")
         await asyncio.sleep(2 * LIMIT)
-        process.host.disk.allow(MEMORY)
+        process.host.disk.allow_operations(MEMORY)
         await machine.event("generator_restarted")
 
     train(cluster, tmp_path, fill_up, *SLOW)
@@ -143,9 +143,9 @@ def test_a_host_that_is_full_when_its_generator_connects_first_holds_up_no_other
             )
         )
         names.append(process.name)
-        process.host.disk.refuse(MEMORY, errno.ENOSPC)
+        process.host.disk.refuse_operations(MEMORY, errno.ENOSPC)
         await machine.step(2)
-        process.host.disk.allow(MEMORY)
+        process.host.disk.allow_operations(MEMORY)
         await machine.event("weights_go_on")
 
     train(cluster, tmp_path, fill_up, *SLOW)

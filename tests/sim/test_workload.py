@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from r3async.config import config_from_dict, to_dict
+from r3async.config import config_from_dict, config_to_dict
 from r3async.envs import Action
-from r3async.envs.factory import environment_factory
+from r3async.envs.factory import build_environment_factory
 from r3async.tools.simulate.faults import SHAPES, Fault, draw_faults, quiet_after
 from r3async.tools.simulate.workload import Workload, draw_workload
 
@@ -21,7 +21,7 @@ def test_every_workload_is_a_configuration_that_a_run_takes_and_survives_json():
     for seed in SEEDS:
         workload = draw_workload(seed)
         config = workload.config(Path("model"))
-        assert config_from_dict(to_dict(config)) == config
+        assert config_from_dict(config_to_dict(config)) == config
         assert msgspec.json.decode(msgspec.json.encode(workload), type=Workload) == workload == draw_workload(seed)
         assert workload.rules().slots >= workload.groups_per_step
 
@@ -57,7 +57,7 @@ def test_faults_of_every_kind_are_drawn_in_order_and_end():
 
 
 def test_an_errand_poses_the_task_of_its_seed_and_rewards_the_answers():
-    factory = environment_factory(
+    factory = build_environment_factory(
         config_from_dict(
             {"env": {"name": "r3async.tools.simulate.environment:Errand", "args": {"turns": 2, "seconds": 0.0}}}
         ).env

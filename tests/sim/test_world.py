@@ -11,19 +11,22 @@ import pytest
 import torch
 
 from r3async.learner import build_learner
-from r3async.weights.publish import Publisher
+from r3async.weights.publish import VersionStore
 from r3async.world.files import replace_file
-from r3async.world.simulated.world import EventLog, Simulation
+from r3async.world.simulated.world import Simulation, SimulationLog
 from tests.helpers.models import make_hf_model
 from tests.helpers.parity import config
 
 
 def test_streams_do_not_shift_each_other():
     one, two = Simulation(7), Simulation(7)
-    one.rng("another").random()
-    assert [one.rng("a").random(), one.rng("b").random()] == [two.rng("a").random(), two.rng("b").random()]
-    assert one.rng("a").random() != one.rng("b").random()
-    assert one.rng("a").random() != Simulation(8).rng("a").random()
+    one.rng_for("another").random()
+    assert [one.rng_for("a").random(), one.rng_for("b").random()] == [
+        two.rng_for("a").random(),
+        two.rng_for("b").random(),
+    ]
+    assert one.rng_for("a").random() != one.rng_for("b").random()
+    assert one.rng_for("a").random() != Simulation(8).rng_for("a").random()
 
 
 def test_clocks_of_hosts():
@@ -42,7 +45,7 @@ def test_unique_names_are_unique_and_come_from_the_seed():
     def names(seed: int) -> list[str]:
         simulation = Simulation(seed)
         worlds = [simulation.begin_process(name, simulation.hosts["host-0"]).world for name in ("a", "b", "a")]
-        found = [world.unique() for world in worlds for _ in range(3)]
+        found = [world.unique_id() for world in worlds for _ in range(3)]
         simulation.close()
         return found
 
@@ -52,30 +55,30 @@ def test_unique_names_are_unique_and_come_from_the_seed():
 
 
 def test_a_line_is_stable_and_the_hash_is_of_all_lines():
-    log, heard = EventLog(lambda: 1.5), []
+    log, heard = SimulationLog(lambda: 1.5), []
     log.listeners.append(lambda *event: heard.append(event))
-    log.event("learner", "step", number=3, seconds=0.1 + 0.2, groups=[1, 2], text="two words", empty="")
+    log.log_event("learner", "step", number=3, seconds=0.1 + 0.2, groups=[1, 2], text="two words", empty="")
     assert log.lines == ['1.500000 learner step number=3 seconds=0.3 groups=[1,2] text="two words" empty=""']
     assert heard[0][1:3] == ("learner", "step")
     before = log.digest()
-    log.detail("a calls b")
+    log.log_detail("a calls b")
     assert len(log.lines) == 1
     assert log.digest() != before
-    again = EventLog(lambda: 1.5, details=True)
-    again.event("learner", "step", number=3, seconds=0.3, groups=[1, 2], text="two words", empty="")
-    again.detail("a calls b")
+    again = SimulationLog(lambda: 1.5, keep_details=True)
+    again.log_event("learner", "step", number=3, seconds=0.3, groups=[1, 2], text="two words", empty="")
+    again.log_detail("a calls b")
     assert again.digest() == log.digest()
     assert len(again.lines) == 2
 
 
 STORY = """
 import asyncio, sys
-from r3async.world import ActorLost, Placement
+from r3async.world import ActorLostError, ActorOptions
 from r3async.world.simulated.world import Simulation
 
 class Worker:
     def __init__(self, world):
-        self.world, self.names = world, {world.unique() for _ in range(5)}
+        self.world, self.names = world, {world.unique_id() for _ in range(5)}
     async def work(self, other, n):
         await asyncio.sleep(0.01 * n)
         await self.world.threads.run(len, ())
@@ -83,32 +86,34 @@ class Worker:
     def add(self, n): return n + 1
 
 async def main(world, simulation):
-    workers = [world.actors.spawn(Worker, name=f"worker-{i}", placement=Placement(restarts=5)) for i in range(4)]
-    rng = simulation.rng("main")
+    options = ActorOptions(max_restarts=5)
+    workers = [world.actors.spawn_actor(Worker, name=f"worker-{i}", actor_options=options) for i in range(4)]
+    rng = simulation.rng_for("main")
     async def ask(n):
         try:
-            simulation.log.event("driver", "got", n=await workers[n % 4].call("work", workers[(n + 1) % 4], n, timeout=9.0))
-        except (ActorLost, TimeoutError) as error:
-            simulation.log.event("driver", "missed", n=n, error=str(error))
+            answer = await workers[n % 4].call("work", workers[(n + 1) % 4], n, timeout=9.0)
+            simulation.log.log_event("driver", "got", n=answer)
+        except (ActorLostError, TimeoutError) as error:
+            simulation.log.log_event("driver", "missed", n=n, error=str(error))
     tasks = set()
     for n in range(200):
         tasks.add(asyncio.create_task(ask(n)))
         await asyncio.sleep(rng.random() / 10)
-        process = simulation.find(f"worker-{rng.randrange(4)}")
-        if process and n % 9 == 0: simulation.end(process, "a fault")
+        process = simulation.find_process(f"worker-{rng.randrange(4)}")
+        if process and n % 9 == 0: simulation.end_process(process, "a fault")
         if process and n % 7 == 0:
-            simulation.freeze(process); simulation.loop.call_later(0.5, simulation.thaw, process)
+            simulation.freeze_process(process); simulation.loop.call_later(0.5, simulation.thaw_process, process)
         done, tasks = await asyncio.wait(tasks, timeout=0) if tasks else (set(), set())
-        for task in done: simulation.log.event("driver", "done", task=task.get_name())
+        for task in done: simulation.log.log_event("driver", "done", task=task.get_name())
     await asyncio.gather(*tasks)
 
-simulation = Simulation(sys.argv[1], hosts=("a", "b", "c"), seconds=10000.0, details=True)
+simulation = Simulation(sys.argv[1], hosts=("a", "b", "c"), max_seconds=10000.0, keep_details=True)
 driver = simulation.begin_process("driver", simulation.hosts["a"])
 simulation.run(driver, main(driver.world, simulation))
 simulation.close()
 assert simulation.loop.failures == [], simulation.loop.failures
 print("\\n".join(simulation.log.lines))
-print(simulation.log.digest(), simulation.loop.ran)
+print(simulation.log.digest(), simulation.loop.callback_count)
 """
 
 
@@ -139,7 +144,7 @@ def test_a_world_is_not_sent():
 
 
 async def spawn_with(world):
-    world.actors.spawn(list, world, name="x")
+    world.actors.spawn_actor(list, world, name="x")
 
 
 def test_weights_are_published_on_the_disk_of_their_host_and_go_with_a_killed_process():
@@ -148,15 +153,16 @@ def test_weights_are_published_on_the_disk_of_their_host_and_go_with_a_killed_pr
     first, second = (simulation.begin_process(name, host) for name in ("first", "second"))
     weights = {"a": torch.ones(3)}
     published = [
-        Publisher(folder, world=process.world).publish(1, weights, torch.float32) for process in (first, second)
+        VersionStore(folder, world=process.world).write_tensors(1, weights, torch.float32)
+        for process in (first, second)
     ]
     files = second.world.files
-    assert len(files.list(folder)) == 2
+    assert len(files.list_names(folder)) == 2
     assert {files.stat(Path(manifest.path)).size for manifest in published} == {108}
-    simulation.end(first, "a test")
+    simulation.end_process(first, "a test")
     third = simulation.begin_process("third", host)
-    Publisher(folder, world=third.world).close()
-    assert files.list(folder) == [Path(published[1].path).parent.name]
+    VersionStore(folder, world=third.world).close()
+    assert files.list_names(folder) == [Path(published[1].path).parent.name]
     simulation.close()
 
 
@@ -166,13 +172,13 @@ def test_the_scripted_learner_lives_on_the_disk_of_its_host(tmp_path):
     simulation = Simulation(1)
     files = simulation.begin_process("learner", simulation.hosts["host-0"]).world.files
     for directory in (model, saved.parent):
-        files.make(directory)
+        files.create_directory(directory)
     replace_file(model / "config.json", (there / "config.json").read_bytes(), files=files)
     settings = config()
     settings.learner.backend = "scripted"
     learner = build_learner(settings, model, files)
     for _ in range(2):
-        learner.save(saved)
-        assert files.list(saved) == ["config.json", "model.safetensors"]
-        assert files.list(saved.parent) == ["model"]
+        learner.save_pretrained(saved)
+        assert files.list_names(saved) == ["config.json", "model.safetensors"]
+        assert files.list_names(saved.parent) == ["model"]
     simulation.close()

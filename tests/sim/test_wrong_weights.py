@@ -7,12 +7,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from r3async.actors.generator import GeneratorParts
+from r3async.actors.generator import GeneratorFactories
 from r3async.actors.process import RunFailed
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.rollout.engines import EngineError, build_engine
 from r3async.rollout.engines.scripted import ScriptedEngine
-from r3async.weights.manifest import Difference
+from r3async.weights.manifest import TensorMismatch
 from tests.sim.whole import Player, Simulated, renderer
 
 SEEDS = pytest.mark.parametrize("seed", range(3))
@@ -22,17 +22,17 @@ CHANGES = ["steps=6", "weights.probe_every=1"]
 class Refuses(ScriptedEngine):
     """The bytes of version 1 are not those that were published."""
 
-    async def install(self, manifest, timeout):
+    async def install_version(self, manifest, timeout):
         if manifest.version:
             raise EngineError("weights version 1: tensor 'a' is corrupt: its checksum differs from the published one")
-        return await super().install(manifest, timeout)
+        return await super().install_version(manifest, timeout)
 
 
 class Misses(ScriptedEngine):
     """From version 1 on, nothing is installed."""
 
-    async def install(self, manifest, timeout):
-        report = await super().install(manifest, timeout)
+    async def install_version(self, manifest, timeout):
+        report = await super().install_version(manifest, timeout)
         return msgspec.structs.replace(report, version=0)
 
 
@@ -41,13 +41,13 @@ class Pretends(ScriptedEngine):
 
     spoilt_from = 1
 
-    def _install(self, manifest, began, seconds):
-        super()._install(manifest, began, seconds)
+    def _apply_version(self, manifest, began, seconds):
+        super()._apply_version(manifest, began, seconds)
         if manifest.version >= self.spoilt_from:
-            self._keys[manifest.version] = 7
+            self._weights_keys[manifest.version] = 7
 
-    async def differences(self, manifest, timeout):
-        return [Difference("a", "packed_a", 3)]
+    async def find_weight_differences(self, manifest, timeout):
+        return [TensorMismatch("a", "packed_a", 3)]
 
 
 class NeverRight(Pretends):
@@ -59,7 +59,7 @@ class NeverRight(Pretends):
 class Stale(ScriptedEngine):
     """Its prefix cache does not know which weights a request came with."""
 
-    async def cached_from_older(self, token_ids):
+    async def count_stale_cached_tokens(self, token_ids):
         return 32 if self.version else 0
 
 
@@ -79,10 +79,10 @@ def with_engine(kind):
         return engine
 
     class Faulty(Player):
-        parts = GeneratorParts(engine=build, renderer=renderer)
+        parts = GeneratorFactories(make_engine=build, make_renderer=renderer)
 
     class Run(Simulated):
-        generator = Faulty
+        generator_class = Faulty
 
     return Run
 
@@ -107,7 +107,7 @@ def test_a_fault_of_delivery_stops_the_run_and_is_named(machine, kind, reason, s
     with pytest.raises(RunFailed, match=reason):
         machine.train(*CHANGES, pipeline=with_engine(kind))
     # No slot was freed by it.
-    assert all(row["version"] < 1 for row in read_objects(machine.run_dir / "metrics.jsonl"))
+    assert all(row["version"] < 1 for row in read_json_objects(machine.run_dir / "metrics.jsonl"))
 
 
 def test_weights_that_arrive_corrupted_stop_the_run_before_it_trains(machine):

@@ -9,18 +9,18 @@ from contextvars import Context
 from pathlib import Path
 from typing import Any
 
-from r3async.actors.generator import GeneratorActor, GeneratorParts
-from r3async.actors.run_dir import open_run
-from r3async.actors.supervise import Pipeline, supervise
+from r3async.actors.generator import GeneratorActor, GeneratorFactories
+from r3async.actors.run_dir import open_run_directory
+from r3async.actors.supervise import RunLauncher, supervise_run
 from r3async.config import load_config
 from r3async.envs import Action, Message, StepResult
-from r3async.record.reading import read_objects
-from r3async.record.steps import TRAINED
+from r3async.record.reading import read_json_objects
+from r3async.record.steps import TRAINED_FILE
 from r3async.rollout.chat import ChatRenderer
 from r3async.world import Files
 from r3async.world.files import make_directory
 from r3async.world.simulated.processes import HostProcess
-from r3async.world.simulated.world import Host, Simulation
+from r3async.world.simulated.world import SimulatedHost, Simulation
 
 SCRIPTED = ["generator.engine=scripted", "learner.backend=scripted", "weights.directory=/memory"]
 SMALL = [
@@ -66,16 +66,16 @@ def renderer(path: str, args: Any) -> ChatRenderer:
 class Player(GeneratorActor):
     """A generator whose tokenizer is read once for all."""
 
-    parts = GeneratorParts(renderer=renderer)
+    parts = GeneratorFactories(make_renderer=renderer)
 
     def __init__(self, *args: Any):
         super().__init__(*args, parts=self.parts)
 
 
-class Simulated(Pipeline):
+class Simulated(RunLauncher):
     """The run's actors as they are."""
 
-    generator = Player
+    generator_class = Player
 
 
 class Person:
@@ -83,28 +83,28 @@ class Person:
 
     def __init__(self) -> None:
         self.stop_requested = False
-        self.step = 0
+        self.shown_step = 0
         self.said: list[str] = []
-        self.say = self.said.append
+        self.print_line = self.said.append
 
-    def phase(self, text: str) -> None:
+    def show_phase(self, text: str) -> None:
         pass
 
-    def report(self, event: str, /, **facts: object) -> None:
+    def report_event(self, event: str, /, **facts: object) -> None:
         self.said.append(f"{event.replace('_', ' ')}: {' '.join(f'{k}={v}' for k, v in facts.items())}")
 
-    def loading(self) -> None:
+    def begin_loading(self) -> None:
         pass
 
-    def started(self) -> None:
+    def confirm_started(self) -> None:
         pass
 
-    def show(self, status: dict[str, Any]) -> None:
+    def show_status(self, status: dict[str, Any]) -> None:
         for row in status["rows"]:
-            self.step = row["step"]
+            self.shown_step = row["step"]
 
-    def rewind(self, step: int) -> None:
-        self.step = step
+    def rewind_to_step(self, step: int) -> None:
+        self.shown_step = step
 
     @property
     def screen(self) -> str:
@@ -119,11 +119,11 @@ class Machine:
 
     def __init__(self, root: Path, model: Path, seed: int | str = 0, **options: Any):
         self.root, self.model = root, model
-        self.simulation = Simulation(seed, callbacks=CALLBACKS, seconds=MOST_SECONDS, **options)
+        self.simulation = Simulation(seed, max_callbacks=CALLBACKS, max_seconds=MOST_SECONDS, **options)
         self.host = next(iter(self.simulation.hosts.values()))
         self.person = Person()
         self.run_dir = root / "run"
-        self.files: Files = self.host.disk.files(self._outside())
+        self.files: Files = self.host.disk.files_for(self._outside())
         """Of the machine, for whoever is in no process of it."""
         make_directory(root, files=self.files)
         copy_to(model, model, self.files)
@@ -131,7 +131,7 @@ class Machine:
 
     def _outside(self) -> HostProcess:
         """Lives when the machine has lost power."""
-        return self.simulation.begin_process("outside", Host("outside", self.host.disk, 0.0))
+        return self.simulation.begin_process("outside", SimulatedHost("outside", self.host.disk, 0.0))
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Machine:
         *overrides: str,
         preset: str = "quickstart",
         settings: Sequence[str] = SMALL,
-        pipeline: type[Pipeline] = Simulated,
+        pipeline: type[RunLauncher] = Simulated,
         meddle: Meddle | None = None,
         change: Callable[[Any], Any] = lambda config: config,
         killed: bool = False,
@@ -157,13 +157,13 @@ class Machine:
         beside = loop.create_task(self._beside(meddle), name="meddler", context=Context())
         try:
             ended = loop.create_future()
-            process.at_end(lambda: ended.done() or ended.set_result("its process ended"))
+            process.add_end_callback(lambda: ended.done() or ended.set_result("its process ended"))
             loop.run_until_complete(asyncio.wait([driving, ended], return_when=asyncio.FIRST_COMPLETED))
             assert ended.done() == killed
             if not killed:
                 driving.result()
         finally:
-            self.simulation.end(process, "the command has ended")
+            self.simulation.end_process(process, "the command has ended")
             unfinished = not beside.done()
             beside.cancel()
             self.copy_back()
@@ -171,11 +171,11 @@ class Machine:
         beside.result()
         return self.run_dir
 
-    async def _drive(self, process: HostProcess, config: Any, pipeline: type[Pipeline]) -> None:
+    async def _drive(self, process: HostProcess, config: Any, pipeline: type[RunLauncher]) -> None:
         world, person = process.world, self.person
-        run = await open_run(config, self.run_dir, person.say, person.report, world=world)
+        run = await open_run_directory(config, self.run_dir, person.print_line, person.report_event, world=world)
         try:
-            await supervise(world, config, self.model, run, person, pipeline)
+            await supervise_run(world, config, self.model, run, person, pipeline)
         finally:
             run.lock.close()
 
@@ -201,33 +201,33 @@ class Machine:
 
     async def process(self, name: str) -> HostProcess:
         """The one of that name that lives, once there is one."""
-        return await self.until(lambda: self.simulation.find(name))
+        return await self.until(lambda: self.simulation.find_process(name))
 
     async def kill(self, name: str) -> None:
-        self.simulation.end(await self.process(name), "killed")
+        self.simulation.end_process(await self.process(name), "killed")
 
     async def freeze(self, name: str) -> HostProcess:
-        self.simulation.freeze(process := await self.process(name))
+        self.simulation.freeze_process(process := await self.process(name))
         return process
 
     def thaw(self, process: HostProcess) -> None:
-        self.simulation.thaw(process)
+        self.simulation.thaw_process(process)
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.run_dir / "metrics.jsonl"
-        return read_objects(path, files=self.files) if self.files.stat(path) else []
+        return read_json_objects(path, files=self.files) if self.files.stat(path) else []
 
     def events(self, name: str = "") -> list[dict[str, Any]]:
         """All, or those of a name."""
         path = self.run_dir / "events.jsonl"
-        found = read_objects(path, files=self.files) if self.files.stat(path) else []
+        found = read_json_objects(path, files=self.files) if self.files.stat(path) else []
         return [event for event in found if name in ("", event["event"])]
 
     def trained(self) -> list[dict[str, Any]]:
-        path = self.run_dir / TRAINED
-        return read_objects(path, files=self.files) if self.files.stat(path) else []
+        path = self.run_dir / TRAINED_FILE
+        return read_json_objects(path, files=self.files) if self.files.stat(path) else []
 
     @property
     def seconds(self) -> float:
@@ -248,7 +248,7 @@ def copy_to(source: Path, to: Path, files: Files) -> None:
     make_directory(to, files=files)
     for path in sorted(source.iterdir()):
         if path.is_file():
-            with files.open(to / path.name, new=True) as file:
+            with files.open(to / path.name, exclusive=True) as file:
                 file.append([path.read_bytes()])
 
 
@@ -257,10 +257,10 @@ def copy_from(path: Path, files: Files) -> None:
     there = files.stat(path)
     if there is None:
         return
-    if not there.directory:
+    if not there.is_directory:
         with files.open(path) as file:
             path.write_bytes(file.read())
         return
     path.mkdir(parents=True)
-    for name in files.list(path):
+    for name in files.list_names(path):
         copy_from(path / name, files)

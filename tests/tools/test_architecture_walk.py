@@ -8,13 +8,17 @@ ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\|[^|]*\| `([\w/]+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
 
 
-def functions(path: Path) -> set[str]:
-    """`function` and `Class.method` of a module."""
+def functions(path: Path) -> dict[str, int]:
+    """`function` and `Class.method` of a module, with their lines."""
     body = ast.parse(path.read_text()).body
     classes = [node for node in body if isinstance(node, ast.ClassDef)]
     inside = [(f"{c.name}.", node) for c in classes for node in c.body]
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return {prefix + node.name for prefix, node in [*(("", n) for n in body), *inside] if isinstance(node, kinds)}
+    return {
+        prefix + node.name: node.lineno
+        for prefix, node in [*(("", n) for n in body), *inside]
+        if isinstance(node, kinds)
+    }
 
 
 def walk() -> list[tuple[str, str]]:
@@ -31,10 +35,9 @@ def test_every_file_and_function_of_the_walk_exists():
 def test_the_trainer_comes_in_the_order_of_the_walk():
     """Of the functions that the walk names there, each is defined before the next."""
     trainer = "r3async/learner/trainer.py"
-    named = [name for file, name in walk() if file == trainer]
-    text = (ROOT / trainer).read_text()
-    places = [text.index(f"def {name.split('.')[-1]}(") for name in named]
-    assert len(named) == 4
+    lines = functions(ROOT / trainer)
+    places = [lines[name] for file, name in walk() if file == trainer]
+    assert len(places) == 4
     assert places == sorted(places)
 
 

@@ -13,9 +13,9 @@ import torch
 from r3async.config import ConfigError, load_config
 from r3async.learner import LearnerError
 from r3async.learner.losses.policy_loss import PolicyLoss, by_token
-from r3async.learner.trained import read_model
-from r3async.tools.plan import CPU_HEAD_DIMS, make_plan
-from r3async.tools.preflight import check_files, check_loss
+from r3async.learner.trained import read_model_shape
+from r3async.tools.plan import CPU_HEAD_DIMS, make_run_plan
+from r3async.tools.preflight import check_custom_loss, check_model_files
 from tests.helpers import architectures as ha
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -30,9 +30,9 @@ def test_one_expert_a_token_with_normalised_gates_is_not_trained_by_megatron(tmp
     described = json.loads(file.read_text()) | {"num_experts_per_tok": 1, "norm_topk_prob": True}
     file.write_text(json.dumps(described))
     with pytest.raises(LearnerError, match=r"one expert a token.*`learner\.backend` = \"torch\""):
-        read_model(tmp_path / "model")
+        read_model_shape(tmp_path / "model")
     file.write_text(json.dumps(described | {"norm_topk_prob": False}))
-    assert read_model(tmp_path / "model").top_k == 1
+    assert read_model_shape(tmp_path / "model").top_k == 1
 
 
 def test_sizes_of_heads_are_those_that_the_engine_on_cpu_takes(monkeypatch):
@@ -51,10 +51,10 @@ def test_sizes_of_heads_are_those_that_the_engine_on_cpu_takes(monkeypatch):
     odd = load_config("quickstart", ["model.init.hidden_size=192"])
     monkeypatch.setattr("r3async.tools.preflight.has_gpu", lambda: False)
     with pytest.raises(ConfigError, match=r"heads of 48 values, .* it takes 32, 64, 80"):
-        make_plan(odd)
-    make_plan(load_config("quickstart", ["model.init.hidden_size=256"]))
+        make_run_plan(odd)
+    make_run_plan(load_config("quickstart", ["model.init.hidden_size=256"]))
     monkeypatch.setattr("r3async.tools.preflight.has_gpu", lambda: True)
-    make_plan(odd)
+    make_run_plan(odd)
 
 
 def write_files(directory: Path, *names: str) -> str:
@@ -71,21 +71,21 @@ SHARDS = [f"model-{n:05}-of-00002.safetensors" for n in (1, 2)]
 def test_a_model_in_several_files_needs_its_index_and_all_of_them(tmp_path):
     path = write_files(tmp_path / "model", *SHARDS)
     with pytest.raises(ConfigError, match=r"weights in 2 files .* no model\.safetensors\.index\.json"):
-        check_files(path, "model.path")
+        check_model_files(path, "model.path")
     named = {"weight_map": {"a": SHARDS[0], "b": SHARDS[1], "c": SHARDS[1]}}
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(named))
-    check_files(path, "model.path")
+    check_model_files(path, "model.path")
     (tmp_path / "model" / SHARDS[1]).unlink()
     with pytest.raises(ConfigError, match=f"lacks 1 of its files of weights, such as {SHARDS[1]}"):
-        check_files(path, "model.path")
+        check_model_files(path, "model.path")
 
 
 def test_weights_in_the_old_format_alone_are_refused_with_what_converts_them(tmp_path):
     path = write_files(tmp_path / "model", "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"no \*\.safetensors.*save_pretrained"):
-        check_files(path, "model.path")
+        check_model_files(path, "model.path")
     (tmp_path / "model" / "model.safetensors").touch()
-    check_files(path, "model.path")
+    check_model_files(path, "model.path")
 
 
 # -- engines and losses -----------------------------------------------------------------------------------------------
@@ -128,10 +128,10 @@ def right(inputs):
 )
 def test_a_loss_that_returns_something_else_is_refused_before_the_first_step(name, message):
     with pytest.raises(ConfigError, match=message):
-        check_loss(load_config("quickstart", [f"algorithm.policy_loss={__name__}:{name}"]))
+        check_custom_loss(load_config("quickstart", [f"algorithm.policy_loss={__name__}:{name}"]))
 
 
 def test_a_loss_of_ones_own_is_taken():
     own = f"algorithm.policy_loss={__name__}:right"
-    check_loss(load_config("quickstart", [own, "algorithm.loss_args.x=2", "algorithm.anchor=recomputed"]))
-    check_loss(load_config("quickstart", ["algorithm.policy_loss=gspo"]))
+    check_custom_loss(load_config("quickstart", [own, "algorithm.loss_args.x=2", "algorithm.anchor=recomputed"]))
+    check_custom_loss(load_config("quickstart", ["algorithm.policy_loss=gspo"]))

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from r3async.config import Config, to_toml
+from r3async.config import Config, config_to_toml
 from r3async.record.timeline import Timeline
 from r3async.tools.bench.jobs import ANSWER, BenchError
 from r3async.tools.bench.overlap import Plan, configure, predict_all, run
@@ -27,7 +27,7 @@ PLAN = Plan([0, 1], steps=12, settle=4, groups_per_step=2, samples_per_group=2)
 def write_run(directory: Path, config: Config) -> None:
     """Calls of a second and tools of two, whatever runs beside; a step trains for one and a half."""
     directory.mkdir()
-    (directory / "config.toml").write_text(to_toml(config))
+    (directory / "config.toml").write_text(config_to_toml(config))
     timeline = Timeline(directory, "generator-0")
     learner = Timeline(directory, "learner")
     rows = []
@@ -35,10 +35,10 @@ def write_run(directory: Path, config: Config) -> None:
         start = 10.0 * step
         for turn in range(3):
             began = start + 3.0 * turn
-            timeline.add("call", began, began + 1.0, turn=turn, tokens=10, prompt=0, running=4)
+            timeline.add_span("call", began, began + 1.0, turn=turn, tokens=10, prompt=0, running=4)
             if turn < 2:
-                timeline.add("environment", began + 1.0, began + 3.0)
-        learner.add("train", start + 8.0, start + 9.5, step=step + 1)
+                timeline.add_span("environment", began + 1.0, began + 3.0)
+        learner.add_span("train", start + 8.0, start + 9.5, step=step + 1)
         rows.append({**row(100, 1.5), "step": step + 1, "time": start + 9.9})
     (directory / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in rows))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from r3async.config import ConfigError
-from r3async.learner.batch.planner import Cost
+from r3async.learner.batch.planner import CostModel
 from r3async.tools.bench.packing import (
     CAPS,
     apart,
@@ -69,7 +69,7 @@ def test_samples_of_a_group_are_alike():
 @pytest.mark.parametrize("divide", [dealt, apart])
 def test_the_simpler_ways_lose_nothing_either(divide):
     lengths = lengths_like("lognormal", 100, 0)
-    planned = divide(lengths, 32768, 8, Cost(1, 1e-4))
+    planned = divide(lengths, 32768, 8, CostModel(1, 1e-4))
     assert sorted(i for mine in planned for m in mine for i in m) == list(range(100))
     assert sums(planned, lengths).max() <= 32768
     assert len({len(mine) for mine in planned}) == 1

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from r3async.config import Config, ConfigError
 from r3async.data.records import Sample
-from r3async.learner.batch.packing import pack
+from r3async.learner.batch.packing import pack_samples
 from r3async.tools.bench.replay_map import (
     MODES,
     WINDOW,
@@ -44,7 +44,7 @@ def trained(model: Path, setting: Setting, replay: str = "rollout", **disturbed:
 
 def largest_error(made: InProcessRun, samples: list[Sample], *, replay: bool) -> float:
     """Largest |engine - learner| of the sampled tokens."""
-    micro_batches = pack(samples, 8192)
+    micro_batches = pack_samples(samples, 8192)
     scored = zip(made.learner.logprobs(micro_batches, replay=replay), micro_batches, strict=True)
     return max(float(np.abs(s - m.table["rollout_logprobs"])[m.table["loss_mask"]].max()) for s, m in scored)
 

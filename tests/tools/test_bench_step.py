@@ -35,10 +35,10 @@ def test_ways_differ_in_what_their_names_say():
     made = {name: configure(0, more, quick=False) for name, more in WAYS.items()}
     region = {name: config.algorithm.rollout_kl for name, config in made.items()}
     assert [name for name, one in region.items() if not one.probe_share] == ["plain", "recorded"]
-    assert {name: one.measured_every for name, one in region.items() if one.probe_share} == {
+    assert {name: one.measurement_interval for name, one in region.items() if one.probe_share} == {
         "served": BLOCK, "served, every step": 1, "limit": BLOCK,
     }  # fmt: skip
-    assert [name for name, one in region.items() if one.bound is not None] == ["limit"]
+    assert [name for name, one in region.items() if one.update_limit is not None] == ["limit"]
     assert [name for name, config in made.items() if config.observe.record == "full"] == ["recorded"]
 
 

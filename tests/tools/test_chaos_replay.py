@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from r3async.learner import optimizer
-from r3async.record.recording import find_steps
+from r3async.record.recording import find_recorded_steps
 from r3async.tools.chaos.run import Report, describe, made_again
 from tests.helpers import models as hm
 from tests.unit.test_recording import STEPS, record, recorded_config
@@ -33,8 +33,10 @@ def test_every_step_of_a_recording_is_made_again(run):
 
 
 def test_a_step_that_differs_is_a_problem_with_its_stage(run, monkeypatch):
-    rate = optimizer.learning_rate
-    monkeypatch.setattr(optimizer, "learning_rate", lambda config, made, total: rate(config, made, total) * (1 + made))
+    rate = optimizer.compute_learning_rate
+    monkeypatch.setattr(
+        optimizer, "compute_learning_rate", lambda config, made, total: rate(config, made, total) * (1 + made)
+    )
     made = made_again(report(), run, print)
     assert made.replayed == 1
     (problem,) = made.problems
@@ -45,7 +47,7 @@ def test_a_step_that_differs_is_a_problem_with_its_stage(run, monkeypatch):
 def test_what_the_recording_lacks_is_a_problem(run):
     (problem,) = made_again(report(STEPS + 1), run, print).problems
     assert problem == f"replay: the recording has {STEPS} of {STEPS + 1} steps"
-    find_steps(run)[1].unlink()
+    find_recorded_steps(run)[1].unlink()
     made = made_again(report(), run, print)
     assert made.replayed == 0
     assert "no step 2" in made.problems[0]

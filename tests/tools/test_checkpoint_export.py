@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from r3async.checkpoint import CheckpointError, Checkpoints
-from r3async.config import to_dict
+from r3async.checkpoint import CheckpointDirectory, CheckpointError
+from r3async.config import config_to_dict
 from r3async.learner import build_learner
 from r3async.tools.cli import app
-from r3async.tools.export import export
+from r3async.tools.export import export_model
 from tests.helpers import checkpoint as hc
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import settings
@@ -29,8 +29,8 @@ def saved(path: Path, config, directory: Path, checkpoint: Path):
     learner = build_learner(config, path)
     try:
         hc.train(learner, config, hc.batches(2))
-        learner.save(directory)
-        return hc.write_part(checkpoint, learner.state())
+        learner.save_pretrained(directory)
+        return hc.write_rank_file(checkpoint, learner.capture_state())
     finally:
         learner.close()
 
@@ -46,10 +46,10 @@ def test_the_export_of_a_run_equals_what_the_learner_saves(model_path, tmp_path)
 
 def _export_equals_what_is_saved(ranks, model_path, tmp_path, config):
     run = tmp_path / "run"
-    checkpoints = Checkpoints(run / "checkpoints")
-    records = hc.on_ranks(ranks, saved, model_path, config, tmp_path / "own", checkpoints.begin(2))
-    checkpoints.commit(hc.run_state(2, config=to_dict(config), model_path=str(model_path)), records)
-    assert export(run, tmp_path / "out").state.steps == 2
+    checkpoints = CheckpointDirectory(run / "checkpoints")
+    records = hc.on_ranks(ranks, saved, model_path, config, tmp_path / "own", checkpoints.begin_checkpoint(2))
+    checkpoints.commit_checkpoint(hc.run_state(2, config=config_to_dict(config), model_path=str(model_path)), records)
+    assert export_model(run, tmp_path / "out").state.steps == 2
     own, out = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "out"))
     assert set(own) == set(out)
     assert all(torch.equal(own[n], out[n]) and own[n].dtype == out[n].dtype for n in own)
@@ -60,13 +60,15 @@ def _export_equals_what_is_saved(ranks, model_path, tmp_path, config):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model(torch.arange(5)[None]).logits.shape == (1, 5, 97)
     with pytest.raises(FileExistsError, match="name another directory"):
-        export(run, tmp_path / "out")
+        export_model(run, tmp_path / "out")
 
 
 def test_a_start_model_that_is_gone_is_asked_for(tmp_path):
-    hc.write_checkpoint(Checkpoints(tmp_path), 10, config=to_dict(settings()), model_path=str(tmp_path / "gone"))
+    hc.write_checkpoint(
+        CheckpointDirectory(tmp_path), 10, config=config_to_dict(settings()), model_path=str(tmp_path / "gone")
+    )
     with pytest.raises(CheckpointError, match="name its directory with --model"):
-        export(tmp_path, tmp_path / "out")
+        export_model(tmp_path, tmp_path / "out")
 
 
 def test_the_command_says_what_is_not_a_checkpoint(tmp_path, capsys):

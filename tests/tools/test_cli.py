@@ -11,10 +11,10 @@ import pytest
 
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed, StoppedBeforeStep
 from r3async.checkpoint import CheckpointError
-from r3async.checkpoint.state import Unreadable
+from r3async.checkpoint.state import CheckpointUnreadable
 from r3async.config import ConfigError
 from r3async.tools.cli import main
-from r3async.tools.train import StoppedWhileLoading, StopRequest, stop_signals
+from r3async.tools.train import StoppedWhileLoading, StopRequest, handle_stop_signals
 from tests.helpers.cli import typed
 
 
@@ -50,14 +50,14 @@ def test_what_can_be_mended_is_one_line_and_leaves_no_run(words, message, tmp_pa
 def test_the_first_signal_asks_and_the_second_interrupts_and_handlers_are_put_back():
     before = signal.getsignal(signal.SIGTERM)
     request = StopRequest()
-    request.loading = False
-    with stop_signals(request):
+    request.is_loading = False
+    with handle_stop_signals(request):
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
-    with stop_signals(StopRequest()), pytest.raises(StoppedWhileLoading):
+    with handle_stop_signals(StopRequest()), pytest.raises(StoppedWhileLoading):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -72,8 +72,8 @@ def terminal():
 @pytest.mark.usefixtures("terminal")
 def test_a_closed_terminal_asks_once_however_often_it_is_told_and_nohup_is_let_be():
     request = StopRequest()
-    request.loading = False
-    with stop_signals(request):
+    request.is_loading = False
+    with handle_stop_signals(request):
         for _ in range(2):  # of the kernel and of the shell
             os.kill(os.getpid(), signal.SIGHUP)
         assert request.requested
@@ -81,7 +81,7 @@ def test_a_closed_terminal_asks_once_however_often_it_is_told_and_nohup_is_let_b
             os.kill(os.getpid(), signal.SIGTERM)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stop_signals(request := StopRequest()):
+        with handle_stop_signals(request := StopRequest()):
             os.kill(os.getpid(), signal.SIGHUP)
         assert not request.requested
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -113,7 +113,7 @@ def test_a_module_beside_which_a_run_is_started_is_found_and_hides_none_of_ours(
     ("error", "code"),
     [
         (None, 0),
-        (Unreadable("the disk does not give it"), 2),
+        (CheckpointUnreadable("the disk does not give it"), 2),
         (RunFailed("the learner is lost"), 1),
         (ProcessLost("the learner is lost"), 1),
         (ConfigError("`steps` must be greater than 0"), 2),

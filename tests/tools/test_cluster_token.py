@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from r3async.tools.submit.jobs import _take_own_token
+from r3async.tools.submit.jobs import _use_local_token
 from tests.helpers.cluster import beside_python, clean_home
 
 TOKEN = "c0ffee" * 8
@@ -88,4 +88,4 @@ def test_no_other_machine_is_given_the_token(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     for address in ("http://cluster.example:8265", "192.0.2.7:6379", "https://[2001:db8::1]"):
-        assert not _take_own_token(address)
+        assert not _use_local_token(address)

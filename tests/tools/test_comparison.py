@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from r3async.tools import comparison
-from r3async.tools.comparison import Cell, Comparison, Evidence, Point
+from r3async.tools.comparison import Cell, ComparisonPoint, Evidence, FrameworkComparison
 
 TODAY = datetime.date(2026, 11, 26)
 
@@ -19,17 +19,19 @@ UNDATED = Evidence("https://a.example/guide")
 
 
 def data_of_page():
-    return msgspec.toml.decode(comparison.DATA.read_text(), type=Comparison)
+    return msgspec.toml.decode(comparison.DATA_PATH.read_text(), type=FrameworkComparison)
 
 
 def rows(evidence):
     cell = Cell("other", "It does.", evidence)
-    page = comparison.page(Comparison(TODAY, {"other": "Other"}, [Point("A point", "We do.", "", [cell])]))
+    page = comparison.render_page(
+        FrameworkComparison(TODAY, {"other": "Other"}, [ComparisonPoint("A point", "We do.", "", [cell])])
+    )
     return [row for row in page.splitlines() if row.startswith("| Other |")]
 
 
 def test_the_page_is_that_of_its_data():
-    assert comparison.PAGE.read_text() == comparison.page(data_of_page())
+    assert comparison.PAGE_PATH.read_text() == comparison.render_page(data_of_page())
 
 
 def test_every_claim_has_evidence_with_an_address_and_a_day_that_is_past():
@@ -84,8 +86,8 @@ def test_a_source_is_named_by_what_it_is(address, label):
 
 def test_check_compares_and_writes_nothing(tmp_path, monkeypatch):
     page = tmp_path / "comparison.md"
-    page.write_text(comparison.PAGE.read_text())
-    monkeypatch.setattr(comparison, "PAGE", page)
+    page.write_text(comparison.PAGE_PATH.read_text())
+    monkeypatch.setattr(comparison, "PAGE_PATH", page)
     assert comparison.main(["--check"]) == 0
     page.write_text("another page")
     assert comparison.main(["--check"]) == 1

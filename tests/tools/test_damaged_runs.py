@@ -18,19 +18,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from r3async.record.events import open_events
+from r3async.record.events import open_event_log
 from r3async.record.routes import RouteFileError
 from r3async.tools.fuzz.common import mutate_bytes
 from r3async.tools.inspect.look import Inspection
 from r3async.tools.inspect.run import InspectError
-from r3async.tools.inspect.trajectories import Filter
+from r3async.tools.inspect.trajectories import TrajectoryFilter
 from r3async.tools.tail import view
-from r3async.tools.tail.lines import print_lines
-from r3async.views.browse import Query
+from r3async.tools.tail.lines import print_run_lines
+from r3async.views.browse import EpisodeQuery
 from r3async.views.follow import FollowedRun
 from r3async.views.live import LiveRun
-from r3async.views.report import Live, compared_page, run_page, write_report
-from r3async.views.summary import format_summary, summarize
+from r3async.views.report import LivePage, render_comparison_page, render_run_page, write_report
+from r3async.views.summary import format_summary, summarize_run
 from tests.helpers.written_runs import write_run
 
 COUNT = int(os.environ.get("R3ASYNC_FUZZ", "20"))
@@ -77,7 +77,7 @@ def write_whole_run(root: Path) -> Path:
             file.write(json.dumps({"step": step, "time": 1000.0 + step, **reward}) + "\n")
     task = {"task_seed": 7, "group": 3, "from_group": 9, "failed_by": "environment", "error": "E", "time": 1.0}
     (run / "quarantine.jsonl").write_text((json.dumps(task) + "\n") * 2)
-    events = open_events(run, "conductor")
+    events = open_event_log(run, "conductor")
     for name in ("conductor_started", "learner_started", "generator_lost", "scaling", "generator_joined"):
         events.warning(name, generator="generator-0", generators=2)
     events.info("run_finished", steps=12, updates=12, stopped=False)
@@ -139,7 +139,7 @@ def same_line(rng: random.Random, line: bytes, run: Path) -> list[bytes]:
 
 def show_summary(run: Path) -> str:
     out = io.StringIO()
-    Console(file=out, width=300).print(format_summary(summarize(run)))
+    Console(file=out, width=300).print(format_summary(summarize_run(run)))
     return out.getvalue()
 
 
@@ -150,12 +150,16 @@ def show_report(run: Path) -> str:
 def show_live(run: Path) -> str:
     live = LiveRun(run)
     try:
-        live.look()
-        page = Live("token", "1", "run=0", [])
-        text = run_page(live.record(), page) + compared_page([live.record(), live.record()], page)
-        text += live.listed(Query()) + live.listed(Query(order="best", reward_min=0.1, step_max=9))
-        for key in list(live._episodes._found):
-            text += live.opened(key, group=True) or ""
+        live.read_new()
+        page = LivePage("token", "1", "run=0", [])
+        text = render_run_page(live.make_record(), page) + render_comparison_page(
+            [live.make_record(), live.make_record()], page
+        )
+        text += live.render_episode_list(EpisodeQuery()) + live.render_episode_list(
+            EpisodeQuery(order="best", reward_min=0.1, step_max=9)
+        )
+        for key in list(live._episodes._entries):
+            text += live.render_episode(key, group=True) or ""
         return text
     finally:
         live.close()
@@ -163,11 +167,15 @@ def show_live(run: Path) -> str:
 
 def show_tail(run: Path) -> str:
     out = io.StringIO()
-    print_lines(FollowedRun(run), out, follow=False)
+    print_run_lines(FollowedRun(run), out, follow=False)
     followed = FollowedRun(run, clock=lambda: 2000.0)
-    followed.poll()
-    screen = [*view.header(followed, 100), *view.overview(followed, 100), *view.event_lines(followed, 200, 40)]
-    screen += [*view.charts(followed, 80, 40), *view.metric_lines(followed, 100)]
+    followed.read_new()
+    screen = [
+        *view.render_header(followed, 100),
+        *view.render_overview(followed, 100),
+        *view.render_events(followed, 200, 40),
+    ]
+    screen += [*view.render_charts(followed, 80, 40), *view.render_metrics(followed, 100)]
     return out.getvalue() + "\n".join(map(str, screen))
 
 
@@ -176,12 +184,12 @@ def show_inspected(run: Path) -> str:
     out, problems = io.StringIO(), list[str]()
     look = Inspection(Console(file=out, width=300), problems, run.parent)
     asks: list[Callable[[], object]] = [
-        lambda: look.show(str(run), None, json=False),
-        lambda: look.trajectories(str(run), Filter(), None, 0),
-        lambda: look.trajectories(str(run), Filter(reward_below=0.7, age_above=0), None, 0, json=True),
-        lambda: look.trajectories(str(run), Filter(), None, 0, tokens=True),
-        lambda: look.routes(str(run), None, None, [], diff=False, json=False),
-        lambda: look.verify(str(run), json=False),
+        lambda: look.show_target(str(run), None, json=False),
+        lambda: look.show_trajectories(str(run), TrajectoryFilter(), None, 0),
+        lambda: look.show_trajectories(str(run), TrajectoryFilter(reward_below=0.7, age_above=0), None, 0, json=True),
+        lambda: look.show_trajectories(str(run), TrajectoryFilter(), None, 0, tokens=True),
+        lambda: look.show_routes(str(run), None, None, [], diff=False, json=False),
+        lambda: look.verify_routes(str(run), json=False),
     ]
     for ask in asks:
         try:
@@ -229,7 +237,7 @@ def test_whatever_is_damaged_every_view_shows_the_rest(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*LINES, "quarantine.jsonl"])
 def test_a_line_that_is_passed_over_is_told(tmp_path: Path, name: str) -> None:
     run = write_whole_run(tmp_path)
-    before = summarize(run).warnings
+    before = summarize_run(run).warnings
     lines = (run / name).read_bytes().split(b"\n")
     (run / name).write_bytes(b"\n".join([lines[0], b"[" * 5000, *lines[1:]]))
     assert f"{name}: 1 of its lines cannot be read, and are passed over; the first is line 2" in show_inspected(run)
@@ -241,25 +249,25 @@ def test_a_line_that_is_passed_over_is_told(tmp_path: Path, name: str) -> None:
         assert f"file={name}" in text
     if name in ("metrics.jsonl", "events.jsonl", "evaluation.jsonl"):
         assert f"file={name}" in show_tail(run)
-        assert summarize(run).warnings == before + 1
+        assert summarize_run(run).warnings == before + 1
 
 
 def test_settings_that_cannot_be_read_are_told_once_and_are_not_taken_for_none(tmp_path: Path) -> None:
     run = write_whole_run(tmp_path)
-    before = summarize(run).warnings
+    before = summarize_run(run).warnings
     (run / "config.toml").write_bytes(b"steps = 5\nseed = = 1\n")
     assert "config.toml cannot be read: the settings are not known" in show_inspected(run)
     for show in (show_report, show_live, show_tail):
         assert "file=config.toml" in show(run)
     followed = FollowedRun(run)
-    assert [[event["event"] for event in followed.poll()[1]].count("lines_skipped") for _ in range(2)] == [1, 0]
-    assert summarize(run).warnings == before + 1
+    assert [[event["event"] for event in followed.read_new()[1]].count("lines_skipped") for _ in range(2)] == [1, 0]
+    assert summarize_run(run).warnings == before + 1
 
 
 def test_a_last_line_that_is_torn_may_still_be_written_and_is_no_warning(tmp_path: Path) -> None:
     run = write_whole_run(tmp_path)
-    before = summarize(run)
+    before = summarize_run(run)
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 13, "rew')
-    assert (summarize(run).warnings, summarize(run).steps) == (before.warnings, before.steps)
+    assert (summarize_run(run).warnings, summarize_run(run).steps) == (before.warnings, before.steps)
     assert "lines_skipped" not in show_report(run) + show_live(run) + show_tail(run) + show_inspected(run)

@@ -10,27 +10,29 @@ import pytest
 
 from r3async.config.operation import ObserveConfig
 from r3async.record.catalogue import METRICS
-from r3async.record.prometheus import Endpoint, metric_name
+from r3async.record.prometheus import MetricsEndpoint, to_prometheus_name
 from r3async.rollout.engines.scripted import ScriptedEngine
-from r3async.tools.config_reference import DASHBOARD
-from r3async.tools.dashboard import dashboard
+from r3async.tools.config_reference import DASHBOARD_FILE
+from r3async.tools.dashboard import render_dashboard
 from r3async.views.charts import CHARTS
 
 
 @pytest.fixture(scope="module")
 def panels() -> list[dict]:
-    return json.loads(DASHBOARD.read_text())["panels"]
+    return json.loads(DASHBOARD_FILE.read_text())["panels"]
 
 
 def test_the_file_is_what_the_catalogue_makes() -> None:
-    assert DASHBOARD.read_text() == dashboard(), "run python -m r3async.tools.config_reference"
+    assert DASHBOARD_FILE.read_text() == render_dashboard(), "run python -m r3async.tools.config_reference"
 
 
 def test_every_query_is_for_something_that_a_process_serves(panels, tmp_path) -> None:
-    endpoint = Endpoint("driver", tmp_path, ObserveConfig(prometheus_port=0))
+    endpoint = MetricsEndpoint("driver", tmp_path, ObserveConfig(prometheus_port=0))
     try:
-        endpoint.update(dict.fromkeys(METRICS, 1.0))
-        endpoint.read = lambda: {f"engine/{name}": value for name, value in ScriptedEngine([]).stats().items()}
+        endpoint.set_metrics(dict.fromkeys(METRICS, 1.0))
+        endpoint.read_metrics = lambda: {
+            f"engine/{name}": value for name, value in ScriptedEngine([]).collect_stats().items()
+        }
         with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=30) as answer:
             served = {re.split(r"[{ ]", line)[0] for line in answer.read().decode().splitlines()}
     finally:
@@ -46,7 +48,7 @@ def test_it_has_every_chart_of_the_report(panels) -> None:
     by_title = {panel["title"]: panel for panel in panels}
     for chart in CHARTS:
         asked = " ".join(target["expr"] for target in by_title[chart.title]["targets"])
-        assert all(metric_name(line.metric) + "{" in asked for line in chart.lines)
+        assert all(to_prometheus_name(line.metric) + "{" in asked for line in chart.lines)
 
 
 def test_panels_do_not_lie_on_each_other(panels) -> None:

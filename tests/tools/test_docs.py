@@ -8,38 +8,38 @@ from pathlib import Path
 import pytest
 
 from r3async.config import Config, ConfigError, load_config
-from r3async.data.architectures import ARCHITECTURES, REFUSED, TORCH_ONLY
-from r3async.record.catalogue import METRICS, metric
-from r3async.schedule.admission import age_bound
+from r3async.data.architectures import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
+from r3async.record.catalogue import METRICS, find_metric
+from r3async.schedule.admission import compute_staleness_bound
 from r3async.tools.config_reference import (
     METRICS_PAGE,
     MODELS_PAGE,
-    TARGET,
-    documentation,
+    REFERENCE_PAGE,
+    insert_metrics_table,
+    insert_model_tables,
+    list_metric_views,
     main,
-    reference,
-    shown_in,
-    with_metrics,
-    with_models,
+    read_field_docs,
+    render_reference,
 )
-from r3async.tools.presets import preset_paths
+from r3async.tools.presets import list_preset_paths
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_configuration_reference_is_up_to_date():
-    assert TARGET.read_text() == reference(), "run python -m r3async.tools.config_reference"
+    assert REFERENCE_PAGE.read_text() == render_reference(), "run python -m r3async.tools.config_reference"
     assert main(["--check"]) == 0
 
 
 def test_the_reference_has_every_key_and_its_text():
-    text = reference()
+    text = render_reference()
     assert "## `[algorithm.rollout_kl]`" in text
     assert '| `estimator` | `k1`, `abs`, `k2`, `k3` | `"k2"` |' in text
     assert "| `prometheus_port` | integer or unset | unset |" in text
     assert (
-        documentation(Config)["name"]
+        read_field_docs(Config)["name"]
         == "Run directory in `runs/`, a plain name without separators; default: preset and time."
     )
 
@@ -53,21 +53,21 @@ def test_no_loss_is_given_the_range_of_another():
 
 def test_the_table_of_metrics_is_made_from_the_catalogue():
     text = METRICS_PAGE.read_text()
-    assert with_metrics(text) == text
-    assert with_metrics(text.replace("| `reward/mean` |", "| `reward/old` |")) == text
+    assert insert_metrics_table(text) == text
+    assert insert_metrics_table(text.replace("| `reward/mean` |", "| `reward/old` |")) == text
     for name, known in METRICS.items():
-        assert f"| `{name}` | {known.unit} | {known.good} | " in text
-    assert shown_in("reward/mean") == ["curve Reward", "gauge reward", "comparison"]
+        assert f"| `{name}` | {known.unit} | {known.desired} | " in text
+    assert list_metric_views("reward/mean") == ["curve Reward", "gauge reward", "comparison"]
     with pytest.raises(ValueError, match="has no place"):
-        with_metrics("# A page\n")
+        insert_metrics_table("# A page\n")
 
 
 def test_the_table_of_models_is_made_from_the_declarations():
     text = MODELS_PAGE.read_text()
-    assert with_models(text) == text
-    for kind, declared in (ARCHITECTURES | TORCH_ONLY).items():
-        assert f"| {declared.title} | {declared.models} | `{kind}` |" in text
-    for kind, why in REFUSED.items():
+    assert insert_model_tables(text) == text
+    for kind, declared in (ARCHITECTURES | TORCH_ONLY_ARCHITECTURES).items():
+        assert f"| {declared.title} | {declared.example_models} | `{kind}` |" in text
+    for kind, why in UNSUPPORTED_MODEL_TYPES.items():
         assert f"* `{kind}`: {why}" in text
 
 
@@ -77,7 +77,7 @@ def test_every_metric_that_code_or_a_page_names_is_in_the_catalogue():
     files = [f for d in ("r3async", "actors", "tools") for f in (ROOT / d).rglob("*.py")]
     for path in [*files, *PAGES]:
         for name in named.findall(path.read_text()):
-            assert metric(name).docs != name, f"{path}: {name}"
+            assert find_metric(name).description != name, f"{path}: {name}"
 
 
 def test_links_between_pages_lead_somewhere():
@@ -128,9 +128,9 @@ def test_keys_that_the_pages_name_exist():
 def test_the_table_of_presets_is_that_of_the_files():
     text = (ROOT / "docs" / "presets.md").read_text()
     for name, bound in re.findall(r"^\| `(\w+)` \| .+ \| (\d+) \|$", text, re.MULTILINE):
-        assert age_bound(load_config(name).schedule) == int(bound), name
+        assert compute_staleness_bound(load_config(name).schedule) == int(bound), name
     said = set(re.findall(r"^\| `(\w+)` ", text, re.MULTILINE))
-    assert said <= {p.stem for p in preset_paths()}
+    assert said <= {p.stem for p in list_preset_paths()}
 
 
 def test_nobody_needs_more_than_the_package_to_write_the_reference(tmp_path):

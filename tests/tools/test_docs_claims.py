@@ -14,10 +14,10 @@ from r3async.tools.bench.claims import Claim, Other, Register, blocks, filled, i
 from r3async.tools.bench.jobs import BenchError
 from r3async.tools.sweep import record as records
 from r3async.tools.sweep import runner as runners
-from r3async.tools.sweep.command import Asked
-from r3async.tools.sweep.plan import read_plan, runs_of
-from r3async.views.sweeps import Results, read_results
-from r3async.views.swept_runs import FINISHED
+from r3async.tools.sweep.command import SweepRequest
+from r3async.tools.sweep.plan import list_runs, read_sweep_plan
+from r3async.views.sweeps import SweepResults, read_sweep_results
+from r3async.views.swept_runs import FINISHED_FILE
 from tests.helpers.sweeps import PLAN, FakeRun, write_plan, write_swept_run
 from tests.tools.test_sweep_results import learnt, swept
 
@@ -36,15 +36,15 @@ def test_every_figure_about_learning_is_of_data_or_says_of_how_many_runs_it_is()
 
 
 def test_the_plans_of_the_pages_have_five_seeds_and_models_and_all_baselines():
-    plans = {path.stem: read_plan(path) for path in science.PLANS.glob("*.toml")}
+    plans = {path.stem: read_sweep_plan(path) for path in science.PLANS.glob("*.toml")}
     assert set(plans) == {"quickstart", "trust-region"}
     for plan in plans.values():
         assert (len(plan.seeds), len(plan.initial_models), plan.model_per_seed) == (5, 5, True)
-        names = [run.name for run in runs_of(plan)]
+        names = [run.name for run in list_runs(plan)]
         assert len(set(names)) == len(names)
-        for run in runs_of(plan):
-            assert run.config().seed == run.seed
-    made = [run.config().algorithm for run in runs_of(plans["trust-region"])]
+        for run in list_runs(plan):
+            assert run.make_config().seed == run.seed
+    made = [run.make_config().algorithm for run in list_runs(plans["trust-region"])]
     assert {each.policy_loss for each in made} == {"truncated_pg", "ppo", "decoupled_ppo", "tis"}
     assert {each.rollout_kl.coef for each in made} == {0.0, 0.01}
     assert {each.rollout_kl.target for each in made} == {None, 0.1}
@@ -56,17 +56,17 @@ DATA_OF_RUNS = sorted((claims.FIGURES / "science").glob("*.jsonl"))
 
 @pytest.mark.parametrize("data", DATA_OF_RUNS, ids=lambda path: path.stem)
 def test_figures_of_the_pages_follow_from_the_runs_in_the_repository(data, tmp_path):
-    plan = read_plan(science.PLANS / f"{data.stem}.toml")
-    shutil.copy(data, tmp_path / FINISHED)
-    record = records.begin(tmp_path, plan, [], [], {"commit": "", "command": ""})
-    made = read_results(tmp_path, records.swept(record))
-    there = msgspec.json.decode(data.with_suffix(".json").read_bytes(), type=Results)
+    plan = read_sweep_plan(science.PLANS / f"{data.stem}.toml")
+    shutil.copy(data, tmp_path / FINISHED_FILE)
+    record = records.begin_sweep(tmp_path, plan, [], [], {"commit": "", "command": ""})
+    made = read_sweep_results(tmp_path, records.make_sweep_description(record))
+    there = msgspec.json.decode(data.with_suffix(".json").read_bytes(), type=SweepResults)
     assert (made.runs, made.points, made.outcomes) == (there.runs, there.points, there.outcomes)
     assert all(run.complete for run in made.runs)
 
 
 def test_the_trust_region_bounds_every_window_of_every_run_and_costs_no_reward():
-    found = msgspec.json.decode((claims.FIGURES / "science" / "trust-region.json").read_bytes(), type=Results)
+    found = msgspec.json.decode((claims.FIGURES / "science" / "trust-region.json").read_bytes(), type=SweepResults)
     bounded = [run for run in found.runs if "limit" in run.point or "target" in run.point]
     assert len(found.points) == 7 * 6
     assert all(point.complete == point.planned == 5 for point in found.points)
@@ -174,10 +174,10 @@ def test_the_script_lists_claims_and_fails_where_one_is_wrong(monkeypatch, capsy
 
 
 def made_by(tmp_path):
-    """Stands for `sweep.command.make`: the runs are there, without training."""
+    """Stands for `sweep.command.run_sweep`: the runs are there, without training."""
 
     def make(directory, asked, say):
-        plan = read_plan(asked.path)
+        plan = read_sweep_plan(asked.path)
         seeds = [seed for seed in plan.seeds if not asked.seeds or str(seed) in asked.seeds.split(",")]
         for seed in seeds:
             write_swept_run(directory / f"pg-s{seed}-m0", learnt(0.2, seed))
@@ -185,16 +185,16 @@ def made_by(tmp_path):
                 write_swept_run(directory / f"ppo-s{seed}-m0", learnt(0.3, seed))
         found = swept("pg", "ppo", seeds=seeds)
         facts = {"commit": "abc", "machine": "2 cores", "command": f"r3async sweep {asked.overrides}"}
-        results = read_results(directory, msgspec.structs.replace(found, facts=facts))
+        results = read_sweep_results(directory, msgspec.structs.replace(found, facts=facts))
         return all(run.complete for run in results.runs), results
 
     return make
 
 
 def test_a_plan_becomes_data_and_data_becomes_a_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(science, "make", made_by(tmp_path))
+    monkeypatch.setattr(science, "run_sweep", made_by(tmp_path))
     path, out = write_plan(tmp_path, name="two.toml"), tmp_path / "data"
-    report = science.run([path], Asked(path), quick=False, keep=tmp_path / "runs", out=out, say=print)
+    report = science.run([path], SweepRequest(path), quick=False, keep=tmp_path / "runs", out=out, say=print)
     assert report.sweeps["two"].facts["command"] == f"r3async bench science {path}"
     monkeypatch.setattr(page, "SCIENCE", out)
     text = "# A\n\n<!-- science: two -->\nold\n<!-- end of two -->\n"
@@ -214,9 +214,9 @@ def in_parts(tmp_path, monkeypatch):
         learned = learnt(0.3 if run.name.startswith("ppo") else 0.2, run.seed, steps=20)
         return FakeRun(tmp_path / "runs" / "plan" / run.name, polls=1, rewards=learned)
 
-    monkeypatch.setattr(runners, "starter", lambda directory, environment: start)
+    monkeypatch.setattr(runners, "make_starter", lambda directory, environment: start)
     monkeypatch.setattr(runners, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(records, "commit", lambda: "abc")
+    monkeypatch.setattr(records, "find_commit", lambda: "abc")
     return begun
 
 
@@ -226,15 +226,17 @@ def test_data_is_made_in_parts_and_its_figures_again_without_training(tmp_path, 
     def measure(seeds=""):
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)  # the next part is made on another machine
         keep = tmp_path / "runs"
-        return science.run([path], Asked(path, seeds=seeds), quick=False, keep=keep, out=out, say=print).sweeps["plan"]
+        return science.run([path], SweepRequest(path, seeds=seeds), quick=False, keep=keep, out=out, say=print).sweeps[
+            "plan"
+        ]
 
     measure("0")
-    monkeypatch.setattr(records, "commit", lambda: "def")
+    monkeypatch.setattr(records, "find_commit", lambda: "def")
     measure("1,2")
     assert sorted(begun) == [f"{name}-s{seed}" for name in ("pg", "ppo") for seed in (0, 1, 2)]
     before, figures = (out / "plan.jsonl").read_bytes(), (out / "plan.json").read_bytes()
     assert [json.loads(line)["facts"]["commit"] for line in before.splitlines()] == ["abc"] * 2 + ["def"] * 4
-    monkeypatch.setattr(records, "commit", lambda: "ghi")
+    monkeypatch.setattr(records, "find_commit", lambda: "ghi")
     results = measure()
     assert len(begun) == 6, "no run is made again"
     assert results.facts["commit"] == "abc; def"
@@ -244,26 +246,26 @@ def test_data_is_made_in_parts_and_its_figures_again_without_training(tmp_path, 
 
 def test_data_that_another_plan_made_is_refused_by_name_and_kept(tmp_path, monkeypatch):
     begun, path, out = in_parts(tmp_path, monkeypatch), write_plan(tmp_path), tmp_path / "data"
-    science.run([path], Asked(path, seeds="0"), quick=False, keep=tmp_path / "runs", out=out, say=print)
+    science.run([path], SweepRequest(path, seeds="0"), quick=False, keep=tmp_path / "runs", out=out, say=print)
     before = (out / "plan.jsonl").read_bytes()
     write_plan(tmp_path, PLAN.replace("steps = 20", "steps = 30"))
     with pytest.raises(ConfigError, match=r"has a run pg-s0 .*\(steps=20 in place of steps=30\).*--out"):
-        science.run([path], Asked(path, seeds="1"), quick=False, keep=tmp_path / "runs", out=out, say=print)
+        science.run([path], SweepRequest(path, seeds="1"), quick=False, keep=tmp_path / "runs", out=out, say=print)
     assert (len(begun), (out / "plan.jsonl").read_bytes()) == (2, before)
 
 
 def test_a_measurement_that_is_stopped_keeps_the_runs_that_it_made(tmp_path, monkeypatch):
     path, out = write_plan(tmp_path), tmp_path / "data"
     in_parts(tmp_path, monkeypatch)
-    whole = science.make
+    whole = science.run_sweep
 
     def stopped(directory, asked, say):
         whole(directory, asked._replace(seeds="0"), say)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(science, "make", stopped)
+    monkeypatch.setattr(science, "run_sweep", stopped)
     with pytest.raises(KeyboardInterrupt):
-        science.run([path], Asked(path), quick=False, keep=tmp_path / "runs", out=out, say=print)
+        science.run([path], SweepRequest(path), quick=False, keep=tmp_path / "runs", out=out, say=print)
     assert [json.loads(line)["name"] for line in (out / "plan.jsonl").read_text().splitlines()] == ["pg-s0", "ppo-s0"]
     assert json.loads((out / "plan.json").read_bytes())["facts"]["command"] == f"r3async bench science {path}"
 
@@ -275,7 +277,7 @@ def test_enough_seeds_and_models_are_no_first_look(tmp_path):
                 write_swept_run(tmp_path / f"{name}-s{seed}-m{model}", learnt(gain, seed + model))
     found = swept("pg", "ppo", seeds=range(5), models=range(3))
     facts = {"commit": "abc", "machine": "2 cores"}
-    results = read_results(tmp_path, msgspec.structs.replace(found, facts=facts))
+    results = read_sweep_results(tmp_path, msgspec.structs.replace(found, facts=facts))
     text = "\n".join(page._science(results))
     assert text.startswith("5 seeds x 3 initial models, at abc on 2 cores.\n")
     assert "|  | reward, mean of all steps | reward, last 10 steps |" in text
@@ -285,19 +287,21 @@ def test_enough_seeds_and_models_are_no_first_look(tmp_path):
 
 
 def test_runs_that_failed_are_in_the_data_and_on_the_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(science, "make", made_by(tmp_path))
+    monkeypatch.setattr(science, "run_sweep", made_by(tmp_path))
     path = write_plan(tmp_path, PLAN.replace("Two losses", "one fails"))
-    report = science.run([path], Asked(path), quick=False, keep=tmp_path / "runs", out=tmp_path / "data", say=print)
+    report = science.run(
+        [path], SweepRequest(path), quick=False, keep=tmp_path / "runs", out=tmp_path / "data", say=print
+    )
     text = "\n".join(page._science(report.sweeps["plan"]))
     assert "3 seeds x 1 initial model; 1 of 6 runs are missing or failed" in text
     assert "`ppo-s1-m0`: unfinished." in text
 
 
 def test_a_small_measurement_has_two_seeds_and_few_steps_and_no_place_among_the_pages(tmp_path, monkeypatch):
-    monkeypatch.setattr(science, "make", made_by(tmp_path))
+    monkeypatch.setattr(science, "run_sweep", made_by(tmp_path))
     before = sorted((claims.FIGURES / "science").glob("*"))
     path = write_plan(tmp_path)
-    report = science.run([path], Asked(path), quick=True, keep=None, out=None, say=print)
+    report = science.run([path], SweepRequest(path), quick=True, keep=None, out=None, say=print)
     assert (report.quick, len(report.sweeps["plan"].runs)) == (True, 4)
     assert sorted((claims.FIGURES / "science").glob("*")) == before
 
@@ -305,11 +309,11 @@ def test_a_small_measurement_has_two_seeds_and_few_steps_and_no_place_among_the_
 def test_what_cannot_be_measured_is_named(tmp_path, monkeypatch):
     path = write_plan(tmp_path)
     with pytest.raises(ConfigError, match="two plans are called plan"):
-        science.run([path, path], Asked(path), quick=True, keep=None, out=None, say=print)
+        science.run([path, path], SweepRequest(path), quick=True, keep=None, out=None, say=print)
 
     def nothing(directory, asked, say):
-        return False, read_results(directory, swept("pg", "ppo"))
+        return False, read_sweep_results(directory, swept("pg", "ppo"))
 
-    monkeypatch.setattr(science, "make", nothing)
+    monkeypatch.setattr(science, "run_sweep", nothing)
     with pytest.raises(BenchError, match=r"no run of .* was finished"):
-        science.run([path], Asked(path), quick=True, keep=None, out=None, say=print)
+        science.run([path], SweepRequest(path), quick=True, keep=None, out=None, say=print)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from r3async.data.architectures import ARCHITECTURES, REFUSED, TORCH_ONLY
+from r3async.data.architectures import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
 from tests.helpers import architectures as ha
 from tests.helpers.bad_inputs import judge
 from tests.helpers.cli import Said, typed
@@ -87,12 +87,12 @@ def described(directory: Path, **config) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", UNSUPPORTED_MODEL_TYPES)
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
 def test_models_that_nothing_trains_are_refused_by_name(kind, words, tmp_path):
     path = described(tmp_path / "m", model_type=kind)
     said = typed("train", "quickstart", f"model.path={path}", "learner.backend=torch", *words, cwd=tmp_path)
-    judge(said, (kind, REFUSED[kind], *ARCHITECTURES))
+    judge(said, (kind, UNSUPPORTED_MODEL_TYPES[kind], *ARCHITECTURES))
     assert not (tmp_path / "runs").exists()
 
 
@@ -103,7 +103,7 @@ def test_a_mixture_that_is_described_by_other_words_is_refused_in_a_line(key, wo
     judge(typed("train", "quickstart", f"model.path={path}", "learner.backend=torch", *words, cwd=tmp_path), (key,))
 
 
-@pytest.mark.parametrize("kind", ["granitemoe", *TORCH_ONLY])
+@pytest.mark.parametrize("kind", ["granitemoe", *TORCH_ONLY_ARCHITECTURES])
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
 def test_a_model_of_another_kind_is_refused_on_megatron(kind, words, tmp_path):
     path = described(tmp_path / "m", model_type=kind, **WHOLE.get(kind, {}))
@@ -127,7 +127,7 @@ def test_a_model_that_engines_cannot_be_given_anew_is_refused(words, tmp_path):
     own = WHOLE["gpt_oss"] | {"max_position_embeddings": 1024, "head_dim": 32}
     path = described(tmp_path / "m", model_type="gpt_oss", **own)
     said = typed("train", "quickstart", f"model.path={path}", "learner.backend=torch", *words, cwd=tmp_path)
-    judge(said, ("gpt-oss", TORCH_ONLY["gpt_oss"].engine_lacks, "r3async sft"))
+    judge(said, ("gpt-oss", TORCH_ONLY_ARCHITECTURES["gpt_oss"].engine_unsupported_reason, "r3async sft"))
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
@@ -156,7 +156,7 @@ def test_a_size_that_transformers_would_fill_in_is_refused_by_name(words, tmp_pa
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
-@pytest.mark.parametrize("lacks", sorted(ARCHITECTURES["deepseek_v3"].engine_keys))
+@pytest.mark.parametrize("lacks", sorted(ARCHITECTURES["deepseek_v3"].engine_config))
 def test_what_the_engine_would_take_for_another_model_is_refused(words, lacks, tmp_path):
     rest = {key: value for key, value in ha.VARIANTS["deepseek_v3/moonlight"].items() if key != lacks}
     path = described(tmp_path / "m", model_type="deepseek_v3", **rest)
@@ -199,16 +199,16 @@ def test_a_name_of_the_hub_is_its_directory_in_the_cache(model, tmp_path, monkey
     from huggingface_hub import constants
 
     from r3async.config import load_config
-    from r3async.tools.hub import with_model
+    from r3async.tools.hub import resolve_hub_model
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
     snapshot = cached(tmp_path / "hub", "org/tiny", model)
     config = load_config("quickstart", ["model.path=org/tiny"])
     for fetch in (False, True):
-        assert with_model(config, fetch=fetch).model.path == str(snapshot)
+        assert resolve_hub_model(config, download=fetch).model.path == str(snapshot)
     (tmp_path / "org" / "tiny").mkdir(parents=True)
-    assert with_model(config, fetch=True).model.path == "org/tiny"  # a directory comes first
+    assert resolve_hub_model(config, download=True).model.path == "org/tiny"  # a directory comes first
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["no-weights", "nothing"])

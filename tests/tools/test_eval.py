@@ -10,7 +10,14 @@ import pytest
 from r3async.actors.process import RunFailed
 from r3async.config import ConfigError, config_from_dict, load_config
 from r3async.rollout.evaluation import check_environment
-from r3async.tools.eval import Target, check_target, describe, find_target, keep_result, run_evaluation
+from r3async.tools.eval import (
+    EvaluationTarget,
+    check_target,
+    describe_result,
+    find_evaluation_target,
+    run_evaluation,
+    save_result,
+)
 from tests.helpers.serving import answer_ids, ready, renderer
 
 
@@ -29,19 +36,22 @@ def make_run(root, name, **files):
 
 def test_a_runs_newest_model_is_evaluated_as_the_run_played(tmp_path):
     run = make_run(tmp_path, "a", model=1, init=1)
-    target = find_target("a", None, None, [], tmp_path)
+    target = find_evaluation_target("a", None, None, [], tmp_path)
     assert target.model == run / "model"
     assert (target.config.env.args, target.config.seed) == ({"letters": 2}, 7)
-    assert find_target(str(run), None, "reverse-text", ["env.args.turns=2"], tmp_path).config.env.args == {
+    assert find_evaluation_target(str(run), None, "reverse-text", ["env.args.turns=2"], tmp_path).config.env.args == {
         "letters": 2,
         "turns": 2,
     }
     # Arguments of the run's environment are not those of another.
-    assert find_target(str(run), None, "guess", [], tmp_path).config.env.args == {}
+    assert find_evaluation_target(str(run), None, "guess", [], tmp_path).config.env.args == {}
     make_run(tmp_path, "young", init=1)
-    assert find_target("young", None, None, [], tmp_path).model == tmp_path / "young" / "init"
-    assert find_target(str(run / "model"), None, "guess", [], tmp_path).config.env.name == "guess"
-    assert find_target(str(run / "model"), "quickstart", None, [], tmp_path).config.episode.max_total_tokens == 128
+    assert find_evaluation_target("young", None, None, [], tmp_path).model == tmp_path / "young" / "init"
+    assert find_evaluation_target(str(run / "model"), None, "guess", [], tmp_path).config.env.name == "guess"
+    assert (
+        find_evaluation_target(str(run / "model"), "quickstart", None, [], tmp_path).config.episode.max_total_tokens
+        == 128
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +73,7 @@ def test_what_cannot_be_evaluated_is_named(tmp_path, monkeypatch, name, env, ove
     make_run(tmp_path, "runs/empty")
     monkeypatch.chdir(tmp_path / "runs")
     with pytest.raises(ConfigError, match=message):
-        find_target(name, None, env, overrides, tmp_path / "runs")
+        find_evaluation_target(name, None, env, overrides, tmp_path / "runs")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +91,7 @@ def test_what_cannot_be_evaluated_is_named(tmp_path, monkeypatch, name, env, ove
 def test_what_cannot_be_played_is_refused_before_the_engine_starts(tmp_path, overrides, policy, message):
     make_run(tmp_path, "run", model=1)
     with pytest.raises(ConfigError, match=message):
-        check_target(find_target("run", None, None, overrides, tmp_path), policy)
+        check_target(find_evaluation_target("run", None, None, overrides, tmp_path), policy)
 
 
 async def test_the_command_plays_with_an_engine_of_its_own_and_stops_it(tiny_model, monkeypatch):
@@ -89,13 +99,13 @@ async def test_the_command_plays_with_an_engine_of_its_own_and_stops_it(tiny_mod
     chat = renderer()
     engine = await ready(answer_ids(chat, "abcd"))
     monkeypatch.setattr("r3async.tools.eval.ChatRenderer.from_model", lambda *a: chat)
-    target = Target(tiny_model, config).posing(3, 0)
+    target = EvaluationTarget(tiny_model, config).with_tasks(3, 0)
     phases, outcomes = [], []
     values = {"make_engine": lambda config, model, seed: engine}
-    result = await run_evaluation(target, **values, phase=phases.append, progress=outcomes.append)
+    result = await run_evaluation(target, **values, show_phase=phases.append, on_outcome=outcomes.append)
     assert (result.episodes, len(outcomes), phases) == (3, 3, ["loading the model", "playing"])
     with pytest.raises(Exception, match="not running"):
-        await engine.score(np.array([1, 2]))
+        await engine.score_tokens(np.array([1, 2]))
 
     class Broken:
         async def start(self):
@@ -138,8 +148,8 @@ async def played(target, monkeypatch, episodes):
         told.append((config, model, seed))
         return engine
 
-    await run_evaluation(target.posing(episodes, 0), make_engine=make)
-    texts = {chat.tokenizer.decode([int(t) for t in call.prompt_ids]) for call in engine.calls}
+    await run_evaluation(target.with_tasks(episodes, 0), make_engine=make)
+    texts = {chat.tokenizer.decode([int(t) for t in call.prompt_ids]) for call in engine.requests}
     return texts, told
 
 
@@ -148,20 +158,22 @@ async def test_eval_poses_the_tasks_of_the_runs_evaluations_each_once_and_builds
 ):
     held_out = write_rows(tmp_path / "test.jsonl", *(f"test{i}" for i in range(4)))
     make_dataset_run(tmp_path, f'[evaluation]\nseed = 5\n[evaluation.env]\nname = "{held_out}"\n')
-    target = find_target("rows", None, None, [], tmp_path)
+    target = find_evaluation_target("rows", None, None, [], tmp_path)
     texts, told = await played(target, monkeypatch, episodes=4)
     assert [sum(f"test{i}" in text for text in texts) for i in range(4)] == [1, 1, 1, 1]
     assert not any("train" in text for text in texts)
-    assert told == [(target.posing(4, 0).config, str(tmp_path / "rows" / "model"), 7)]
+    assert told == [(target.with_tasks(4, 0).config, str(tmp_path / "rows" / "model"), 7)]
     assert target.config.generator.engine == "scripted"
-    other = find_target("rows", None, None, [f"evaluation.env.name={held_out}", "env.args.reward=contains"], tmp_path)
+    other = find_evaluation_target(
+        "rows", None, None, [f"evaluation.env.name={held_out}", "env.args.reward=contains"], tmp_path
+    )
     assert (other.config.env.name, other.config.evaluation.seed) == (held_out, 5)
 
 
 async def test_eval_of_a_run_with_the_scripted_engine_loads_no_other(untrained, monkeypatch):
     monkeypatch.setitem(sys.modules, "r3async.rollout.engines.vllm", None)  # importing it fails
     scripted = ["generator.engine=scripted", "generator.engine_args={ token_seconds = 0.001 }", "weights.probe=false"]
-    result = await run_evaluation(Target(untrained, load_config("quickstart", scripted)).posing(3, 0))
+    result = await run_evaluation(EvaluationTarget(untrained, load_config("quickstart", scripted)).with_tasks(3, 0))
     assert (result.episodes, result.tokens_mean > 0) == (3, True)
 
 
@@ -173,12 +185,12 @@ async def test_tasks_that_were_trained_are_not_evaluated_unless_the_model_is_nam
     monkeypatch.chdir(tmp_path)
     name = env and "dataset:train.jsonl"  # the same file, by another path
     for target in (
-        find_target("rows", None, name, [], tmp_path),
-        find_target("rows", None, name, ["env.args.reward=contains"], tmp_path),
+        find_evaluation_target("rows", None, name, [], tmp_path),
+        find_evaluation_target("rows", None, name, ["env.args.reward=contains"], tmp_path),
     ):
         with pytest.raises(ConfigError, match=r"has 6 tasks, and the run trains on all.*`evaluation\.env`"):
             await played(target, monkeypatch, episodes=4)
-    directory = find_target(
+    directory = find_evaluation_target(
         str(tmp_path / "rows" / "model"),
         None,
         train,
@@ -199,7 +211,7 @@ def make_model(tmp_path):
 async def test_a_model_plays_own_rows_with_the_preset_that_trains_them(tmp_path, monkeypatch, keep, posed):
     write_rows(tmp_path / "rows.jsonl", *(f"row{i}." for i in range(40)))
     overrides = [f"data={tmp_path / 'rows.jsonl'}", "reward=contains", *keep]
-    target = find_target(make_model(tmp_path), "math", None, overrides, tmp_path)
+    target = find_evaluation_target(make_model(tmp_path), "math", None, overrides, tmp_path)
     texts, [(config, *_)] = await played(target, monkeypatch, episodes=None)
     assert sum(f"row{i}." in text for text in texts for i in range(40)) == posed
     assert (config.episode.max_new_tokens, config.env.args["reward"]) == (512, "contains")
@@ -207,7 +219,7 @@ async def test_a_model_plays_own_rows_with_the_preset_that_trains_them(tmp_path,
 
 def test_a_preset_for_rows_says_that_none_are_named(tmp_path):
     with pytest.raises(ConfigError, match="`data` names no rows: set `data` = FILE"):
-        find_target(make_model(tmp_path), "math", None, [], tmp_path)
+        find_evaluation_target(make_model(tmp_path), "math", None, [], tmp_path)
 
 
 async def test_a_runs_model_plays_other_rows_than_those_that_the_run_noted(tmp_path, monkeypatch):
@@ -217,10 +229,10 @@ async def test_a_runs_model_plays_other_rows_than_those_that_the_run_noted(tmp_p
     config.write_text(config.read_text().replace(f'name = "{train}"', noted))
     write_rows(tmp_path / "new.jsonl", *(f"new{i}" for i in range(4)))
     with pytest.raises(ConfigError, match="the rows are not those that the run began with"):
-        await played(find_target("rows", None, None, ["reward=contains"], tmp_path), monkeypatch, episodes=4)
-    target = find_target("rows", None, None, [f"data={tmp_path / 'new.jsonl'}"], tmp_path)
+        await played(find_evaluation_target("rows", None, None, ["reward=contains"], tmp_path), monkeypatch, episodes=4)
+    target = find_evaluation_target("rows", None, None, [f"data={tmp_path / 'new.jsonl'}"], tmp_path)
     assert "digest" not in target.config.env.args
-    target = msgspec.structs.replace(target, trained=None)  # whose rows are not there
+    target = msgspec.structs.replace(target, trained_env=None)  # whose rows are not there
     texts, _ = await played(target, monkeypatch, episodes=4)
     assert sum(f"new{i}" in text for text in texts for i in range(4)) == 4
 
@@ -256,7 +268,7 @@ def test_rows_that_training_poses_too_are_not_evaluated_and_the_first_is_named(t
     make_dataset_run(tmp_path)
     other = write_rows(tmp_path / "other.jsonl", "new", "train3")
     with pytest.raises(ConfigError, match="1 rows of"):
-        check_target(find_target("rows", None, other, [], tmp_path), "model")
+        check_target(find_evaluation_target("rows", None, other, [], tmp_path), "model")
     kept = {"name": "dataset", "args": {"path": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "test.jsonl")}}
     kept["args"]["reward"] = "exact"
     check_environment(config_from_dict({"env": kept, "evaluation": {"every": 1}}))  # leaves "b" out of training
@@ -268,20 +280,20 @@ async def test_the_sets_of_a_run_are_played_and_its_result_is_kept_beside_its_ch
     run = make_dataset_run(tmp_path, f'{sets}[evaluation.env]\nname = "{held_out}"\n') and tmp_path / "rows"
     chat, engine = renderer(), await ready(answer_ids(renderer(), "no"))
     monkeypatch.setattr("r3async.tools.eval.ChatRenderer.from_model", lambda *a: chat)
-    target = find_target("rows", None, None, [], tmp_path).posing(None, None)
+    target = find_evaluation_target("rows", None, None, [], tmp_path).with_tasks(None, None)
     result = await run_evaluation(target, make_engine=lambda config, model, seed: engine)
     assert {name: (s.episodes, s.tasks, list(s.passes)) for name, s in result.sets.items()} == {
         "greedy": (2, 2, ["1"]),
         "sampled": (8, 2, ["1", "2", "4"]),
     }
-    assert {call.temperature for call in engine.calls} == {0.0, 1.0}
-    text = "\n".join(describe(result, "model", target.environments))
+    assert {call.temperature for call in engine.requests} == {0.0, 1.0}
+    text = "\n".join(describe_result(result, "model", target.environments))
     assert "model, greedy, on dataset:" in text
     assert "  pass@4 1.0000  (95 %: 1.0000 to 1.0000)" in text
-    paths = [keep_result(target, result) for _ in range(2)]
+    paths = [save_result(target, result) for _ in range(2)]
     assert paths == [run / "checkpoints" / f"evaluation-model-{n}.json" for n in (1, 2)]
     assert json.loads(paths[0].read_text())["result"]["sets"]["sampled"]["passes"]["4"] == [1.0, 1.0, 1.0]
-    alone = find_target("rows", None, "guess", [], tmp_path).posing(5, 3).config.evaluation
+    alone = find_evaluation_target("rows", None, "guess", [], tmp_path).with_tasks(5, 3).config.evaluation
     assert (alone.sets, alone.episodes, alone.seed) == ({}, 5, 3)
-    each = find_target("rows", None, None, [], tmp_path).posing(5, None).config.evaluation.each()
+    each = find_evaluation_target("rows", None, None, [], tmp_path).with_tasks(5, None).config.evaluation.resolve_sets()
     assert [(s.episodes, s.samples) for s in each.values()] == [(5, 1), (5, 4)]

@@ -43,11 +43,11 @@ def test_each_set_has_its_own_curves_and_greedy_answers_have_none(tmp_path: Path
 def test_the_tail_has_a_gauge_of_evaluations_once_there_is_one(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, 5)
     run = followed(run_dir)
-    assert "evaluated" not in view.plain(view.overview(run, 120))
+    assert "evaluated" not in view.to_plain_text(view.render_overview(run, 120))
     append(run_dir / "evaluation.jsonl", {"step": 0, **solved("evaluation", 0.25, k1=0.25, k4=0.5)})
     append(run_dir / "evaluation.jsonl", {"step": 5, **solved("evaluation", 0.5, k1=0.5, k4=0.75)})
-    run.poll()
-    lines = view.plain(view.overview(run, 120)).splitlines()
+    run.read_new()
+    lines = view.to_plain_text(view.render_overview(run, 120)).splitlines()
     (at,) = [i for i, line in enumerate(lines) if line.split()[0] == "evaluated"]
     assert lines[at - 1].split()[0] == "reward"
     assert lines[at].split()[1:6] == ["0.5", "step", "5,", "pass@4", "0.75"]

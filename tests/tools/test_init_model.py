@@ -14,8 +14,8 @@ from r3async.config import ConfigError, load_config
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer
 from r3async.tools import init_model as module
-from r3async.tools.init_model import byte_tokenizer, init_model, init_model_apart, kept_model
-from r3async.tools.preflight import try_environment
+from r3async.tools.init_model import build_byte_tokenizer, init_model, init_model_in_process, init_or_copy_model
+from r3async.tools.preflight import try_environments
 from r3async.world.processes import run_on_shared_loop
 from tests.helpers.judge import judge_answers
 
@@ -48,7 +48,7 @@ def test_a_model_is_made_warmed_up_and_loads_in_transformers(tmp_path):
     assert sum(p.numel() for p in model.parameters()) == made["parameters"]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer.decode(tokenizer.encode("naïve ☃", add_special_tokens=False)) == "naïve ☃"
-    assert ChatRenderer.from_model(tmp_path / "model").end_id == tokenizer.eos_token_id
+    assert ChatRenderer.from_model(tmp_path / "model").eos_token_id == tokenizer.eos_token_id
     assert json.loads((tmp_path / "model" / "r3async_init.json").read_text()) == made
 
 
@@ -69,11 +69,11 @@ def files(directory):
 def test_a_model_of_the_same_settings_is_a_copy_of_the_one_before_unless_that_was_damaged(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made = []
-    monkeypatch.setattr(module, "warm_up", lambda *args, real=module.warm_up: made.append(1) or real(*args))
+    monkeypatch.setattr(module, "warm_up_model", lambda *args, real=module.warm_up_model: made.append(1) or real(*args))
     config = load_config("quickstart", [*SMALL, "model.init.max_warm_steps=1"])
 
     def make(name, config=config):
-        kept_model(tmp_path / name, config)
+        init_or_copy_model(tmp_path / name, config)
         return files(tmp_path / name)
 
     first = make("first")
@@ -94,9 +94,9 @@ def test_a_cache_that_cannot_be_written_and_an_environment_of_the_persons_own_ch
     (tmp_path / "cache").write_text("a file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tiny = [*SMALL, "model.init.max_warm_steps=1"]
-    kept_model(tmp_path / "model", load_config("quickstart", tiny))
+    init_or_copy_model(tmp_path / "model", load_config("quickstart", tiny))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
-    kept_model(tmp_path / "own", load_config("quickstart", [*tiny, "env.name=tests.tools.test_init_model:Own"]))
+    init_or_copy_model(tmp_path / "own", load_config("quickstart", [*tiny, "env.name=tests.tools.test_init_model:Own"]))
     assert files(tmp_path / "own").keys() == files(tmp_path / "model").keys()
     assert not (tmp_path / "empty").exists()
 
@@ -113,7 +113,7 @@ def test_an_environment_without_an_oracle_is_refused_with_the_fix(tmp_path):
 
 
 def test_the_tokenizer_is_one_token_a_byte():
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     assert len(tokenizer.encode("abc é", add_special_tokens=False)) == 6
     assert len(tokenizer) <= 264
 
@@ -130,7 +130,9 @@ def test_a_model_that_is_made_apart_is_the_same_and_this_process_does_something_
     config = load_config("quickstart", [*SMALL, "model.init.max_warm_steps=1"])
     init_model(tmp_path / "here", config)
     lines, done = [], []
-    init_model_apart(tmp_path / "apart", config, lines.append, lambda: done.append(not (tmp_path / "apart").exists()))
+    init_model_in_process(
+        tmp_path / "apart", config, lines.append, lambda: done.append(not (tmp_path / "apart").exists())
+    )
     assert done == [True]
     assert "loading torch" in lines[0]
     assert files(tmp_path / "apart") == files(tmp_path / "here")
@@ -141,7 +143,7 @@ def test_a_model_that_is_made_apart_is_the_same_and_this_process_does_something_
 def test_what_makes_a_model_apart_fail_is_raised_here_and_its_process_is_ended(tmp_path, own_children):
     config = load_config("quickstart", ["env.name=tests.tools.test_init_model:NoOracle"])
     with pytest.raises(ConfigError, match="has no oracle"):
-        init_model_apart(tmp_path / "model", config, print, lambda: None)
+        init_model_in_process(tmp_path / "model", config, print, lambda: None)
 
     class Stop(BaseException):
         pass
@@ -155,9 +157,9 @@ def test_what_makes_a_model_apart_fail_is_raised_here_and_its_process_is_ended(t
         process.kill()
 
     with pytest.raises(Stop):
-        init_model_apart(tmp_path / "model", load_config("quickstart", SMALL), print, stop)
+        init_model_in_process(tmp_path / "model", load_config("quickstart", SMALL), print, stop)
     with pytest.raises(RuntimeError, match="ended with code -9"):
-        init_model_apart(tmp_path / "model", load_config("quickstart", SMALL), print, kill)
+        init_model_in_process(tmp_path / "model", load_config("quickstart", SMALL), print, kill)
     assert not own_children()
     assert not (tmp_path / "model").exists()
 
@@ -169,8 +171,8 @@ def test_a_program_without_a_guard_is_not_run_again_by_the_process_that_makes_it
 print("the program")
 from pathlib import Path
 from r3async.config import load_config
-from r3async.tools.init_model import init_model_apart
-init_model_apart(Path({str(tmp_path / "model")!r}), load_config("quickstart", {small!r}), lambda line: None, lambda: None)
+from r3async.tools.init_model import init_model_in_process
+init_model_in_process(Path({str(tmp_path / "model")!r}), load_config("quickstart", {small!r}), lambda line: None, lambda: None)
 """
     (tmp_path / "script.py").write_text(code)
     done = subprocess.run(
@@ -195,9 +197,9 @@ def test_a_reward_that_keeps_a_connection_warms_a_model_up_and_the_person_is_tol
     lines = []
     with judge_answers() as answers:
         config = load_config("math", settings)
-        run_on_shared_loop(try_environment(config))
+        run_on_shared_loop(try_environments(config))
         init_model(tmp_path / "model", config, progress=lines.append)
-        assert len(answers) == 1 + module.WARM_BATCH
+        assert len(answers) == 1 + module.WARMUP_BATCH_EPISODES
     assert any("`reward` is called for each" in line for line in lines)
 
 

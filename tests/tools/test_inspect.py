@@ -14,11 +14,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
-from r3async.config import config_from_dict, to_toml
+from r3async.config import config_from_dict, config_to_toml
 from r3async.record.routes import RouteFile
 from r3async.tools.cli import app
-from r3async.tools.init_model import byte_tokenizer
-from r3async.tools.inspect.routes import roles
+from r3async.tools.init_model import build_byte_tokenizer
+from r3async.tools.inspect.routes import label_token_roles
 from r3async.tools.inspect.run import find_run
 from tests.helpers.routes import ID, LAYERS, call, episode
 
@@ -30,8 +30,8 @@ def write_run(root: Path, name: str = "demo", *, change=None, config=QUIET) -> P
     """A run whose learner replayed one episode in step 1 and another in step 11; `change(trained, calls)` for step 11."""
     run = root / "runs" / name
     run.mkdir(parents=True)
-    (run / "config.toml").write_text(to_toml(config_from_dict(config)))
-    byte_tokenizer().save_pretrained(run / "init")
+    (run / "config.toml").write_text(config_to_toml(config_from_dict(config)))
+    build_byte_tokenizer().save_pretrained(run / "init")
     learner, engine = RouteFile(run / "routes", "learner"), RouteFile(run / "routes", "engine-generator-0")
     for step in (1, 11):
         trained, calls = episode()
@@ -207,7 +207,7 @@ def test_one_json_object_per_token(tmp_path, monkeypatch) -> None:
     assert tokens[9]["layers"][0]["engine"] is None
     assert tokens[9]["layers"][0]["agree"] is None
     assert [t["version"] for t in tokens[:4]] == [None, None, None, 0]
-    byte = byte_tokenizer()
+    byte = build_byte_tokenizer()
     assert tokens[3]["text"] == byte.decode([10])
 
 
@@ -238,7 +238,7 @@ def test_without_the_engines_record_only_the_learners_routes_are_shown(tmp_path,
 
 
 def test_text_that_could_upset_a_terminal_or_the_table_is_made_visible(tmp_path, monkeypatch) -> None:
-    odd = byte_tokenizer().encode("\x1b\n[b]", add_special_tokens=False)
+    odd = build_byte_tokenizer().encode("\x1b\n[b]", add_special_tokens=False)
 
     def change(trained, calls):
         tokens = trained.token_ids.copy()
@@ -258,9 +258,9 @@ def test_an_end_that_was_not_sampled_is_injected() -> None:
     tokens = np.asarray([5, 6, END, END, 5, 9, END, 5, 9, END])
     mask = np.asarray([0, 1, 1, 0, 0, 1, 0, 0, 1, 0], bool)
     expected = ["prompt", "sampled", "sampled", "observation", "observation", "sampled", "injected", "observation"]
-    assert roles(tokens, mask, END) == [*expected, "sampled", "injected"]
-    assert roles(tokens, mask, None)[6] == "observation"
-    assert roles(tokens, np.zeros(10, bool), END) == ["prompt"] * 10
+    assert label_token_roles(tokens, mask, END) == [*expected, "sampled", "injected"]
+    assert label_token_roles(tokens, mask, None)[6] == "observation"
+    assert label_token_roles(tokens, np.zeros(10, bool), END) == ["prompt"] * 10
 
 
 def test_ids_stand_for_tokens_where_there_is_no_tokenizer(tmp_path, monkeypatch) -> None:
@@ -325,8 +325,8 @@ def test_a_run_is_found_by_directory_before_name(tmp_path, monkeypatch) -> None:
 
 
 def test_a_terminal_gets_colour(tmp_path) -> None:
-    from r3async.tools.inspect.routes import show_routes
+    from r3async.tools.inspect.routes import print_routes
 
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system="standard")
-    show_routes(write_run(tmp_path), console)
+    print_routes(write_run(tmp_path), console)
     assert "\x1b[1;31m" in console.file.getvalue()

@@ -12,17 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.config import config_from_dict, to_toml
+from r3async.config import config_from_dict, config_to_toml
 from r3async.data.records import Sample, TokenTable, Trajectory, Turn
 from r3async.record.routes import RouteFile
-from r3async.record.steps import MetricsWriter
-from r3async.schedule.spool import SPOOL
-from r3async.tools.init_model import byte_tokenizer
-from r3async.tools.inspect.export import export
+from r3async.record.steps import MetricsFile
+from r3async.schedule.spool import SPOOL_FORMAT
+from r3async.tools.init_model import build_byte_tokenizer
+from r3async.tools.inspect.export import export_trajectories
 from r3async.tools.inspect.run import InspectError
-from r3async.tools.inspect.show import short_routes
+from r3async.tools.inspect.show import format_short_routes
 from r3async.tools.inspect.sources import read_spool, read_traces
-from r3async.tools.inspect.trajectories import Filter, Seen, of_trained, of_trajectory
+from r3async.tools.inspect.trajectories import (
+    InspectedTrajectory,
+    TrajectoryFilter,
+    convert_trained_routes,
+    convert_trajectory,
+)
 from r3async.transport.wire import encode_trajectory
 from tests.helpers.routes import ID, TOKENS, episode, experts
 from tests.tools.test_inspect import inspect
@@ -34,7 +39,7 @@ def made(number: int, *, reward: float = 1.0, version: int = 5, turns: int = 2) 
     """Ten tokens; sampled are 3 to 5 and 8, 9, the first of them by `version` and the others by the next."""
     name = f"g{number:08d}e0000"
     versions = np.where(np.arange(10) > 3, version + 1, version)
-    table = TokenTable.of_tokens(np.asarray(TOKENS)).with_columns(
+    table = TokenTable.from_tokens(np.asarray(TOKENS)).with_columns(
         loss_mask=MASK,
         rollout_logprobs=np.where(MASK, np.float32(-0.1) * (1 + number), 0).astype(np.float32),
         policy_version=np.where(MASK, versions, -1).astype(np.int32),
@@ -53,9 +58,11 @@ def made(number: int, *, reward: float = 1.0, version: int = 5, turns: int = 2) 
 def write_spool(root: Path, *trajectories: Trajectory) -> Path:
     run = root / "runs" / "demo"
     (run / "spool").mkdir(parents=True, exist_ok=True)
-    (run / "config.toml").write_text(to_toml(config_from_dict({"buffer": {"durability": "disk"}})))
+    (run / "config.toml").write_text(config_to_toml(config_from_dict({"buffer": {"durability": "disk"}})))
     for each in trajectories:
-        SPOOL.append(run / "spool" / f"{each.group_index:09d}-0000.spool", encode_trajectory(each), fsync=False)
+        SPOOL_FORMAT.append_record(
+            run / "spool" / f"{each.group_index:09d}-0000.spool", encode_trajectory(each), fsync=False
+        )
     return run
 
 
@@ -74,7 +81,7 @@ def traced(run: Path, step: int, reward: float) -> None:
     )
     for call in calls:
         RouteFile(run / "routes", "engine-generator-0").append(call)
-    MetricsWriter(run).write({"step": step, "version": step, "time": 1.0})
+    MetricsFile(run).write({"step": step, "version": step, "time": 1.0})
 
 
 # --- spools
@@ -87,7 +94,7 @@ def test_a_spool_is_listed_with_ages_from_the_newest_version_known(tmp_path, mon
     assert heads[0] == "trajectory"
     ages = {row[0]: (row[heads.index("age")], row[heads.index("reward")], row[heads.index("versions")]) for row in rows}
     assert ages == {"g00000000e0000": ("1", "1", "5-6"), "g00000001e0000": ("3", "0.25", "3-4")}
-    MetricsWriter(run).write({"step": 1, "version": 12, "time": 1.0})
+    MetricsFile(run).write({"step": 1, "version": 12, "time": 1.0})
     one = run / "spool" / "000000000-0000.spool"
     (row,) = inspect(str(one), "--json", root=tmp_path, monkeypatch=monkeypatch).splitlines()
     assert json.loads(row)["age"] == 7
@@ -128,14 +135,14 @@ def test_what_a_limit_hides_is_counted_and_nothing_found_says_what_there_is(tmp_
 
 def test_tokens_are_shown_one_a_line(tmp_path, monkeypatch) -> None:
     run = write_spool(tmp_path, made(0))
-    byte_tokenizer().save_pretrained(run / "init")
+    build_byte_tokenizer().save_pretrained(run / "init")
     text = inspect("trajectories", "runs/demo/spool", "--tokens", root=tmp_path, monkeypatch=monkeypatch)
     lines = text.splitlines()
     at = next(i for i, line in enumerate(lines) if line.lstrip().startswith("pos"))
     heads, rows = lines[at].split(), [line.split() for line in lines[at + 1 :]]
     assert heads == ["pos", "id", "text", "mask", "logprob", "ver", "turn", "reward", "experts"]
     assert len(rows) == 10
-    assert rows[3][:8] == ["3", "10", byte_tokenizer().decode([10]), "1", "-0.1000", "5", "0", "-"]
+    assert rows[3][:8] == ["3", "10", build_byte_tokenizer().decode([10]), "1", "-0.1000", "5", "0", "-"]
     assert rows[3][8:] == [",".join(map(str, layer)) for layer in experts(0, 10)[3].tolist()]
     assert rows[9][3:] == ["1", "-0.1000", "6", "1", "1", "-"], "the last token was never fed"
     assert rows[0][3:8] == ["0", "-", "-", "-", "-"]
@@ -147,13 +154,13 @@ def test_tokens_are_shown_one_a_line(tmp_path, monkeypatch) -> None:
 
 
 def test_without_a_tokenizer_tokens_are_ids(tmp_path, monkeypatch) -> None:
-    SPOOL.append(tmp_path / "a.spool", encode_trajectory(made(0)), fsync=False)
+    SPOOL_FORMAT.append_record(tmp_path / "a.spool", encode_trajectory(made(0)), fsync=False)
     assert "#11" in inspect("trajectories", "a.spool", "--tokens", root=tmp_path, monkeypatch=monkeypatch)
 
 
 def test_routes_of_many_layers_are_cut_short() -> None:
-    assert short_routes([[1, 2]] * 48) == "1,2 1,2 1,2 +45"
-    assert short_routes(None) == "-"
+    assert format_short_routes([[1, 2]] * 48) == "1,2 1,2 1,2 +45"
+    assert format_short_routes(None) == "-"
 
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "foreign"])
@@ -161,7 +168,7 @@ def test_what_is_left_of_a_damaged_spool_is_shown_and_the_rest_named(tmp_path, m
     run = write_spool(tmp_path, made(0), made(1))
     path = run / "spool" / "000000000-0000.spool"
     first = path.stat().st_size
-    SPOOL.append(path, encode_trajectory(made(2)), fsync=False)
+    SPOOL_FORMAT.append_record(path, encode_trajectory(made(2)), fsync=False)
     data = bytearray(path.read_bytes())
     if damage == "torn":
         path.write_bytes(data[: first + 100])
@@ -205,7 +212,7 @@ def test_a_run_shows_what_waits_what_was_trained_and_what_was_said(tmp_path, mon
 def test_a_run_without_a_spool_says_which_setting_makes_one(tmp_path, monkeypatch) -> None:
     run = tmp_path / "runs" / "demo"
     run.mkdir(parents=True)
-    (run / "config.toml").write_text(to_toml(config_from_dict({})))
+    (run / "config.toml").write_text(config_to_toml(config_from_dict({})))
     text = inspect("demo", root=tmp_path, monkeypatch=monkeypatch)
     assert '`buffer.durability` is "memory"; "disk"' in text
     assert '`routing.trace` is "sample"; "all"' in text
@@ -213,12 +220,14 @@ def test_a_run_without_a_spool_says_which_setting_makes_one(tmp_path, monkeypatc
 
 def test_turns_of_a_trace_are_its_stretches_of_sampled_tokens(tmp_path) -> None:
     trained, calls = episode()
-    seen = of_trained([(trained, None)], "here", None)
+    seen = convert_trained_routes([(trained, None)], "here", None)
     assert [(t.start, t.stop) for t in seen.turns] == [(3, 6), (8, 10)]
     assert [t.reward for t in seen.turns] == [0.0, 0.5]
     assert seen.reward == 0.5
     unknown = msgspec.structs.replace(seen, reward=None)
-    assert not Filter(reward_below=100.0).keeps(unknown, None), "an unknown reward is not below anything"
+    assert not TrajectoryFilter(reward_below=100.0).matches_trajectory(unknown, None), (
+        "an unknown reward is not below anything"
+    )
     for call in calls:
         RouteFile(tmp_path / "routes", "engine").append(call)
     RouteFile(tmp_path / "routes", "learner").append(trained)
@@ -262,7 +271,7 @@ def test_any_log_prob_and_version_come_back_exactly(tmp_path_factory, logprob: f
         rollout_logprobs=np.full(10, logprob, np.float32), policy_version=np.full(10, version, np.int32)
     )
     path = tmp_path_factory.mktemp("out") / "a.jsonl"
-    assert export([of_trajectory(trajectory, "")], path, None) == 1
+    assert export_trajectories([convert_trajectory(trajectory, "")], path, None) == 1
     assert_round_trip([json.loads(path.read_text())], [trajectory])
 
 
@@ -303,7 +312,7 @@ def test_an_export_that_can_not_be_written_leaves_nothing_and_says_why(tmp_path,
         raise InspectError("lost")
 
     with pytest.raises(InspectError, match="lost"):
-        export(breaks(), tmp_path / "half.jsonl", None)
+        export_trajectories(breaks(), tmp_path / "half.jsonl", None)
     assert {p.name for p in tmp_path.iterdir()} == {"runs"}
 
 
@@ -315,7 +324,7 @@ def test_routes_are_of_runs_only(tmp_path, monkeypatch) -> None:
 
 
 def test_a_seen_trajectory_without_tokens_has_no_age() -> None:
-    seen = Seen(source="episode", where="", trajectory_id="", step=1, reward=0.0)
-    assert (seen.age(5), seen.tokens, seen.versions) == (None, 0, None)
-    assert not Filter(age_above=-10).keeps(seen, 5)
-    assert Filter(step=1, reward_below=0.1).keeps(seen, 5)
+    seen = InspectedTrajectory(source="episode", where="", trajectory_id="", step=1, reward=0.0)
+    assert (seen.compute_staleness(5), seen.token_count, seen.version_range) == (None, 0, None)
+    assert not TrajectoryFilter(age_above=-10).matches_trajectory(seen, 5)
+    assert TrajectoryFilter(step=1, reward_below=0.1).matches_trajectory(seen, 5)

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.checkpoint import Checkpoints
-from r3async.checkpoint.directory import STATE
+from r3async.checkpoint import CheckpointDirectory
+from r3async.checkpoint.directory import STATE_FILE
 from r3async.data.records import TokenTable
-from r3async.schedule.spool import SPOOL
-from r3async.tools.inspect.checkpoint import describe, look
+from r3async.schedule.spool import SPOOL_FORMAT
+from r3async.tools.inspect.checkpoint import describe_checkpoint, inspect_checkpoint
 from r3async.tools.inspect.wire import describe_message
-from r3async.transport.wire import Item, Welcome, delivery, encode_control, encode_trajectory
+from r3async.transport.wire import DeliveryItem, Welcome, encode_control, encode_delivery, encode_trajectory
 from tests.helpers.checkpoint import write_checkpoint
 from tests.tools.test_inspect import inspect
 from tests.tools.test_inspect_data import made, write_spool
@@ -25,11 +25,13 @@ from tests.tools.test_inspect_data import made, write_spool
 
 def test_a_message_is_shown_frame_by_frame(tmp_path, monkeypatch) -> None:
     both = [encode_trajectory(made(i)) for i in (3, 4)]
-    items = [Item(f"g{i:08d}e0000", i, 900, [len(f) for f in frames]) for i, frames in zip((3, 4), both, strict=True)]
-    SPOOL.append(tmp_path / "message", delivery("s1", items, both), fsync=False)
+    items = [
+        DeliveryItem(f"g{i:08d}e0000", i, 900, [len(f) for f in frames]) for i, frames in zip((3, 4), both, strict=True)
+    ]
+    SPOOL_FORMAT.append_record(tmp_path / "message", encode_delivery("s1", items, both), fsync=False)
     text = inspect("message", root=tmp_path, monkeypatch=monkeypatch)
     assert "2 frames" in text
-    assert "DELIVER session=s1 items=[Item(trajectory_id='g00000003e0000', group_index=3" in text
+    assert "DELIVER session=s1 items=[DeliveryItem(trajectory_id='g00000003e0000', group_index=3" in text
     assert "trajectory g00000004e0000" in text
     assert "schema" in text
     assert "(ours)" in text
@@ -41,9 +43,9 @@ def test_a_message_is_shown_frame_by_frame(tmp_path, monkeypatch) -> None:
 
 def test_a_frame_names_all_the_columns_that_it_holds(tmp_path, monkeypatch) -> None:
     trajectory = made(0)
-    trajectory.samples[0].table = TokenTable.of_tokens(np.arange(500))
+    trajectory.samples[0].table = TokenTable.from_tokens(np.arange(500))
     trajectory.turns = []
-    SPOOL.append(tmp_path / "message", encode_trajectory(trajectory), fsync=False)
+    SPOOL_FORMAT.append_record(tmp_path / "message", encode_trajectory(trajectory), fsync=False)
     text = inspect("message", root=tmp_path, monkeypatch=monkeypatch)
     together = "loss_mask bool, policy_version int32, turn int32, rewards float32 (packed) of sample g00000000e0000s0"
     (line,) = [line for line in text.splitlines() if together in line]
@@ -61,7 +63,7 @@ def test_a_broken_message_shows_its_frames_and_what_is_wrong(tmp_path, monkeypat
         frames.append(b"more")
     else:
         frames[0] = frames[0][: len(frames[0]) // 2]
-    SPOOL.append(tmp_path / "message", frames, fsync=False)
+    SPOOL_FORMAT.append_record(tmp_path / "message", frames, fsync=False)
     text = inspect("message", root=tmp_path, monkeypatch=monkeypatch, code=2)
     expected = {
         "flipped": "wrong: the frames have",
@@ -97,7 +99,7 @@ def test_no_byte_that_changed_in_a_message_goes_unseen_or_ends_the_command(data)
 
 
 def test_a_checkpoint_shows_files_state_and_tensors(tmp_path, monkeypatch) -> None:
-    path = write_checkpoint(Checkpoints(tmp_path / "checkpoints"), 20)
+    path = write_checkpoint(CheckpointDirectory(tmp_path / "checkpoints"), 20)
     text = inspect(str(path), root=tmp_path, monkeypatch=monkeypatch)
     assert "after step 20" in text
     assert "intact" in text
@@ -111,10 +113,10 @@ def test_a_checkpoint_shows_files_state_and_tensors(tmp_path, monkeypatch) -> No
     assert seen["state"]["version"] == 20
 
 
-@pytest.mark.parametrize("broken", ["learner-00000-of-00001.safetensors", STATE, "manifest.json"])
+@pytest.mark.parametrize("broken", ["learner-00000-of-00001.safetensors", STATE_FILE, "manifest.json"])
 @pytest.mark.parametrize("how", ["changed", "missing", "short"])
 def test_the_broken_file_of_a_checkpoint_is_named_and_the_rest_shown(tmp_path, monkeypatch, broken, how) -> None:
-    path = write_checkpoint(Checkpoints(tmp_path / "checkpoints"), 20)
+    path = write_checkpoint(CheckpointDirectory(tmp_path / "checkpoints"), 20)
     file = path / broken
     data = file.read_bytes()
     if how == "missing":
@@ -129,7 +131,7 @@ def test_the_broken_file_of_a_checkpoint_is_named_and_the_rest_shown(tmp_path, m
     assert "Traceback" not in text
     if broken != "learner-00000-of-00001.safetensors":
         assert "master/w" in text
-    if broken != STATE:
+    if broken != STATE_FILE:
         assert "groups trained" in text
     listing = inspect("checkpoints", root=tmp_path, monkeypatch=monkeypatch, code=0 if _unseen(broken, how) else 2)
     assert "step-00000020" in listing
@@ -143,14 +145,14 @@ def _unseen(broken: str, how: str) -> bool:
 @settings(max_examples=20)  # each is written to the disk, and synchronized
 @given(st.data())
 def test_no_byte_that_changed_in_a_checkpoint_goes_unseen_or_ends_the_command(tmp_path_factory, data) -> None:
-    path = write_checkpoint(Checkpoints(tmp_path_factory.mktemp("run")), 20)
+    path = write_checkpoint(CheckpointDirectory(tmp_path_factory.mktemp("run")), 20)
     file = path / data.draw(st.sampled_from(sorted(file.name for file in path.iterdir())))
     changed = bytearray(file.read_bytes())
     changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
     file.write_bytes(changed)
-    seen = look(path)
+    seen = inspect_checkpoint(path)
     assert [problem.partition(":")[0] for problem in seen.problems] == [file.name]
-    assert "BROKEN" in describe(seen, 0)[0]
+    assert "BROKEN" in describe_checkpoint(seen, 0)[0]
 
 
 def test_a_file_that_may_not_be_read_is_one_line(tmp_path, monkeypatch) -> None:
@@ -163,7 +165,7 @@ def test_a_file_that_may_not_be_read_is_one_line(tmp_path, monkeypatch) -> None:
 
 def test_a_newer_version_is_known_from_a_checkpoint(tmp_path, monkeypatch) -> None:
     run = write_spool(tmp_path, made(0))
-    write_checkpoint(Checkpoints(run / "checkpoints"), 30)
+    write_checkpoint(CheckpointDirectory(run / "checkpoints"), 30)
     (row,) = inspect("runs/demo/spool", "--json", root=tmp_path, monkeypatch=monkeypatch).splitlines()
     assert json.loads(row)["age"] == 25
     assert "checkpoints: 1" in inspect("demo", root=tmp_path, monkeypatch=monkeypatch)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from r3async.tools.doctor import UNWANTED
+from r3async.tools.doctor import UNWANTED_PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 60.0
@@ -228,7 +228,7 @@ def test_companions_of_torch_are_removed_on_cpu_only(project: Project) -> None:
     project.install("EXTRA=gpu")
     assert "uninstall" not in (project.folder / "calls").read_text()
     project.install("EXTRA=cpu")
-    assert f"uninstall -q -y {' '.join(UNWANTED)}\n" in (project.folder / "calls").read_text()
+    assert f"uninstall -q -y {' '.join(UNWANTED_PACKAGES)}\n" in (project.folder / "calls").read_text()
 
 
 def test_the_index_of_torch_is_named_only_where_pip_knows_no_cpu_build(project: Project) -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from r3async.config import load_config
-from r3async.tools.submit.launch import NOT_FOUND, command_of, entrypoint
+from r3async.tools.submit.launch import NOT_FOUND_EXIT_CODE, extract_command, make_entrypoint
 from tests.helpers.cluster import BARE, bare_environment, beside_python, clean_home, free_ports, head_of
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_a_job_prefers_the_python_of_the_clusters_ray_and_keeps_words_and_exit_c
     show = "import sys; print(sys.argv[1:]); sys.exit(7)"
     words = ["-c", show, "name=a b", "x='$HOME'"]
     mine = python(tmp_path / "python-of-ray", f'echo "by ray"; exec {sys.executable} "$@"')
-    done = shell(entrypoint(words, needs="import r3async.tools.cli"), tmp_path, ray=f'"{mine}"')
+    done = shell(make_entrypoint(words, needs="import r3async.tools.cli"), tmp_path, ray=f'"{mine}"')
     assert done.returncode == 7, done.stderr
     assert done.stdout.splitlines() == ["by ray", str(words[2:])]
 
@@ -64,7 +64,9 @@ def test_a_job_takes_the_submitters_python_where_that_of_ray_lacks_r3async(tmp_p
     if ray == "bare":
         ray = python(tmp_path / "bare", "echo \"ModuleNotFoundError: No module named 'tools'\" >&2; exit 1")
     done = shell(
-        entrypoint(["-c", "import sys; print(sys.executable)"], needs="import r3async.tools.cli"), tmp_path, ray=ray
+        make_entrypoint(["-c", "import sys; print(sys.executable)"], needs="import r3async.tools.cli"),
+        tmp_path,
+        ray=ray,
     )
     assert (done.returncode, done.stdout.strip()) == (0, sys.executable), done.stderr
 
@@ -73,9 +75,9 @@ def test_a_job_that_finds_no_python_says_what_it_looked_for(tmp_path):
     bare = python(
         tmp_path / "bare", "echo Traceback; echo \"ModuleNotFoundError: No module named 'tools'\" >&2; exit 1"
     )
-    line = entrypoint(["-m", "r3async"], needs="import no_such_module", submitter="/missing/.venv/bin/python")
+    line = make_entrypoint(["-m", "r3async"], needs="import no_such_module", submitter="/missing/.venv/bin/python")
     done = shell(line, tmp_path, ray=str(bare))
-    assert done.returncode == NOT_FOUND
+    assert done.returncode == NOT_FOUND_EXIT_CODE
     assert f"{bare}: ModuleNotFoundError: No module named 'tools'" in done.stderr
     assert "/missing/.venv/bin/python: there is no such file" in done.stderr
     assert f"PATH={BARE}" in done.stderr
@@ -84,10 +86,10 @@ def test_a_job_that_finds_no_python_says_what_it_looked_for(tmp_path):
 
 
 def test_a_jobs_command_is_shown_without_the_search_before_it():
-    assert command_of(entrypoint(["-m", "r3async", "train", "quickstart", "name=a b"])) == (
+    assert extract_command(make_entrypoint(["-m", "r3async", "train", "quickstart", "name=a b"])) == (
         "-m r3async train quickstart 'name=a b'"
     )
-    assert command_of("r3async train quickstart") == "r3async train quickstart"
+    assert extract_command("r3async train quickstart") == "r3async train quickstart"
 
 
 @pytest.mark.ray

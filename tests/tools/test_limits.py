@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from r3async.actors.conductor import Conductor
-from r3async.actors.fleet import Fleet, Way
-from r3async.actors.installer import Installer
+from r3async.actors.fleet import Fleet, LearnerAddress
+from r3async.actors.installer import VersionInstaller
 from r3async.actors.process import ProcessLost, RunFailed
-from r3async.config import load_config, to_dict
+from r3async.config import config_to_dict, load_config
 from r3async.tools.train import train
-from r3async.world import ActorLost
-from r3async.world.real import REAL
+from r3async.world import ActorLostError
+from r3async.world.real import REAL_WORLD
 from tests.helpers.fleet import Events, Generator, published
 from tests.helpers.world import StandIn
 
@@ -44,13 +44,13 @@ class Stub:
     def start(self):
         return self
 
-    async def status(self, since, timeout=0.0):
+    async def poll_status(self, since, timeout=0.0):
         return None
 
-    async def check(self, say):
+    async def check_conductor(self, print_line):
         pass
 
-    async def end(self):
+    async def end_actors(self):
         self.ended = True
 
 
@@ -58,10 +58,10 @@ def test_a_run_restarts_as_often_as_it_may_and_then_fails(untrained, tmp_path):
     class Lost(Stub):
         made: ClassVar[list[Stub]] = []
 
-        async def finished(self, timeout):
+        async def wait_finished(self, timeout):
             return True
 
-        def result(self):
+        def get_result(self):
             raise ProcessLost("the learner's process was lost")
 
     said, error = run(untrained, tmp_path, Lost, "supervise.max_run_restarts=2")
@@ -76,14 +76,14 @@ def test_a_stopped_run_whose_actors_do_not_end_is_ended_with_the_reason(untraine
         made: ClassVar[list[Stub]] = []
         stopping = False
 
-        async def finished(self, timeout):
+        async def wait_finished(self, timeout):
             os.kill(os.getpid(), signal.SIGTERM) if not self.stopping else None
             return False
 
-        def stop(self):
+        def request_stop(self):
             self.stopping = True
 
-        def result(self):
+        def get_result(self):
             raise AssertionError("it has none")
 
     _, error = run(untrained, tmp_path, NeverEnds, "supervise.stop_grace_seconds=0.05")
@@ -105,11 +105,11 @@ class Silent(StandIn):
 
 @pytest.mark.parametrize("slow", ["learner", "generator"])
 async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_setting(tmp_path, monkeypatch, slow):
-    monkeypatch.setattr("r3async.actors.conductor.begin", lambda *args: None)
+    monkeypatch.setattr("r3async.actors.conductor.prepare_process", lambda *args: None)
     config = load_config("quickstart", [f"{slow}.start_timeout=0.05"])
     learner = Silent("start") if slow == "learner" else Silent()
     generator = Silent("start") if slow == "generator" else Generator()
-    conductor = Conductor(REAL, "run", to_dict(config), str(tmp_path), learner, {"generator-0": generator})
+    conductor = Conductor(REAL_WORLD, "run", config_to_dict(config), str(tmp_path), learner, {"generator-0": generator})
     with pytest.raises(RunFailed, match=rf"within 0\.05 s \({slow}\.start_timeout\)"):
         await asyncio.wait_for(conductor.run(), 60)
 
@@ -117,7 +117,9 @@ async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_
 async def test_weights_that_are_not_installed_in_time_lose_their_generator_and_name_the_setting(monkeypatch):
     monkeypatch.setattr("r3async.actors.installer.RPC_SECONDS", 0.05)
     config = load_config("quickstart", ["weights.install_timeout=0.05"])
-    fleet = Fleet(config, Events(), {"generator-0": Silent("install")})
-    installer = Installer(config, fleet.events, fleet, StandIn(), Way("", ""), None, published(0))
-    with pytest.raises(ActorLost, match=r"generator-0: no answer to `install` within .* \(weights\.install_timeout\)"):
-        await asyncio.wait_for(installer._ask(fleet["generator-0"], "install"), 60)
+    fleet = Fleet(config, Events(), {"generator-0": Silent("install_version")})
+    installer = VersionInstaller(config, fleet.events, fleet, StandIn(), LearnerAddress("", ""), None, published(0))
+    with pytest.raises(
+        ActorLostError, match=r"generator-0: no answer to `install_version` within .* \(weights\.install_timeout\)"
+    ):
+        await asyncio.wait_for(installer._call_generator(fleet["generator-0"], "install_version"), 60)

@@ -34,10 +34,10 @@ def test_a_pipe_gets_plain_lines_once_per_step_and_phase():
     screen = io.StringIO()
     with LiveView(Console(file=screen), 10) as view:
         for _ in range(3):
-            view.show(status("loading engine"))
+            view.show_status(status("loading engine"))
         for _ in range(3):
-            view.show(status(row=ROW))
-        view.show(status(row={**ROW, "step": 4}, restarts=1))
+            view.show_status(status(row=ROW))
+        view.show_status(status(row={**ROW, "step": 4}, restarts=1))
     lines = screen.getvalue().splitlines()
     assert sum("loading engine" in line for line in lines) == 1
     assert [line.split("/")[0].strip() for line in lines if "reward" in line] == ["3", "4"]
@@ -58,12 +58,12 @@ def test_an_evaluation_is_a_line_of_its_own_once_with_each_of_its_sets():
     screen = io.StringIO()
     with LiveView(Console(file=screen), 10) as view:
         for _ in range(2):
-            view.show(status() | {"evaluations": [row]})
+            view.show_status(status() | {"evaluations": [row]})
     assert screen.getvalue().count("evaluation after step 20") == 1
 
 
 def test_a_terminal_gets_a_line_that_changes():
     screen = io.StringIO()
     with LiveView(Console(file=screen, force_terminal=True, width=160), 10) as view:
-        view.show(status(row=ROW))
+        view.show_status(status(row=ROW))
     assert "reward 0.500" in screen.getvalue()

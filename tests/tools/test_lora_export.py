@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from r3async.checkpoint import CheckpointError, Checkpoints
+from r3async.checkpoint import CheckpointDirectory, CheckpointError
 from r3async.checkpoint.resume import fingerprint_model
-from r3async.config import to_dict
+from r3async.config import config_to_dict
 from r3async.tools.cli import app
-from r3async.tools.export import export, export_adapter
+from r3async.tools.export import export_adapter, export_model
 from tests.helpers import checkpoint as hc
 from tests.helpers import lora as hl
 from tests.helpers import models as hm
@@ -28,11 +28,13 @@ def model_path(tmp_path_factory):
 
 def run_of(path, config, directory):
     """The directory of a run with one checkpoint, of two steps."""
-    checkpoints = Checkpoints(directory / "checkpoints")
-    partial = checkpoints.begin(2)
+    checkpoints = CheckpointDirectory(directory / "checkpoints")
+    partial = checkpoints.begin_checkpoint(2)
     _, record = hc.begun(path, config, 2, partial)
-    state = hc.run_state(2, config=to_dict(config), model_path=str(path), model_fingerprint=fingerprint_model(path))
-    checkpoints.commit(state, [record])
+    state = hc.run_state(
+        2, config=config_to_dict(config), model_path=str(path), model_fingerprint=fingerprint_model(path)
+    )
+    checkpoints.commit_checkpoint(state, [record])
     return directory
 
 
@@ -51,7 +53,7 @@ def test_peft_has_the_merged_model(tmp_path, backend, dense, targets):
     if len(dense) == 4:
         model_path = tiny_dense(tmp_path / "dense")
     run = run_of(model_path, hl.with_lora(hl.settings(backend), *targets), tmp_path / "run")
-    export(run, tmp_path / "merged")
+    export_model(run, tmp_path / "merged")
     export_adapter(run, tmp_path / "adapter")
     ids = torch.arange(12)[None]
     with torch.no_grad():
@@ -88,7 +90,7 @@ def test_a_changed_start_model_is_refused(model_path, tmp_path):
     """The checkpoint has no weight of it: with another one it would be another model."""
     run = run_of(model_path, hl.with_lora(hl.settings("torch")), tmp_path / "run")
     other = hm.make_hf_model(tmp_path / "other", num_hidden_layers=4, mlp_only_layers=[1], vocab_size=97, seed=9)
-    for write in (export, export_adapter):
+    for write in (export_model, export_adapter):
         with pytest.raises(CheckpointError, match="is not the one that the run began with"):
             write(run, tmp_path / "out", model=other)
 

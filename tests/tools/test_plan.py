@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 
 from r3async.config import ConfigError, LearnerConfig, ParallelConfig, load_config
-from r3async.data.model_shape import read_shape
+from r3async.data.model_shape import parse_model_shape
 from r3async.data.records import Sample, TokenTable, Trajectory, Turn
 from r3async.tools.memory import (
     CHUNK_ELEMENTS,
     GIB,
-    INIT_VOCABULARY,
-    PUBLISHED,
-    check_trained,
-    layer_values,
-    rank_memory,
-    shape_of,
+    INIT_VOCAB_SIZE,
+    PUBLISHED_CONFIGS,
+    check_trainable,
+    count_layer_activations,
+    estimate_rank_memory,
+    find_model_shape,
 )
-from r3async.tools.plan import describe, make_plan, wire_bytes
+from r3async.tools.plan import count_wire_bytes, describe_plan, make_run_plan
 from r3async.transport.wire import encode_trajectory
 
-MOE = read_shape(PUBLISHED["Qwen3-30B-A3B"], "Qwen3-30B-A3B")
+MOE = parse_model_shape(PUBLISHED_CONFIGS["Qwen3-30B-A3B"], "Qwen3-30B-A3B")
 
 
 @pytest.mark.parametrize(
@@ -37,38 +37,38 @@ MOE = read_shape(PUBLISHED["Qwen3-30B-A3B"], "Qwen3-30B-A3B")
     ],
 )
 def test_parameters_of_published_models_are_those_of_their_checkpoints(name, parameters, active):
-    shape = read_shape(PUBLISHED[name], name)
-    assert shape.parameters == parameters
-    assert shape.active == pytest.approx(active, rel=0.01)
+    shape = parse_model_shape(PUBLISHED_CONFIGS[name], name)
+    assert shape.num_parameters == parameters
+    assert shape.active_parameters == pytest.approx(active, rel=0.01)
 
 
 def test_parameters_are_those_that_transformers_makes(tiny_model):
     from transformers import AutoModelForCausalLM
 
-    shape = read_shape(json.loads((tiny_model / "config.json").read_text()), "tiny")
+    shape = parse_model_shape(json.loads((tiny_model / "config.json").read_text()), "tiny")
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_an_initial_model_has_the_vocabulary_that_the_plan_says():
-    from r3async.tools.init_model import byte_tokenizer
+    from r3async.tools.init_model import build_byte_tokenizer
 
-    assert -(-len(byte_tokenizer()) // 8) * 8 == INIT_VOCABULARY
+    assert -(-len(build_byte_tokenizer()) // 8) * 8 == INIT_VOCAB_SIZE
 
 
 def test_the_learner_holds_what_the_plan_says(tiny_model):
     """Every byte of weights and optimizer, in both precisions, and activations in one of them to within a tenth."""
     import torch
 
-    from r3async.learner.batch.packing import collate
-    from r3async.learner.logprobs import CHUNK_ELEMENTS as LEARNERS
+    from r3async.learner.batch.packing import collate_samples
+    from r3async.learner.logprobs import LOGIT_CHUNK_ELEMENTS as LEARNERS
     from r3async.learner.megatron.backend import MegatronLearner
 
     assert CHUNK_ELEMENTS == LEARNERS
     for dtype in ("float32", "bfloat16"):
         config = load_config("quickstart", [f"learner.dtype={dtype}", f"model.path={tiny_model}", "routing.replay=off"])
-        planned = rank_memory(shape_of(config)[0], config)
-        learner = MegatronLearner.load(config, tiny_model)
+        planned = estimate_rank_memory(find_model_shape(config)[0], config)
+        learner = MegatronLearner.from_pretrained(config, tiny_model)
         try:
             parameters = list(learner.model.parameters())
             assert sum(p.numel() for p in parameters) == planned.parameters
@@ -78,13 +78,13 @@ def test_the_learner_holds_what_the_plan_says(tiny_model):
             assert planned.optimizer == masters + 12 * planned.parameters
             kept: dict = {}
             with torch.autograd.graph.saved_tensors_hooks(partial(note, kept), lambda t: t):
-                samples = [Sample(str(i), TokenTable.of_tokens(np.arange(64) % 200)) for i in range(8)]
-                batch = collate(samples)
+                samples = [Sample(str(i), TokenTable.from_tokens(np.arange(64) % 200)) for i in range(8)]
+                batch = collate_samples(samples)
                 learner.forward(batch, np.zeros(0, np.int64), None)
             own = {p.untyped_storage().data_ptr() for p in parameters}
-            measured = sum(s.nbytes() for at, s in kept.items() if at not in own) / batch.tokens
-            shape = shape_of(config)[0]
-            expected = sum(sum(layer_values(shape, i)) for i in range(shape.layers)) * 4
+            measured = sum(s.nbytes() for at, s in kept.items() if at not in own) / batch.num_tokens
+            shape = find_model_shape(config)[0]
+            expected = sum(sum(count_layer_activations(shape, i)) for i in range(shape.num_layers)) * 4
             if dtype == "float32":  # in bfloat16 torch's norms on CPU keep float32 copies, which those on CUDA do not
                 assert measured == pytest.approx(expected, rel=0.1)
         finally:
@@ -100,10 +100,10 @@ def note(kept, tensor):
 def test_ranks_together_hold_the_model_and_what_is_on_all_of_them():
     for dp, tp, pp, ep in [(1, 1, 1, 1), (8, 1, 1, 8), (1, 4, 2, 4), (2, 2, 2, 4), (4, 1, 4, 2)]:
         learner = LearnerConfig(parallel=ParallelConfig(dp=dp, tp=tp, pp=pp, ep=ep))
-        held = sum(MOE.of_rank(learner, stage) for stage in range(pp))
-        replicated = sum(MOE.norms + MOE.router for _ in range(MOE.layers)) + MOE.hidden
-        experts = MOE.experts_of_layer * MOE.layers
-        rest = MOE.parameters - replicated - experts
+        held = sum(MOE.rank_parameters(learner, stage) for stage in range(pp))
+        replicated = sum(MOE.norm_parameters + MOE.router_parameters for _ in range(MOE.num_layers)) + MOE.hidden_size
+        experts = MOE.expert_parameters * MOE.num_layers
+        rest = MOE.num_parameters - replicated - experts
         assert held == replicated + experts // ep + rest // tp
 
 
@@ -112,13 +112,13 @@ def test_layouts_that_do_not_divide_the_model_are_refused():
         if dp * tp % ep:
             continue
         learner = LearnerConfig(parallel=ParallelConfig(dp=dp, tp=tp, pp=pp, ep=ep))
-        fits = MOE.kv_heads % tp == MOE.layers % pp == MOE.experts % ep == 0
+        fits = MOE.num_kv_heads % tp == MOE.num_layers % pp == MOE.num_experts % ep == 0
         assert refuses(learner) != fits, learner.parallel
 
 
 def refuses(learner):
     try:
-        check_trained(MOE, learner)
+        check_trainable(MOE, learner)
     except ConfigError:
         return True
     return False
@@ -129,13 +129,13 @@ def test_bytes_on_the_wire_are_those_of_an_encoded_trajectory(layers, top_k, exp
     from r3async.data.model_shape import RoutingShape
 
     routes = np.tile(np.arange(top_k, dtype=np.uint8 if experts <= 256 else np.uint16), (1000, layers, 1))
-    table = TokenTable.of_tokens(np.arange(1000)).with_columns(
+    table = TokenTable.from_tokens(np.arange(1000)).with_columns(
         routed_experts=routes, routing_recorded=np.ones(1000, bool)
     )
     turn = Turn(0, 0, 0, 0, 0.0, "stop")
     trajectory = Trajectory("t", 0, 0, 0, "g", "stop", [turn], [Sample("s", table)])
     sent = sum(len(memoryview(frame).cast("B")) for frame in encode_trajectory(trajectory))
-    assert sent / 1000 <= wire_bytes(RoutingShape(layers, top_k, experts)) + 4.096
+    assert sent / 1000 <= count_wire_bytes(RoutingShape(layers, top_k, experts)) + 4.096
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_bytes_on_the_wire_are_those_of_an_encoded_trajectory(layers, top_k, exp
 )
 def test_nonsense_is_refused_with_the_settings_name(preset, override, parts):
     with pytest.raises(ConfigError) as caught:
-        make_plan(load_config(preset, [override]))
+        make_run_plan(load_config(preset, [override]))
     for part in parts:
         assert part in str(caught.value)
 
@@ -168,7 +168,7 @@ def test_little_credit_is_said_and_not_refused():
     said = []
     for overrides in ([], ["transport.credit_bytes=268435456"]):
         config = load_config("moe_30b_r3", overrides)
-        said.append("may wait at their generators" in describe(make_plan(config), config))
+        said.append("may wait at their generators" in describe_plan(make_run_plan(config), config))
     assert said == [False, True]
 
 
@@ -181,60 +181,60 @@ def test_another_environment_does_not_inherit_arguments_that_were_not_meant_for_
 def test_engines_and_ranks_that_share_a_gpu_fit_it_together(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i} and {i}", "answer": str(2 * i)}) + "\n" for i in range(9)))
-    made = make_plan(load_config("math_one_gpu", [f"data.path={rows}"]))
+    made = make_run_plan(load_config("math_one_gpu", [f"data.path={rows}"]))
     assert (made.gpus, made.shared) == (1, True)
     assert made.hosts == ["host 1: rank 0 of the learner; engine 0 on the ranks' GPUs"]
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization` to at most 0\.\d+, .*colocate") as caught:
-        make_plan(
+        make_run_plan(
             load_config("math_one_gpu", [f"data.path={rows}", "generator.engine_args.gpu_memory_utilization=0.9"])
         )
     most = str(caught.value).partition("to at most ")[2].partition(",")[0]
-    make_plan(
+    make_run_plan(
         load_config("math_one_gpu", [f"data.path={rows}", f"generator.engine_args.gpu_memory_utilization={most}"])
     )
-    apart = make_plan(load_config("math_one_gpu", [f"data.path={rows}", "cluster.gpus_per_node=2"]))
+    apart = make_run_plan(load_config("math_one_gpu", [f"data.path={rows}", "cluster.gpus_per_node=2"]))
     assert (apart.gpus, apart.shared) == (2, False)
 
 
 def test_a_plan_counts_processes_slots_and_bytes():
     config = load_config("moe_30b_r3")
-    plan = make_plan(config)
+    plan = make_run_plan(config)
     assert (plan.gpus, plan.slots, plan.staleness_bound, plan.episodes_per_step) == (16, 192, 2, 512)
     assert plan.wire_bytes_per_token == 48 * 8 + 1 + 21
     assert plan.wire_bytes_per_step == 512 * (4096 * 406 + 4096)
-    assert 60 * GIB < plan.rank.total < 70 * GIB
-    text = describe(plan, config)
+    assert 60 * GIB < plan.rank.total_bytes < 70 * GIB
+    text = describe_plan(plan, config)
     for part in ("16 GPUs", "192 groups in flight", "at most 2 versions old", "recompute full", "places on 2 host"):
         assert part in text
     stepwise = load_config("quickstart", ["episode.rows=stepwise"])
-    assert make_plan(stepwise).tokens_per_step == 3 * make_plan(load_config("quickstart")).tokens_per_step
-    assert make_plan(load_config("on_policy", ["schedule.window=9"], None)).staleness_bound == 0
-    assert make_plan(load_config("fully_async", ["schedule.window=17"])).staleness_bound == 5
+    assert make_run_plan(stepwise).tokens_per_step == 3 * make_run_plan(load_config("quickstart")).tokens_per_step
+    assert make_run_plan(load_config("on_policy", ["schedule.window=9"], None)).staleness_bound == 0
+    assert make_run_plan(load_config("fully_async", ["schedule.window=17"])).staleness_bound == 5
 
 
 def test_how_long_an_installation_may_take_follows_from_the_bytes_of_a_version_unless_it_is_set():
     config = load_config("moe_30b_r3")
-    plan = make_plan(config)
+    plan = make_run_plan(config)
     assert plan.version_bytes == pytest.approx(61e9, rel=0.01)
     assert (plan.first_install_seconds, plan.install_seconds) == pytest.approx((425, 242), rel=0.01)
     printed = "425 s for an engine's first installation, 242 s for each that follows (weights.install_timeout)"
-    assert printed in describe(plan, config)
-    large = make_plan(load_config("moe_235b_r3"))
+    assert printed in describe_plan(plan, config)
+    large = make_run_plan(load_config("moe_235b_r3"))
     assert large.first_install_seconds > 2 * 470, "to fetch and to load"
-    fixed = make_plan(load_config("moe_30b_r3", ["weights.install_timeout=77"]))
+    fixed = make_run_plan(load_config("moe_30b_r3", ["weights.install_timeout=77"]))
     assert (fixed.first_install_seconds, fixed.install_seconds) == (77, 77)
 
 
 def test_how_long_writing_may_take_follows_from_the_bytes_unless_it_is_set():
     config = load_config("moe_30b_r3")
-    plan = make_plan(config)
+    plan = make_run_plan(config)
     assert plan.checkpoint_bytes == pytest.approx(366e9, rel=0.01)
     assert (plan.write_seconds, plan.checkpoint_seconds) == pytest.approx((905, 3632), rel=0.01)
     for printed in ("at most 905 s to write (weights.write_timeout)", "3632 s to write (checkpoint.write_timeout)"):
-        assert printed in describe(plan, config)
-    fixed = make_plan(load_config("moe_30b_r3", ["weights.write_timeout=77", "checkpoint.write_timeout=78"]))
+        assert printed in describe_plan(plan, config)
+    fixed = make_run_plan(load_config("moe_30b_r3", ["weights.write_timeout=77", "checkpoint.write_timeout=78"]))
     assert (fixed.write_seconds, fixed.checkpoint_seconds) == (77, 78)
-    adapters = make_plan(load_config("moe_30b_lora"))
+    adapters = make_run_plan(load_config("moe_30b_lora"))
     assert (adapters.checkpoint_bytes, adapters.checkpoint_seconds) == (0, 1800)
 
 

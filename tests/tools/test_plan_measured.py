@@ -9,15 +9,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from r3async.config import config_from_dict
-from r3async.data.model_shape import read_shape
+from r3async.data.model_shape import parse_model_shape
 from r3async.learner import build_learner
-from r3async.learner.batch.packing import pack
+from r3async.learner.batch.packing import pack_samples
 from r3async.learner.logprobs import token_logprobs
-from r3async.learner.shares import BUCKET_ELEMENTS
+from r3async.learner.shares import COLLECTIVE_BUCKET_ELEMENTS
 from r3async.learner.trainer import train_minibatch
 from r3async.tools import memory
-from r3async.tools.layouts import fitting
-from r3async.tools.memory import rank_memory
+from r3async.tools.layouts import find_fitting_layouts
+from r3async.tools.memory import estimate_rank_memory
 from tests.helpers import models as hm
 
 TOKENS = 512
@@ -51,15 +51,19 @@ def test_a_step_takes_the_memory_of_the_plan(tmp_path, name):
             "episode": {"max_total_tokens": TOKENS, "max_prompt_tokens": 64},
         }
     )
-    shape = read_shape(json.loads((path / "config.json").read_text()))
-    planned = rank_memory(shape, config)
+    shape = parse_model_shape(json.loads((path / "config.json").read_text()))
+    planned = estimate_rank_memory(shape, config)
     learner = build_learner(config, path)
     try:
-        batches = pack(hm.make_samples(1, [TOKENS] * 2, vocab=shape.vocab, layers=shape.layers), TOKENS)
+        batches = pack_samples(
+            hm.make_samples(1, [TOKENS] * 2, vocab=shape.vocab_size, layers=shape.num_layers), TOKENS
+        )
         assert len(batches) == 2
         train_minibatch(learner, batches)
         weights = sum(p.nbytes for p in learner.model.parameters())
-        kept = sum(t.nbytes for s in learner.optimizer.states() for n, t in s.items() if n in ("exp_avg", "exp_avg_sq"))
+        kept = sum(
+            t.nbytes for s in learner.optimizer.iter_states() for n, t in s.items() if n in ("exp_avg", "exp_avg_sq")
+        )
         gradients = 4 * planned.parameters
         passing = peak(lambda: train_minibatch(learner, batches)) - gradients
     finally:
@@ -67,7 +71,7 @@ def test_a_step_takes_the_memory_of_the_plan(tmp_path, name):
     assert weights == planned.weights
     assert kept + gradients == planned.optimizer
     assert passing == pytest.approx(planned.activations + planned.logits, rel=0.1), planned
-    assert weights + kept + gradients + passing == pytest.approx(planned.total, rel=0.1)
+    assert weights + kept + gradients + passing == pytest.approx(planned.total_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -81,7 +85,7 @@ def test_log_probs_take_the_memory_of_the_plan(monkeypatch, dtype, chunks):
             "episode": {"max_total_tokens": TOKENS, "max_prompt_tokens": 64},
         }
     )
-    shape = read_shape(
+    shape = parse_model_shape(
         {"hidden_size": width, "vocab_size": columns, "num_hidden_layers": 1, "num_attention_heads": 1}, "head"
     )
     monkeypatch.setattr(memory, "CHUNK_ELEMENTS", chunk)
@@ -92,26 +96,26 @@ def test_log_probs_take_the_memory_of_the_plan(monkeypatch, dtype, chunks):
         logprobs, _ = token_logprobs(matrix, hidden, targets, temperatures, chunk_elements=chunk)
         logprobs.sum().backward()
 
-    assert peak(call) == pytest.approx(memory._logits(shape, config), rel=0.1)
+    assert peak(call) == pytest.approx(memory._estimate_logits(shape, config), rel=0.1)
 
 
 def test_the_plan_knows_the_buckets_of_the_learner():
     from r3async.learner import offload
 
-    assert memory.BUCKET_ELEMENTS == BUCKET_ELEMENTS == offload.BUCKET_ELEMENTS
+    assert memory.BUCKET_ELEMENTS == COLLECTIVE_BUCKET_ELEMENTS == offload.OFFLOAD_BUCKET_ELEMENTS
 
 
 def test_what_is_recommended_fits_and_uses_all_gpus():
     from r3async.config import load_config
 
     config = load_config("moe_30b_r3")
-    shape, _ = memory.shape_of(config)
+    shape, _ = memory.find_model_shape(config)
     for gpus in (8, 16):
-        found = list(fitting(shape, config, gpus))
+        found = list(find_fitting_layouts(shape, config, gpus))
         assert found
         for learner, planned in found:
-            assert learner.parallel.world == gpus
-            assert planned.total <= 80 * memory.GIB
+            assert learner.parallel.world_size == gpus
+            assert planned.total_bytes <= 80 * memory.GIB
         assert [learner.offload_moments for learner, _ in found] == sorted(
             learner.offload_moments for learner, _ in found
         )

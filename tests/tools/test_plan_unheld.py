@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoConfig
 
 from r3async.config import Config, load_config
-from r3async.data.model_shape import read_shape
-from r3async.tools.memory import PUBLISHED, rank_memory, shape_of
-from r3async.tools.presets import preset_paths
+from r3async.data.model_shape import parse_model_shape
+from r3async.tools.memory import PUBLISHED_CONFIGS, estimate_rank_memory, find_model_shape
+from r3async.tools.presets import list_preset_paths
 from tests.helpers import architectures
 from tests.helpers.unheld import local, megatron_rank, torch_rank, updated
 
@@ -23,35 +23,35 @@ def described(config: Config, directory: Path) -> Config:
     """The configuration with a model at `directory`, of which there is the `config.json`."""
     directory.mkdir()
     if config.model.path:
-        numbers = dict(PUBLISHED[Path(config.model.path).name])
+        numbers = dict(PUBLISHED_CONFIGS[Path(config.model.path).name])
         if config.learner.lora.rank:
             numbers["num_hidden_layers"] = LAYERS_WITH_ADAPTERS
         (directory / "config.json").write_text(json.dumps(numbers))
     else:
-        from r3async.tools.init_model import byte_tokenizer, random_model
+        from r3async.tools.init_model import build_byte_tokenizer, build_random_model
 
-        random_model(config.model.init, byte_tokenizer()).config.save_pretrained(directory)
-    before = shape_of(config)[0]
+        build_random_model(config.model.init, build_byte_tokenizer()).config.save_pretrained(directory)
+    before = find_model_shape(config)[0]
     config.model.path = str(directory)
     if not config.learner.lora.rank:
-        assert shape_of(config)[0].parameters == before.parameters
+        assert find_model_shape(config)[0].num_parameters == before.num_parameters
     return config
 
 
 def stages(config: Config) -> list[int]:
     """The first rank of the first two pipeline stages, for all between the first and the last are alike, and the last rank."""
     p = config.learner.parallel
-    return sorted({0, p.world // p.pp * (p.pp > 1), p.world - 1})
+    return sorted({0, p.world_size // p.pp * (p.pp > 1), p.world_size - 1})
 
 
-NAMES = [path.stem for path in preset_paths()]
+NAMES = [path.stem for path in list_preset_paths()]
 LARGE = [name for name in NAMES if "235b" in name or "30b" in name]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n in LARGE else n for n in NAMES])
 def test_the_learner_of_a_preset_holds_what_the_plan_says(tmp_path, name):
     config = described(load_config(name), tmp_path / "model")
-    learner, planned = config.learner, rank_memory(shape_of(config)[0], config)
+    learner, planned = config.learner, estimate_rank_memory(find_model_shape(config)[0], config)
     build = {"megatron": megatron_rank, "torch": torch_rank}[learner.backend]
     most: dict[str, int] = {}
     for rank in stages(config):
@@ -104,18 +104,21 @@ def test_each_part_of_any_model_is_on_a_rank_as_planned(tmp_path, variant, layou
         layout = {**layout, "tp": 1}
     numbers["num_hidden_layers"] = 6
     AutoConfig.for_model(**numbers).save_pretrained(tmp_path)  # with what transformers adds
-    shape = read_shape(json.loads((tmp_path / "config.json").read_text()))
+    shape = parse_model_shape(json.loads((tmp_path / "config.json").read_text()))
     ep = 2 if shape.moe_layers and layout.get("cp", 1) * layout.get("dp", 1) * layout.get("tp", 1) > 1 else 1
     config = load_config(
         "quickstart", [f"learner.parallel.{key}={value}" for key, value in {**layout, "ep": ep}.items()]
     )
-    per_stage = config.learner.parallel.world // config.learner.parallel.pp
+    per_stage = config.learner.parallel.world_size // config.learner.parallel.pp
     for rank in stages(config):
-        expected, found = shape.parts_of_rank(config.learner, rank // per_stage), dict.fromkeys(PARTS.values(), 0)
+        expected, found = (
+            shape.rank_parameters_by_part(config.learner, rank // per_stage),
+            dict.fromkeys(PARTS.values(), 0),
+        )
         found |= {"experts": 0, "dense": 0}
         with megatron_rank(config, tmp_path, rank) as made:
-            for link in made.links:
-                known = (part for word, part in PARTS.items() if word in link.names[0])
-                part = "experts" if link.expert else next(known, "dense")
+            for link in made.mappings:
+                known = (part for word, part in PARTS.items() if word in link.tensor_names[0])
+                part = "experts" if link.is_expert else next(known, "dense")
                 found[part] += link.parameter.numel()
         assert found == expected, f"rank {rank}"

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from r3async.config import ConfigError, load_config
-from r3async.tools.preflight import try_environment
+from r3async.tools.preflight import try_environments
 
 ROWS = '{"prompt": "2+2=", "answer": "4"}\n{"prompt": "3+3=", "answer": "6"}\n'
 
@@ -23,7 +23,7 @@ def tried(tmp_path, monkeypatch):
         file.write_text(f"import asyncio, os, sys\n{form} score(completion, answer=None):\n    {body}\n")
         given = [f"data={tmp_path / 'rows.jsonl'}", f"reward={file}:score", "env.workers=1"]
         before = time.monotonic()
-        await try_environment(load_config("math", given))
+        await try_environments(load_config("math", given))
         return time.monotonic() - before
 
     return attempt
@@ -86,7 +86,7 @@ async def test_an_environment_that_exits_is_refused_and_does_not_end_the_command
     with pytest.raises(
         ConfigError, match=r"cannot be played: SystemExit: no licence \(test_preflight\.py:\d+ in step\)"
     ):
-        await try_environment(load_config("quickstart", ["env.name=tests.tools.test_preflight:Leaves", "env.args={}"]))
+        await try_environments(load_config("quickstart", ["env.name=tests.tools.test_preflight:Leaves", "env.args={}"]))
 
 
 def test_a_module_that_exits_when_it_is_loaded_is_refused_by_name(tmp_path):

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from r3async.actors.process import NotTrained
 from r3async.config import load_config
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.tools.init_model import init_model
-from r3async.tools.plan import make_plan
-from r3async.tools.presets import list_presets, preset_paths, read_header, show_preset
+from r3async.tools.plan import make_run_plan
+from r3async.tools.presets import describe_preset, describe_presets, list_preset_paths, read_preset_header
 from r3async.tools.submit.commands import app as submit
 from r3async.tools.train import train
 from tests.sim.test_presets_run import PRESETS, rows_for
@@ -23,7 +23,7 @@ PROMISED = {"quickstart", "on_policy", "one_step_off", "fully_async", "fully_asy
 }
 CHANCE = contextlib.suppress(NotTrained)
 """Whether a tiny model, or none, finds a reward in a few steps is left to chance, and is not what is tested."""
-NAMES = [path.stem for path in preset_paths()]
+NAMES = [path.stem for path in list_preset_paths()]
 
 
 def test_the_promised_presets_are_there_and_none_is_hidden_by_a_command():
@@ -33,19 +33,19 @@ def test_the_promised_presets_are_there_and_none_is_hidden_by_a_command():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_passes_its_dry_run_and_its_head_is_true(name, tmp_path):
-    plan = make_plan(load_config(name, rows_for(name, tmp_path)))
-    header = read_header(next(p for p in preset_paths() if p.stem == name))
-    assert header.what
-    assert header.when
-    assert int(re.match(r"\d+", header.bound).group()) == plan.staleness_bound
-    said_on_gpus = "the plan only" in header.tested
+    plan = make_run_plan(load_config(name, rows_for(name, tmp_path)))
+    header = read_preset_header(next(p for p in list_preset_paths() if p.stem == name))
+    assert header.purpose
+    assert header.when_to_use
+    assert int(re.match(r"\d+", header.staleness_bound).group()) == plan.staleness_bound
+    said_on_gpus = "the plan only" in header.tested_on
     assert said_on_gpus == bool(plan.gpus)  # nobody had the GPUs: a head that says otherwise needs a run behind it
-    assert tomllib.loads(show_preset(name))  # with the plan as comments it is still a file
-    assert len(show_preset(name).splitlines()) < 90
+    assert tomllib.loads(describe_preset(name))  # with the plan as comments it is still a file
+    assert len(describe_preset(name).splitlines()) < 90
 
 
 def test_the_list_begins_with_the_quickstart_and_explains_all():
-    listed = list_presets()
+    listed = describe_presets()
     assert listed.startswith("quickstart")
     for name in NAMES:
         assert f"\n{name}\n" in f"\n{listed}"
@@ -71,11 +71,11 @@ def test_a_preset_runs_with_a_model_that_plays_and_keeps_its_bound(tmp_path):
     except BaseException:
         print(screen.getvalue())
         raise
-    rows = read_objects(tmp_path / "run" / "metrics.jsonl")
+    rows = read_json_objects(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 4
-    assert max(row["staleness/max"] for row in rows) <= make_plan(config).staleness_bound
+    assert max(row["staleness/max"] for row in rows) <= make_run_plan(config).staleness_bound
 
 
 def test_every_preset_for_a_cpu_runs_simulated_or_in_the_tests_of_the_pipeline(tmp_path):
-    plans = {name: make_plan(load_config(name, rows_for(name, tmp_path))) for name in NAMES}
+    plans = {name: make_run_plan(load_config(name, rows_for(name, tmp_path))) for name in NAMES}
     assert {name for name, plan in plans.items() if not plan.gpus} == {"quickstart", *PRESETS}

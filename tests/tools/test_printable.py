@@ -18,17 +18,17 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from r3async.envs import EnvironmentFailed
-from r3async.record.events import open_events
+from r3async.record.events import open_event_log
 from r3async.tools import cli
 from r3async.tools.submit import commands as submit_commands
 from r3async.tools.submit import jobs as submit
 from r3async.tools.tail.app import TailApp
-from r3async.tools.tail.lines import print_lines
+from r3async.tools.tail.lines import print_run_lines
 from r3async.tools.tail.live import LiveView
-from r3async.tools.terminal import Terminal, safe
+from r3async.tools.terminal import SafeConsole, escape_text
 from r3async.transport.wire import Welcome, encode_control
 from r3async.views.follow import FollowedRun
-from r3async.world.processes import printable, printable_log
+from r3async.world.processes import clean_log_output, escape_control_characters
 from tests.tools.test_tail import screen, write_run
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\rdone\u202egnp.exe\x08\x7f\ud800"
@@ -41,25 +41,27 @@ def harmless(text: str) -> bool:
 
 @given(st.text(st.characters(), max_size=60))
 def test_what_is_printable_is_harmless_stays_so_and_stays_the_same_json(text):
-    shown = printable(text)
+    shown = escape_control_characters(text)
     assert harmless(shown)
-    assert printable(shown) == shown
-    assert "\n" not in printable(text, lines=False)
-    assert json.loads(printable(json.dumps(text, ensure_ascii=False))) == text
+    assert escape_control_characters(shown) == shown
+    assert "\n" not in escape_control_characters(text, keep_newlines=False)
+    assert json.loads(escape_control_characters(json.dumps(text, ensure_ascii=False))) == text
     shown.encode()
 
 
 def test_readable_text_is_left_as_it_is():
     text = "1 + 1 = 2\n\tπ, 日本語, naïve, 👍🏽 \\x1b"
-    assert printable(text) == text
-    assert printable(text, lines=False) == text.replace("\n", "\\u000a").replace("\t", "\\u0009")
-    assert printable("\x1b[31m") == "\\u001b[31m"
-    assert printable_log("\x1b[36m(pid=1)\x1b[0m ok\r\n50%\r") == "(pid=1) ok\n50%\\u000d"
+    assert escape_control_characters(text) == text
+    assert escape_control_characters(text, keep_newlines=False) == text.replace("\n", "\\u000a").replace(
+        "\t", "\\u0009"
+    )
+    assert escape_control_characters("\x1b[31m") == "\\u001b[31m"
+    assert clean_log_output("\x1b[36m(pid=1)\x1b[0m ok\r\n50%\r") == "(pid=1) ok\n50%\\u000d"
 
 
 def test_rich_shows_its_own_colours_and_none_of_anybody_elses():
     file = io.StringIO()
-    console = Terminal(file=file, force_terminal=True, color_system="standard", width=200)
+    console = SafeConsole(file=file, force_terminal=True, color_system="standard", width=200)
     console.print(f"{HOSTILE} here", style="bold red", markup=False, highlight=False)
     console.print(Text.assemble("a ", (HOSTILE, "green")))
     shown = file.getvalue()
@@ -73,16 +75,16 @@ def test_rich_shows_its_own_colours_and_none_of_anybody_elses():
 
 def test_the_live_line():
     file = io.StringIO()
-    with LiveView(Terminal(file=file, width=300), steps=3) as view:
-        view.say(f"the environment says {HOSTILE}")
-        view.phase(f"loading {HOSTILE}")
+    with LiveView(SafeConsole(file=file, width=300), steps=3) as view:
+        view.print_line(f"the environment says {HOSTILE}")
+        view.show_phase(f"loading {HOSTILE}")
     assert "the environment says \\u001b" in file.getvalue()
     assert harmless(file.getvalue())
 
 
 def hostile_run(tmp_path: Path) -> Path:
     run = write_run(tmp_path, 2)
-    events = open_events(run, "generator-0")
+    events = open_event_log(run, "generator-0")
     events.warning("episode_failed", error=f"ValueError: {HOSTILE[:-1]}", exception=HOSTILE[:-1])
     events.error("run_failed", error=HOSTILE[:-1])
     return run
@@ -90,7 +92,7 @@ def hostile_run(tmp_path: Path) -> Path:
 
 def test_tail_line_by_line(tmp_path):
     out = io.StringIO()
-    assert print_lines(FollowedRun(hostile_run(tmp_path)), out, follow=False) == 1
+    assert print_run_lines(FollowedRun(hostile_run(tmp_path)), out, follow=False) == 1
     assert "\\u001b]0;owned" in out.getvalue()
     assert harmless(out.getvalue())
 
@@ -102,7 +104,7 @@ async def test_tail_on_a_screen(tmp_path):
         shown = "\n".join(screen(tail))
     assert "owned" in shown
     assert harmless(shown)
-    assert harmless(safe(Text(HOSTILE)).plain)
+    assert harmless(escape_text(Text(HOSTILE)).plain)
 
 
 def test_inspect(tmp_path, monkeypatch):
@@ -118,8 +120,8 @@ def test_inspect(tmp_path, monkeypatch):
 def test_a_jobs_log(monkeypatch, capsys):
     submit.write_log(f"\x1b[32m{HOSTILE}\x1b[0m\n")
     assert harmless(capsys.readouterr().out)
-    jobs = SimpleNamespace(find=str, logs=lambda job: f"{HOSTILE}\n")
-    monkeypatch.setattr(submit_commands, "_asking", lambda *args: nullcontext(jobs))
+    jobs = SimpleNamespace(find_job=str, get_logs=lambda job: f"{HOSTILE}\n")
+    monkeypatch.setattr(submit_commands, "_open_jobs", lambda *args: nullcontext(jobs))
     result = CliRunner().invoke(cli.app, ["submit", "logs", "job"])
     assert (result.exit_code, harmless(result.output)) == (0, True)
     assert "owned" in result.output

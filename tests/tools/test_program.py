@@ -12,8 +12,8 @@ LEFT = "class Left:\n    def __del__(self, say=print): say('taken apart')\nleft 
 """Something that only the interpreter's own end takes apart."""
 
 
-def said(before: str, *, after: str = "end(3)") -> tuple[int, str]:
-    code = f"import atexit, sys, threading, time\n{before}\nfrom r3async.tools.program import end\n{after}\n"
+def said(before: str, *, after: str = "end_process(3)") -> tuple[int, str]:
+    code = f"import atexit, sys, threading, time\n{before}\nfrom r3async.tools.program import end_process\n{after}\n"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert not ended.stderr, ended.stderr
     return ended.returncode, ended.stdout
@@ -36,5 +36,5 @@ def test_a_thread_that_must_end_is_waited_for():
 
 @pytest.mark.parametrize(("raised", "code"), [("SystemExit(4)", 4), ("SystemExit", 0), ("SystemExit('a word')", 1)])
 def test_the_exit_code_is_the_commands(raised, code):
-    after = f"import r3async.tools.program as p\ndef main(): raise {raised}\np.main = main\np.program()"
+    after = f"import r3async.tools.program as p\ndef main(): raise {raised}\np.main = main\np.run_program()"
     assert said("", after=after) == (code, "")

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from r3async.record.catalogue import BOOKKEEPING, METRICS
+from r3async.record.catalogue import METRICS, ROW_ID_COLUMNS
 from r3async.record.routes import RouteFile
-from r3async.record.timeline import FILE, Span, Timeline, busy_shares, read_timeline
+from r3async.record.timeline import FILE, Span, Timeline, compute_busy_shares, read_timeline
 from r3async.tools.cli import app
-from r3async.views.charts import CHARTS, describe_more
-from r3async.views.episodes import spread
-from r3async.views.maps import describe_ages, describe_timeline, waits
+from r3async.views.charts import CHARTS, build_other_charts
+from r3async.views.episodes import select_evenly
+from r3async.views.maps import build_staleness_histogram, build_timeline, summarize_waits
 from r3async.views.report import write_report
-from r3async.views.summary import drift_table
-from r3async.world.real import REAL
+from r3async.views.summary import make_drift_table
+from r3async.world.real import REAL_WORLD
 from tests.helpers.browser import browse, find_chromium
 from tests.helpers.routes import episode
 from tests.helpers.written_runs import write_run
@@ -56,11 +56,11 @@ class Page(HTMLParser):
 def test_spans_are_written_when_they_end(tmp_path: Path) -> None:
     times = iter([10.0, 12.5, 20.0, 21.0])
     timeline = Timeline(tmp_path, "learner", clock=lambda: next(times))
-    with timeline.span("train", step=3, version=4):
+    with timeline.measure_span("train", step=3, version=4):
         assert read_timeline(tmp_path) == []
-    with pytest.raises(ValueError, match="x"), timeline.span("wait"):
+    with pytest.raises(ValueError, match="x"), timeline.measure_span("wait"):
         raise ValueError("x")
-    timeline.add("pause", 5.0, 6.0, who="generator-0")
+    timeline.add_span("pause", 5.0, 6.0, actor="generator-0")
     assert read_timeline(tmp_path) == [
         Span("generator-0", "pause", 5.0, 6.0),
         Span("learner", "train", 10.0, 12.5, 3, 4),
@@ -70,8 +70,8 @@ def test_spans_are_written_when_they_end(tmp_path: Path) -> None:
 
 def test_a_timeline_that_is_off_does_nothing(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path, "learner", enabled=False, clock=lambda: pytest.fail("was measured"))
-    with timeline.span("train"):
-        timeline.add("wait", 0.0, 1.0)
+    with timeline.measure_span("train"):
+        timeline.add_span("wait", 0.0, 1.0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -79,10 +79,10 @@ async def test_spans_that_a_full_disk_refuses_are_written_when_it_takes_them(tmp
     (tmp_path / FILE).symlink_to("/dev/full")
     timeline = Timeline(tmp_path, "learner")
     for step in range(2):
-        with timeline.span("train", step=step):
+        with timeline.measure_span("train", step=step):
             pass
     (tmp_path / FILE).unlink()
-    assert await REAL.keeper.finish(10.0) == 0
+    assert await REAL_WORLD.record_flusher.finish_writes(10.0) == 0
     assert [span.step for span in read_timeline(tmp_path)] == [0, 1]
 
 
@@ -98,8 +98,8 @@ def test_foreign_lines_are_passed_over(tmp_path: Path) -> None:
 
 def test_who_waited_is_said_in_shares_of_the_whole() -> None:
     spans = [Span("learner", "wait", 0, 4), Span("learner", "train", 4, 10), Span("engines", "pause", 9, 10)]
-    assert busy_shares([*spans, Span("learner", "wait", 1, 3)])[("learner", "wait")] == pytest.approx(0.4)
-    text = waits(spans)
+    assert compute_busy_shares([*spans, Span("learner", "wait", 1, 3)])[("learner", "wait")] == pytest.approx(0.4)
+    text = summarize_waits(spans)
     for part in ("trained 60.0 %", "waited 40.0 % for data", "generators were the bottleneck", "were paused 10.0 %"):
         assert part in text
 
@@ -107,7 +107,7 @@ def test_who_waited_is_said_in_shares_of_the_whole() -> None:
 def test_lanes_go_from_generators_to_weights_and_begin_zoomed() -> None:
     spans = [Span("weights", "deliver", 0, 1, 1), Span("learner", "odd<", 0, 1, 1), Span("generator-1", "play", 0, 1)]
     spans += [Span("learner", "train", step, step + 0.5, step) for step in range(1, 40)]
-    found = describe_timeline(spans)
+    found = build_timeline(spans)
     assert found is not None
     assert found["lanes"] == ["weights", "learner", "generator-1"]
     assert found["range"] == [28, 39.5]
@@ -119,16 +119,16 @@ def test_lanes_go_from_generators_to_weights_and_begin_zoomed() -> None:
 
 def test_the_drift_table_has_ten_parts_and_all() -> None:
     rows = [{"step": s, "rollout_kl/k3": s / 1000, "ratio/max": float(s)} for s in range(1, 31)]
-    table = drift_table(rows)
+    table = make_drift_table(rows)
     assert table is not None
     assert table["titles"] == ["drift k3", "drift k3, worst step", "largest ratio, worst step"]
     assert len(table["lines"]) == 11
     assert table["lines"][-2:] == [("28 – 30", ["0.029", "0.03", "30"]), ("all", ["0.0155", "0.03", "30"])]
-    assert drift_table([{"step": 1}]) is drift_table([]) is None
+    assert make_drift_table([{"step": 1}]) is make_drift_table([]) is None
 
 
 def test_ages_are_of_all_trained_tokens() -> None:
-    found = describe_ages(
+    found = build_staleness_histogram(
         [{"staleness/age_0": 3.0, "staleness/max": 4}, {"staleness/age_0": 2.0, "staleness/age_4": 5.0}], 2
     )
     assert found is not None
@@ -137,10 +137,10 @@ def test_ages_are_of_all_trained_tokens() -> None:
 
 
 def test_where_rows_do_not_say_ages_are_of_steps() -> None:
-    found = describe_ages([{"staleness/max": 1}, {"staleness/max": 0}, {"staleness/max": 1}], 1)
+    found = build_staleness_histogram([{"staleness/max": 1}, {"staleness/max": 0}, {"staleness/max": 1}], 1)
     assert found is not None
     assert (found["x"], found["y"]) == ([0, 1], [1 / 3, 2 / 3])
-    assert describe_ages([{}], 1) is None
+    assert build_staleness_histogram([{}], 1) is None
 
 
 # --- tokens
@@ -182,9 +182,9 @@ def test_a_damaged_record_is_left_out(tmp_path: Path) -> None:
 
 
 def test_spread_is_from_first_to_last() -> None:
-    assert spread(0, 3) == []
-    assert spread(1, 3) == [0]
-    assert spread(10, 3) == [0, 4, 9]
+    assert select_evenly(0, 3) == []
+    assert select_evenly(1, 3) == [0]
+    assert select_evenly(10, 3) == [0, 4, 9]
 
 
 # --- the page
@@ -194,7 +194,7 @@ def test_every_metric_is_on_the_page(tmp_path: Path) -> None:
     page = Page(write_report(write_run(tmp_path)))
     data = json.loads(page.data)
     drawn = {line["metric"] for chart in [*data["charts"], *data["more"]] for line in chart["lines"]}
-    assert drawn >= set(METRICS) - {*BOOKKEEPING, "staleness/max"} | {"gpu/odd"}
+    assert drawn >= set(METRICS) - {*ROW_ID_COLUMNS, "staleness/max"} | {"gpu/odd"}
     shown = {*page.ids}
     for chart in [*data["charts"], *data["more"], *data["maps"], data["ages"], data["timeline"]]:
         assert chart["id"] in shown
@@ -205,7 +205,7 @@ def test_every_metric_is_on_the_page(tmp_path: Path) -> None:
 
 def test_metrics_that_never_change_are_listed() -> None:
     rows = [{"step": s, "lr": 0.1, "b/x": s, "b/none": None, "a": s} for s in range(3)]
-    drawing, constants = describe_more(rows)
+    drawing, constants = build_other_charts(rows)
     assert [(chart["group"], chart["title"]) for chart in drawing.charts] == [("step", "a"), ("b", "b/x")]
     assert set(drawing.series) == {"a", "b/x"}
     assert constants == [("learning rate", 0.1)]
@@ -217,7 +217,7 @@ def test_a_run_that_wrote_no_spans_has_no_timeline(tmp_path: Path) -> None:
     page = Page(write_report(run))
     assert "who waited for whom" not in page.text
     assert json.loads(page.data)["timeline"] is None
-    assert describe_timeline([]) is None
+    assert build_timeline([]) is None
 
 
 def test_two_runs_are_compared(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from r3async.tools.cli import app
-from r3async.tools.live import HEADERS, LivePages, _is_loopback
+from r3async.tools.live import RESPONSE_HEADERS, LivePageServer, _is_loopback
 from r3async.views.live import LiveRun
 from tests.helpers.browser import browse, find_chromium
 from tests.tools.test_report import Page, write_run
@@ -31,7 +31,7 @@ EVIL = "<script>document.title='owned'</script>{{ title }}'\"&amp;"
 @contextlib.asynccontextmanager
 async def served(*runs: Path) -> AsyncIterator[str]:
     """The address of the pages, without a query."""
-    runner = aiohttp.web.AppRunner(LivePages(runs, TOKEN).app(), access_log=None, shutdown_timeout=0.1)
+    runner = aiohttp.web.AppRunner(LivePageServer(runs, TOKEN).build_app(), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
         await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -45,8 +45,8 @@ async def get(address: str, path: str = "/", *, host: str | None = None, **query
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as session:
         async with session.get(address + path, params=words, headers={"Host": host} if host else {}) as answer:
             assert {
-                name: answer.headers[name] for name in HEADERS if name != "Cache-Control"
-            }.items() <= HEADERS.items()
+                name: answer.headers[name] for name in RESPONSE_HEADERS if name != "Cache-Control"
+            }.items() <= RESPONSE_HEADERS.items()
             return answer.status, await answer.text()
 
 
@@ -146,8 +146,8 @@ async def test_a_page_is_sent_again_only_when_the_run_has_gone_on(tmp_path: Path
 
 async def test_nobody_looks_and_nothing_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Path] = []
-    look = LiveRun.look
-    monkeypatch.setattr(LiveRun, "look", lambda run: (looks.append(run.run_dir), look(run))[1])
+    look = LiveRun.read_new
+    monkeypatch.setattr(LiveRun, "read_new", lambda run: (looks.append(run.run_dir), look(run))[1])
     run = write_run(tmp_path)
     async with served(run) as address:
         append(run / "metrics.jsonl", row(13))
@@ -161,11 +161,11 @@ def test_a_resume_takes_steps_back(tmp_path: Path) -> None:
     run = LiveRun(tmp_path)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(row(step) for step in range(1, 9)))
-    assert run.look() == 1
-    assert run.look() == 1
+    assert run.read_new() == 1
+    assert run.read_new() == 1
     path.write_text("".join(row(step) for step in range(1, 6)) + row(6, again=1.0))
-    assert run.look() == 2
-    assert [(line["step"], line.get("again")) for line in run.record().rows] == [
+    assert run.read_new() == 2
+    assert [(line["step"], line.get("again")) for line in run.make_record().rows] == [
         *((step, None) for step in range(1, 6)),
         (6, 1.0),
     ]
@@ -174,11 +174,11 @@ def test_a_resume_takes_steps_back(tmp_path: Path) -> None:
 
 def test_a_run_without_files_is_followed_from_its_first_line(tmp_path: Path) -> None:
     run = LiveRun(tmp_path / "soon")
-    assert (run.look(), run.gone) == (1, True)
+    assert (run.read_new(), run.is_gone) == (1, True)
     (tmp_path / "soon").mkdir()
     (tmp_path / "soon" / "events.jsonl").write_text('{"event": "run_failed", "error": "why", "time": 1.0}\n[]\n{to')
-    assert (run.look(), run.gone) == (2, False)
-    assert run.record().summary().reason == "why"
+    assert (run.read_new(), run.is_gone) == (2, False)
+    assert run.make_record().make_summary().reason == "why"
     run.close()
 
 

@@ -14,11 +14,11 @@ from r3async.actors.conductor import Conductor
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
 from r3async.actors.ranks import RankActor
-from r3async.checkpoint import Checkpoints
+from r3async.checkpoint import CheckpointDirectory
 from r3async.checkpoint.directory import RunLock
 from r3async.config import BufferConfig, ConfigError, load_config
 from r3async.schedule.spool import Spool
-from r3async.tools.run_dir import full_disk_is_named, open_run
+from r3async.tools.run_dir import explain_full_disk, open_named_run
 from r3async.tools.train import train
 from r3async.transport.wire import encode_trajectory
 from r3async.world.appending import AppendFile
@@ -28,7 +28,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from r3async.checkpoint.directory import RunLock
-RunLock(Path(sys.argv[1])).shared()
+RunLock(Path(sys.argv[1])).acquire_shared()
 print("held", flush=True)
 time.sleep(60)
 """
@@ -39,18 +39,18 @@ def test_a_directory_that_a_process_still_writes_to_waits_for_it_however_it_ends
     try:
         assert process.stdout.readline() == "held\n"
         lock, waits = RunLock(tmp_path), []
-        assert not asyncio.run(lock.alone(0.3, lambda: waits.append(1)))
+        assert not asyncio.run(lock.acquire_exclusive(0.3, lambda: waits.append(1)))
         assert waits == [1]
         other = RunLock(tmp_path)
-        other.shared()  # Beside the process.
+        other.acquire_shared()  # Beside the process.
         other.close()
         process.kill()
-        assert asyncio.run(lock.alone(20, lambda: None))
+        assert asyncio.run(lock.acquire_exclusive(20, lambda: None))
         began = time.monotonic()
-        assert not asyncio.run(RunLock(tmp_path).alone(0.2))
+        assert not asyncio.run(RunLock(tmp_path).acquire_exclusive(0.2))
         assert time.monotonic() - began < 10
-        lock.shared()
-        assert not asyncio.run(RunLock(tmp_path).alone(0.2))
+        lock.acquire_shared()
+        assert not asyncio.run(RunLock(tmp_path).acquire_exclusive(0.2))
     finally:
         process.kill()
         process.wait(10)
@@ -59,12 +59,12 @@ def test_a_directory_that_a_process_still_writes_to_waits_for_it_however_it_ends
 def test_nobody_joins_a_directory_that_is_prepared_for_another_start(tmp_path):
     """An actor of the past that comes late is refused; it does not wait, and write into the records of the next start."""
     driver, late = RunLock(tmp_path), RunLock(tmp_path)
-    assert asyncio.run(driver.alone(0.0))
+    assert asyncio.run(driver.acquire_exclusive(0.0))
     with pytest.raises(BlockingIOError, match="another process prepares"):
-        late.shared()
-    driver.shared()
-    late.shared()
-    assert not asyncio.run(driver.alone(0.0))
+        late.acquire_shared()
+    driver.acquire_shared()
+    late.acquire_shared()
+    assert not asyncio.run(driver.acquire_exclusive(0.0))
 
 
 @pytest.mark.parametrize(
@@ -85,20 +85,20 @@ def test_a_full_disk_is_named_with_its_free_bytes_before_anything_is_made(tmp_pa
     ):
         train(load_config("quickstart", ["name=x"]), "quickstart", root=tmp_path / "runs")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigError, match="is full"), full_disk_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="is full"), explain_full_disk(tmp_path):
         raise RuntimeError("I/O error: No space left on device (os error 28)")
-    with pytest.raises(OSError, match="rights"), full_disk_is_named(tmp_path):
+    with pytest.raises(OSError, match="rights"), explain_full_disk(tmp_path):
         raise PermissionError("no rights")
 
 
 def test_every_actor_holds_the_lock_of_the_run_it_writes_to(tmp_path):
-    """Whatever its role: `begin` is the first thing that each does."""
+    """Whatever its role: `prepare_process` is the first thing that each does."""
     script = """
 import sys
 from pathlib import Path
-from r3async.actors.process import begin
-from r3async.world.real import REAL
-lock = begin(REAL, Path(sys.argv[1]), "learner-rank-0")
+from r3async.actors.process import prepare_process
+from r3async.world.real import REAL_WORLD
+lock = prepare_process(REAL_WORLD, Path(sys.argv[1]), "learner-rank-0")
 sys.stdin.read()
 """
     command = [sys.executable, "-c", script, str(tmp_path)]
@@ -108,25 +108,31 @@ sys.stdin.read()
         while not (tmp_path / "logs" / "learner-rank-0.log").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert not asyncio.run(lock.alone(0.2))
+        assert not asyncio.run(lock.acquire_exclusive(0.2))
         process.communicate(timeout=60)
-        assert asyncio.run(lock.alone(10))
+        assert asyncio.run(lock.acquire_exclusive(10))
     for actor in (Conductor, GeneratorActor, LearnerActor, RankActor):
-        assert "begin(world, Path(run_dir)" in inspect.getsource(actor.__init__)
+        assert "prepare_process(world, Path(run_dir)" in inspect.getsource(actor.__init__)
 
 
 async def spool_put(directory):
     spool = Spool(directory / "spool", BufferConfig(fsync=True))
-    await spool.put(make_trajectory(0), encode_trajectory(make_trajectory(0)), spill=False)
+    await spool.put_trajectory(make_trajectory(0), encode_trajectory(make_trajectory(0)), spill=False)
     await spool.close()
 
 
 @pytest.mark.parametrize(
     ("make", "made"),
     [
-        (lambda path: Checkpoints(path / "own" / "checkpoints").begin(1), ["own", "own/checkpoints"]),
+        (
+            lambda path: CheckpointDirectory(path / "own" / "checkpoints").begin_checkpoint(1),
+            ["own", "own/checkpoints"],
+        ),
         (lambda path: asyncio.run(spool_put(path / "run")), ["run", "run/spool"]),
-        (lambda path: open_run(load_config("quickstart", ["name=n"]), "p", print, path / "runs"), ["runs", "runs/n"]),
+        (
+            lambda path: open_named_run(load_config("quickstart", ["name=n"]), "p", print, path / "runs"),
+            ["runs", "runs/n"],
+        ),
         (lambda path: AppendFile(path / "run" / "routes" / "a.jsonl").append(b"1"), ["run", "run/routes"]),
     ],
     ids=["checkpoints", "spool", "run", "records"],

@@ -13,16 +13,16 @@ import typer
 from typer.testing import CliRunner
 
 import r3async
-from r3async.config import Config, ConfigError, config_from_dict, to_toml
+from r3async.config import Config, ConfigError, config_from_dict, config_to_toml
 from r3async.tools.cli import app
-from r3async.tools.runs import RUNS_ENV, runs_directory
+from r3async.tools.runs import RUNS_VARIABLE, get_runs_directory
 from r3async.tools.submit.jobs import make_package
 
 
 def write_run(root: Path) -> Path:
     run = root / "mine"
     run.mkdir(parents=True)
-    (run / "config.toml").write_text(to_toml(config_from_dict({})))
+    (run / "config.toml").write_text(config_to_toml(config_from_dict({})))
     (run / "events.jsonl").write_text(json.dumps({"time": 1.0, "level": "info", "event": "run_finished"}) + "\n")
     (run / "metrics.jsonl").write_text(json.dumps({"step": 0, "time": 1.0, "reward/mean": 0.5}) + "\n")
     (root / "latest").symlink_to("mine")
@@ -52,7 +52,7 @@ def test_every_command_that_takes_or_makes_a_run_has_the_option():
     for path, command in taking.items():
         options = {name: each for each in command.params for name in each.opts}
         assert "--runs" in options, path
-        assert options["--runs"].envvar == RUNS_ENV, path
+        assert options["--runs"].envvar == RUNS_VARIABLE, path
 
 
 def _about_runs(parameter: Any) -> bool:
@@ -70,11 +70,11 @@ def test_a_run_of_another_root_is_found(tmp_path, monkeypatch, words, named, way
     write_run(tmp_path / "elsewhere")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.delenv(RUNS_ENV, raising=False)
+    monkeypatch.delenv(RUNS_VARIABLE, raising=False)
     lost = CliRunner().invoke(app, [*words, *named])
     assert (lost.exit_code, "mine" in lost.output and "run_finished" in lost.output) == (2, False)
     if way == "variable":
-        monkeypatch.setenv(RUNS_ENV, str(tmp_path / "elsewhere"))
+        monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path / "elsewhere"))
         found = CliRunner().invoke(app, [*words, *named])
     else:
         found = CliRunner().invoke(app, [*words, *named, "--runs", str(tmp_path / "elsewhere")])
@@ -89,7 +89,7 @@ def test_a_run_of_another_root_is_found(tmp_path, monkeypatch, words, named, way
 def test_commands_that_need_more_of_a_run_find_it_too(tmp_path, monkeypatch, words):
     write_run(tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path / "elsewhere"))
+    monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path / "elsewhere"))
     said = CliRunner().invoke(app, words)
     text = f"{said.output} {said.exception}"
     assert str(tmp_path / "elsewhere" / "mine") in text.replace("latest", "mine")
@@ -99,13 +99,13 @@ def test_commands_that_need_more_of_a_run_find_it_too(tmp_path, monkeypatch, wor
 def test_python_takes_the_variable_too(tmp_path, monkeypatch):
     write_run(tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path / "elsewhere"))
-    assert runs_directory() == tmp_path / "elsewhere"
+    monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path / "elsewhere"))
+    assert get_runs_directory() == tmp_path / "elsewhere"
     with pytest.raises(ConfigError, match="elsewhere/mine has no model yet"):
         r3async.evaluate("mine")
     with pytest.raises(ConfigError, match="no run 'mine'"):
         r3async.evaluate("mine", runs=tmp_path)
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path / "file"))
+    monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path / "file"))
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"{tmp_path}/file is a file"):
         r3async.train("quickstart")
@@ -113,7 +113,7 @@ def test_python_takes_the_variable_too(tmp_path, monkeypatch):
 
 def test_a_job_is_given_the_root_that_its_submitter_has(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path / "shared"))
-    assert make_package(Config(), "quickstart").runtime_env["env_vars"][RUNS_ENV] == str(tmp_path / "shared")
+    monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path / "shared"))
+    assert make_package(Config(), "quickstart").runtime_env["env_vars"][RUNS_VARIABLE] == str(tmp_path / "shared")
     shown = CliRunner().invoke(app, ["submit", "quickstart", "--dry-run"])
-    assert f'"{RUNS_ENV}": "{tmp_path}/shared"' in shown.output
+    assert f'"{RUNS_VARIABLE}": "{tmp_path}/shared"' in shown.output

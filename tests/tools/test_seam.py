@@ -7,12 +7,20 @@ from pathlib import Path
 import pytest
 
 from r3async.tools import lint_seam
-from r3async.tools.lint_seam import DECODES, EXEMPT, ROOT, Defaults, check, check_decoding, check_source
+from r3async.tools.lint_seam import (
+    DECODING_EXEMPT,
+    EXEMPT_FILES,
+    ROOT,
+    RealDefaults,
+    check_decoding,
+    check_repository,
+    check_source,
+)
 
 
 @pytest.fixture(scope="module")
-def defaults() -> Defaults:
-    return Defaults()
+def defaults() -> RealDefaults:
+    return RealDefaults()
 
 
 PLANTED = {
@@ -61,10 +69,10 @@ PLANTED = {
     "import numpy as np\nnp.random.rand(3)": "numpy.random.rand",
     "import signal": "signal",
     "import subprocess": "subprocess",
-    "from r3async.world.real import REAL\nREAL.files": "REAL",
-    "from r3async.record.events import open_events\nopen_events(1, 'learner')": "open_events(...) with the real world",
+    "from r3async.world.real import REAL_WORLD\nREAL_WORLD.files": "REAL_WORLD",
+    "from r3async.record.events import open_event_log\nopen_event_log(1, 'learner')": "open_event_log(...) with the real world",
     "from r3async.schedule.spool import Spool\nSpool(1, 2)": "Spool(...) with the real world",
-    "from r3async.checkpoint import Checkpoints\nCheckpoints(1)": "Checkpoints(...) with the real files",
+    "from r3async.checkpoint import CheckpointDirectory\nCheckpointDirectory(1)": "CheckpointDirectory(...) with the real files",
     "from r3async.record.timeline import LagMeter\nLagMeter()": "LagMeter(...) with the real processes",
     "from r3async.world import files\nfiles.replace_file(1, b'')": "replace_file(...) with the real files",
 }
@@ -82,13 +90,13 @@ if TYPE_CHECKING:
     import ray
 
 from r3async.record.timeline import LagMeter
-from r3async.record.events import open_events
+from r3async.record.events import open_event_log
 from r3async.world import World
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 
-def opened(path, world: World = REAL, **options):
+def opened(path, world: World = REAL_WORLD, **options):
     LagMeter(world.processes)
-    return open_events(path, "learner", world=world)
+    return open_event_log(path, "learner", world=world)
 
 async def f(world, path, text, outbox, files, **options):
     opened(path, world), opened(path, world=world), opened(path, **options)
@@ -107,8 +115,8 @@ async def f(world, path, text, outbox, files, **options):
 @pytest.mark.parametrize("source", PLANTED)
 def test_what_passes_the_seam_by_is_seen(defaults, source) -> None:
     found = check_source("a.py", source, defaults)
-    assert PLANTED[source] in [each.what for each in found]
-    assert all(each.instead and each.line <= len(source.splitlines()) for each in found)
+    assert PLANTED[source] in [each.name for each in found]
+    assert all(each.remedy and each.line <= len(source.splitlines()) for each in found)
 
 
 def test_what_goes_through_the_seam_is_not(defaults) -> None:
@@ -142,9 +150,9 @@ def f(data, tokenizer, reader):
 
 @pytest.mark.parametrize("source", DECODED)
 def test_a_decoder_that_is_called_directly_is_seen(source) -> None:
-    (found,) = [each for each in check_decoding("a.py", source) if each.what == DECODED[source]]
+    (found,) = [each for each in check_decoding("a.py", source) if each.name == DECODED[source]]
     assert found.line == len(source.splitlines())
-    assert found.instead.startswith("r3async.untrusted.decode_")
+    assert found.remedy.startswith("r3async.untrusted.decode_")
 
 
 def test_what_encodes_or_is_told_what_to_do_with_bad_bytes_is_not() -> None:
@@ -152,39 +160,39 @@ def test_what_encodes_or_is_told_what_to_do_with_bad_bytes_is_not() -> None:
 
 
 def test_every_exemption_from_decoding_is_needed() -> None:
-    for name in DECODES:
+    for name in DECODING_EXEMPT:
         paths = [path for path in ROOT.glob("**/*.py") if str(path.relative_to(ROOT)).startswith(name)]
         assert any(check_decoding(name, path.read_text()) for path in paths), f"{name} needs no exemption"
 
 
 def test_no_room_passes_the_seam_by() -> None:
-    assert check() == []
+    assert check_repository() == []
 
 
 def test_every_exemption_is_needed(defaults) -> None:
-    for name in EXEMPT:
+    for name in EXEMPT_FILES:
         assert check_source(name, (ROOT / name).read_text(), defaults), f"{name} needs no exemption"
 
 
 def test_a_planted_call_fails_the_command_and_is_named_with_its_line(tmp_path: Path, monkeypatch, capsys) -> None:
-    for package in lint_seam.PACKAGES:
+    for package in lint_seam.SIMULATED_PATTERNS:
         path = tmp_path / package.replace("*", "a")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x = 1\n")
-    for name in EXEMPT:
+    for name in EXEMPT_FILES:
         (tmp_path / name).write_text("import zmq\n")
-    assert check(tmp_path) == []
+    assert check_repository(tmp_path) == []
     (tmp_path / "actors/new.py").write_text("import time\n\nbegan = time.monotonic()\n")
-    assert [str(each) for each in check(tmp_path)] == [
+    assert [str(each) for each in check_repository(tmp_path)] == [
         "actors/new.py:3: `time.monotonic` passes the seam by: use world.clock"
     ]
     (tmp_path / "actors/new.py").write_text("import json\n\nsaid = json.loads(text)\n")
-    assert [str(each) for each in check(tmp_path)] == [
+    assert [str(each) for each in check_repository(tmp_path)] == [
         "actors/new.py:3: `json.loads` passes the seam by: use r3async.untrusted.decode_json"
     ]
     (tmp_path / "r3async/world/files.py").unlink()
     with pytest.raises(ValueError, match=r"no file is r3async/world/files\.py"):
-        check(tmp_path)
+        check_repository(tmp_path)
 
 
 def test_the_command_is_part_of_lint() -> None:

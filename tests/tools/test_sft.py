@@ -16,17 +16,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from r3async.checkpoint import CheckpointError, Checkpoints
+from r3async.checkpoint import CheckpointDirectory, CheckpointError
 from r3async.config import ConfigError, load_config
 from r3async.record.catalogue import METRICS
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.tools.cli import app
 from r3async.tools.init_model import init_model
-from r3async.tools.sft import sft
+from r3async.tools.sft import run_sft
 from r3async.tools.sft_data import SupervisedRows
 from r3async.tools.tail.live import describe_step
 from r3async.views.report import write_report
-from r3async.views.summary import summarize
+from r3async.views.summary import summarize_run
 from tests.helpers import checkpoint as hc
 
 STEP_TIMEOUT = 120.0
@@ -55,20 +55,20 @@ def config(model, rows, *changes):
 
 
 def run(model, rows, root, *changes):
-    return sft(config(model, rows, *changes), "quickstart", Console(file=io.StringIO()), root)
+    return run_sft(config(model, rows, *changes), "quickstart", Console(file=io.StringIO()), root)
 
 
 @pytest.mark.parametrize(("lora", "fell"), [([], 0.5), (["learner.lora.rank=4", "learner.lr=2e-2"], 0.2)])
 def test_a_run_learns_and_its_files_are_those_of_a_run(model, rows, tmp_path, lora, fell):
     done = run(model, rows, tmp_path, "steps=12", "data.eval=6", "evaluation.every=4", "name=a", *lora)
-    table = read_objects(done / "metrics.jsonl")
+    table = read_json_objects(done / "metrics.jsonl")
     assert [row["step"] for row in table] == list(range(1, 13))
     assert table[-1]["loss/answers"] < table[0]["loss/answers"] - fell
     assert {name for row in table for name in row} <= set(METRICS)
     assert [row["step"] for row in table if "loss/answers_held_out" in row] == [4, 8, 12]
     assert describe_step(table[3]).startswith("loss ")
     assert "held out" in describe_step(table[3])
-    summary = summarize(done)
+    summary = summarize_run(done)
     assert summary.status == "finished"
     assert "answers" in write_report(done).read_text()
     start, trained = load_file(model / "model.safetensors"), load_file(done / "model" / "model.safetensors")
@@ -78,7 +78,7 @@ def test_a_run_learns_and_its_files_are_those_of_a_run(model, rows, tmp_path, lo
 
 def test_epochs_say_how_many_steps_and_each_row_is_trained_as_often(model, rows, tmp_path):
     done = run(model, rows, tmp_path, "sft.epochs=2", "name=a")
-    table = read_objects(done / "metrics.jsonl")
+    table = read_json_objects(done / "metrics.jsonl")
     assert len(table) == 8  # 30 rows twice, 8 a step
     assert table[-1]["data/epochs"] == pytest.approx(64 / 30)
     # Two epochs and the first four rows of the third.
@@ -91,11 +91,11 @@ def test_a_run_in_two_parts_is_bit_by_bit_one(model, rows, tmp_path):
     straight = run(model, rows, tmp_path, "steps=6", "name=straight")
     run(model, rows, tmp_path, "steps=3", "name=parts")
     parts = run(model, rows, tmp_path, "steps=6", "name=parts")
-    newest = [hc.paths(Checkpoints(done / "checkpoints").path(6)) for done in (straight, parts)]
+    newest = [hc.paths(CheckpointDirectory(done / "checkpoints").step_path(6)) for done in (straight, parts)]
     hc.assert_same(*newest)
     timed = ("time", "_seconds", "_per_second", "lineage")
     tables = [
-        [{k: v for k, v in row.items() if not k.endswith(timed)} for row in read_objects(done / "metrics.jsonl")]
+        [{k: v for k, v in row.items() if not k.endswith(timed)} for row in read_json_objects(done / "metrics.jsonl")]
         for done in (straight, parts)
     ]
     assert tables[0] == tables[1]
@@ -119,13 +119,13 @@ def test_ctrl_c_ends_the_step_saves_and_resumes(model, rows, tmp_path):
         process.kill()
     assert process.returncode == 0, "".join(seen) + rest
     assert "to resume: the same command with name=a" in rest
-    made = len(read_objects(tmp_path / "a" / "metrics.jsonl"))
+    made = len(read_json_objects(tmp_path / "a" / "metrics.jsonl"))
     assert (tmp_path / "a" / "model" / "model.safetensors").exists()
-    assert summarize(tmp_path / "a").status == "stopped"
+    assert summarize_run(tmp_path / "a").status == "stopped"
     again = run_command(model, rows, tmp_path, f"steps={made + 1}")
     assert again.returncode == 0, again.stderr
     assert f"resumes from step {made}" in again.stderr
-    assert len(read_objects(tmp_path / "a" / "metrics.jsonl")) == made + 1
+    assert len(read_json_objects(tmp_path / "a" / "metrics.jsonl")) == made + 1
 
 
 def run_command(model, rows, root, *changes):
@@ -138,7 +138,7 @@ def test_rows_that_are_too_long_are_dropped_and_counted(model, tmp_path, capsys)
     path = tmp_path / "rows.jsonl"
     long = {"prompt": "x" * 500, "answer": "y"}
     path.write_text("".join(json.dumps(row) + "\n" for row in [{"prompt": "a", "answer": "b"}] * 9 + [long]))
-    sft(config(model, path, "steps=1", "name=a"), "quickstart", Console(stderr=True), tmp_path)
+    run_sft(config(model, path, "steps=1", "name=a"), "quickstart", Console(stderr=True), tmp_path)
     told = " ".join(capsys.readouterr().err.split())
     assert "data: 9 rows are trained, 1 dropped (1 longer than episode.max_total_tokens = 128); 18 tokens of" in told
     path.write_text(json.dumps(long) + "\n")
@@ -160,13 +160,13 @@ OPENS = (
 
 def test_answers_that_the_template_writes_without_what_a_prompt_opens_are_counted(model, rows, tmp_path):
     told = []
-    SupervisedRows.of(config(with_template(model, tmp_path / "model", OPENS), rows), told.append)
+    SupervisedRows.from_config(config(with_template(model, tmp_path / "model", OPENS), rows), told.append)
     assert told[0].startswith("data: 30 rows are trained, 0 dropped")
     assert told[1].startswith(
         "data: the prompt of an episode ends with '<t>', which the chat template does not write before"
     )
     assert f"the answers of 30 rows, such as {rows}, line 1" in told[1]
-    SupervisedRows.of(config(model, rows), told.append)
+    SupervisedRows.from_config(config(model, rows), told.append)
     assert len(told) == 3
 
 
@@ -176,7 +176,7 @@ def test_an_answer_that_the_template_cuts_is_refused_by_its_line(model, tmp_path
     with pytest.raises(
         ConfigError, match=r"rows.jsonl, line 2: the chat template leaves this out of the answer.*'<t>why"
     ):
-        SupervisedRows.of(config(with_template(model, tmp_path / "model", OPENS), path), print)
+        SupervisedRows.from_config(config(with_template(model, tmp_path / "model", OPENS), path), print)
 
 
 def test_what_cannot_be_taught_is_refused(model, rows, tmp_path):
@@ -189,7 +189,7 @@ def test_what_cannot_be_taught_is_refused(model, rows, tmp_path):
         with pytest.raises(ConfigError, match=message):
             run(model, rows, tmp_path, "name=a", *changes)
     with pytest.raises(ConfigError, match="`data` names no rows to learn"):
-        sft(load_config("quickstart", [f"model.path={model}"]), "quickstart", Console(), tmp_path)
+        run_sft(load_config("quickstart", [f"model.path={model}"]), "quickstart", Console(), tmp_path)
     done = CliRunner().invoke(app, ["sft", "--help"])
     assert "messages, or prompts and answers" in " ".join(done.output.split())
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from r3async.config import ConfigError, load_config
-from r3async.tools.fit import check_fit, describe_fit, read_nodes
-from r3async.tools.plan import make_plan
-from r3async.tools.submit.jobs import Jobs, Package, SubmitError, make_package, stop_seconds
-from r3async.tools.submit.launch import command_of
+from r3async.tools.fit import check_cluster_fit, describe_cluster_fit, parse_nodes
+from r3async.tools.plan import make_run_plan
+from r3async.tools.submit.jobs import ClusterJobs, JobPackage, SubmitError, compute_stop_seconds, make_package
+from r3async.tools.submit.launch import extract_command
 from tests.helpers.cli import typed
 
 
@@ -37,7 +37,7 @@ def test_a_job_runs_the_same_command_with_what_outlives_its_package(tmp_path, mo
     made = package(tmp_path, "steps=3", "model.path=base model", "env.args={letters = 5}")
     model = f"'model.path={tmp_path}/base model'"
     words = f"'model.path=base model' 'env.args={{letters = 5}}' {model}"
-    assert command_of(made.entrypoint) == f"-m r3async train quickstart steps=3 {words}"
+    assert extract_command(made.entrypoint) == f"-m r3async train quickstart steps=3 {words}"
     variables = made.runtime_env["env_vars"]
     assert variables["R3ASYNC_RUNS"] == str(tmp_path / "runs")
     assert (
@@ -48,7 +48,7 @@ def test_a_job_runs_the_same_command_with_what_outlives_its_package(tmp_path, mo
 
 
 def test_a_longer_grace_is_a_longer_wait_before_the_kill():
-    assert stop_seconds(load_config("quickstart", ["supervise.stop_grace_seconds=60"])) == 270
+    assert compute_stop_seconds(load_config("quickstart", ["supervise.stop_grace_seconds=60"])) == 270
 
 
 def test_keys_and_passwords_of_the_folder_are_not_packaged(tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_a_configuration_file_must_be_in_the_folder(tmp_path):
         package(folder, preset=str(outside))
     inside = folder / "mine.toml"
     inside.write_text('extends = "quickstart"\n')
-    assert command_of(package(folder, preset=str(inside)).entrypoint) == "-m r3async train mine.toml"
+    assert extract_command(package(folder, preset=str(inside)).entrypoint) == "-m r3async train mine.toml"
 
 
 def test_mistakes_are_one_line_and_nothing_is_submitted(tmp_path):
@@ -142,28 +142,31 @@ def node(name="a", alive="ALIVE", **total):
 
 def test_what_can_not_fit_is_refused_with_what_to_change():
     config = load_config("moe_30b_r3")
-    plan = make_plan(config)
+    plan = make_run_plan(config)
     big = {"CPU": 64, "GPU": 8, "memory": 2**40, "accelerator_type:H100": 1}
-    assert check_fit(plan, config, read_nodes([node("a", **big), node("b", **big)])).problems == []
-    lost = read_nodes([node("a", **big), node("b", "DEAD", **big)])
-    assert any("0 of 8 engines (a: 8 GPUs, 64 CPUs)" in p for p in check_fit(plan, config, lost).problems)
+    assert check_cluster_fit(plan, config, parse_nodes([node("a", **big), node("b", **big)])).problems == []
+    lost = parse_nodes([node("a", **big), node("b", "DEAD", **big)])
+    assert any("0 of 8 engines (a: 8 GPUs, 64 CPUs)" in p for p in check_cluster_fit(plan, config, lost).problems)
     small = big | {"GPU": 4}
-    spread = check_fit(plan, config, read_nodes([node(str(i), **small) for i in range(4)]))
+    spread = check_cluster_fit(plan, config, parse_nodes([node(str(i), **small) for i in range(4)]))
     assert spread.problems == []  # a tensor-parallel group has a host, and the learner has two
-    assert spread.layout.training() == [*"00001111"]
+    assert spread.layout.rank_hosts() == [*"00001111"]
     narrow = small | {"GPU": 2}
-    narrow = check_fit(plan, config, read_nodes([node(str(i), **narrow) for i in range(8)]))
+    narrow = check_cluster_fit(plan, config, parse_nodes([node(str(i), **narrow) for i in range(8)]))
     assert "4 tensor-parallel ranks of the learner need 4 GPUs of one host" in narrow.problems[0]
     weak = big | {"accelerator_type:A10G": 1}
     del weak["accelerator_type:H100"]
-    assert any("24 GiB (A10G)" in p for p in check_fit(plan, config, read_nodes([node(**weak), node(**weak)])).problems)
+    assert any(
+        "24 GiB (A10G)" in p
+        for p in check_cluster_fit(plan, config, parse_nodes([node(**weak), node(**weak)])).problems
+    )
     large = load_config("moe_235b_r3")
-    problems = check_fit(make_plan(large), large, read_nodes([node(**small)])).problems
+    problems = check_cluster_fit(make_run_plan(large), large, parse_nodes([node(**small)])).problems
     assert any("64 ranks need 64 GPUs" in p for p in problems)
-    bare = check_fit(plan, config, read_nodes([node(CPU=64)]))
+    bare = check_cluster_fit(plan, config, parse_nodes([node(CPU=64)]))
     assert bare.problems == ["the run needs 16 GPUs, and the cluster has none"]
-    assert "does not fit" in describe_fit(narrow, plan)
-    assert "places  0: ranks 0-3 of the learner" in describe_fit(spread, plan)
+    assert "does not fit" in describe_cluster_fit(narrow, plan)
+    assert "places  0: ranks 0-3 of the learner" in describe_cluster_fit(spread, plan)
 
 
 # -- a cluster of our own ----------------------------------------------------------------------------------------------
@@ -174,7 +177,7 @@ def jobs(token_cluster, monkeypatch):
     for name, value in token_cluster.items():
         monkeypatch.setenv(name, value)
     forget_authentication()
-    yield Jobs()
+    yield ClusterJobs()
     monkeypatch.undo()
     forget_authentication()
 
@@ -207,14 +210,14 @@ class NoAgentYet:
 
 def test_a_cluster_that_takes_no_jobs_yet_is_waited_for_and_what_may_be_wrong_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr("r3async.tools.submit.jobs.time.sleep", lambda seconds: None)
-    jobs, shown = Jobs.__new__(Jobs), []
+    jobs, shown = ClusterJobs.__new__(ClusterJobs), []
     jobs.address, jobs._client = "http://there", NoAgentYet()
-    assert jobs.submit(Package("true", {}), say=shown.append) == "job-1"
+    assert jobs.submit_job(JobPackage("true", {}), print_line=shown.append) == "job-1"
     assert shown == ["the cluster takes no jobs yet: waiting for its dashboard agent"] * 2
     jobs._client = NoAgentYet(after=10**9)
     monkeypatch.setattr("r3async.tools.submit.jobs.AGENT_SECONDS", 0.01)
     with pytest.raises(SubmitError, match="--dashboard-agent-listen-port"):
-        jobs.submit(Package("true", {}))
+        jobs.submit_job(JobPackage("true", {}))
 
 
 def test_a_job_is_found_by_its_id_or_by_its_runs_name():
@@ -227,14 +230,20 @@ def test_a_job_is_found_by_its_id_or_by_its_runs_name():
             (None, 9, ""),
         )
     ]
-    jobs = Jobs.__new__(Jobs)
+    jobs = ClusterJobs.__new__(ClusterJobs)
     jobs._client = SimpleNamespace(list_jobs=lambda: listed)
-    assert [jobs.find(word) for word in ("a", "b", "night", "night2", "nobody")] == ["a", "b", "b", "night2", "nobody"]
+    assert [jobs.find_job(word) for word in ("a", "b", "night", "night2", "nobody")] == [
+        "a",
+        "b",
+        "b",
+        "night2",
+        "nobody",
+    ]
 
 
 def job(tmp_path, entrypoint):
     made = make_package(load_config("quickstart"), "quickstart", directory=tmp_path)
-    return Package(entrypoint, made.runtime_env)
+    return JobPackage(entrypoint, made.runtime_env)
 
 
 @pytest.mark.ray
@@ -245,8 +254,8 @@ def test_jobs_are_followed_to_their_end_with_their_own_exit_codes(jobs, token_cl
     (tmp_path / ".gitignore").write_text("ignored.bin\n")
     (tmp_path / ".rayignore").write_text("also.bin\n")
     shown = []
-    good = jobs.submit(job(tmp_path, "ls; echo $RAY_JOB_STOP_WAIT_TIME_S; sleep 2; echo last"))
-    assert jobs.follow(good, shown.append)["status"] == "SUCCEEDED"
+    good = jobs.submit_job(job(tmp_path, "ls; echo $RAY_JOB_STOP_WAIT_TIME_S; sleep 2; echo last"))
+    assert jobs.follow_log(good, shown.append)["status"] == "SUCCEEDED"
     text = "".join(shown)
     assert text.endswith("last\n")
     assert "seen.txt" in text
@@ -254,30 +263,30 @@ def test_jobs_are_followed_to_their_end_with_their_own_exit_codes(jobs, token_cl
     assert "ignored.bin" not in text.replace(".gitignore", "")
     assert "also.bin" not in text
 
-    bad = jobs.submit(job(tmp_path, "echo name=lost broken; exit 7"), "bad-one")
+    bad = jobs.submit_job(job(tmp_path, "echo name=lost broken; exit 7"), "bad-one")
     shown = cli("submit", "logs", bad, "--follow", cwd=tmp_path, env=token_cluster)
     assert (shown.returncode, "broken" in shown.stdout, "exit code 7" in shown.stderr) == (1, True, True)
     asked = cli("submit", "status", "lost", cwd=tmp_path, env=token_cluster)  # by the name of its run
     assert (asked.returncode, json.loads(asked.stdout)["status"]) == (1, "FAILED")
     with pytest.raises(SubmitError, match="bad-one already exists"):
-        jobs.submit(job(tmp_path, "true"), "bad-one")
+        jobs.submit_job(job(tmp_path, "true"), "bad-one")
     with pytest.raises(SubmitError, match="nobody does not exist"):
-        jobs.logs("nobody")
-    assert [j["job"] for j in jobs.list() if j["job"] in (good, bad)] == [good, bad]
+        jobs.get_logs("nobody")
+    assert [j["job"] for j in jobs.list_jobs() if j["job"] in (good, bad)] == [good, bad]
 
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_a_job_that_is_stopped_has_the_time_to_end_in_order(jobs, tmp_path):
     slow = "trap 'sleep 5; echo saved; exit 0' TERM; echo ready; while true; do sleep 0.2; done"
-    running = jobs.submit(job(tmp_path, f"bash -c {slow!r}"))
+    running = jobs.submit_job(job(tmp_path, f"bash -c {slow!r}"))
     deadline = time.monotonic() + 90
-    while "ready" not in jobs.logs(running) and time.monotonic() < deadline:
+    while "ready" not in jobs.get_logs(running) and time.monotonic() < deadline:
         time.sleep(0.5)
-    assert jobs.stop(running)
-    assert jobs.wait(running, 60)["status"] == "STOPPED"
-    assert "saved" in jobs.logs(running)  # Ray by itself kills after 3 s
-    assert not jobs.stop(running)
+    assert jobs.stop_job(running)
+    assert jobs.wait_ended(running, 60)["status"] == "STOPPED"
+    assert "saved" in jobs.get_logs(running)  # Ray by itself kills after 3 s
+    assert not jobs.stop_job(running)
 
 
 @pytest.mark.ray

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 
 ROOT = Path(__file__).parents[2]
 PLAN = """
@@ -88,7 +88,7 @@ def test_a_sweep_continues_where_it_was_killed_and_where_it_was_stopped(tmp_path
     sweep = tmp_path / "runs" / "plan"
 
     def steps(run: str) -> list[int]:
-        return [row["step"] for row in read_objects(sweep / run / "metrics.jsonl")]
+        return [row["step"] for row in read_json_objects(sweep / run / "metrics.jsonl")]
 
     killed = start(tmp_path)
     wait_for(lambda: steps("pg-s0"))

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from r3async.config import Config, to_toml
+from r3async.config import Config, config_to_toml
 from r3async.record.catalogue import METRICS
-from r3async.record.events import open_events
-from r3async.schedule.admission import age_bound
+from r3async.record.events import open_event_log
+from r3async.schedule.admission import compute_staleness_bound
 from r3async.tools.cli import app
 from r3async.tools.tail import view
 from r3async.tools.tail.app import TailApp
-from r3async.tools.tail.draw import BARS, bar, plot, spark, thin
-from r3async.tools.tail.lines import FAILED, SILENT, print_lines
+from r3async.tools.tail.draw import SPARK_BARS, draw_bar, draw_plot, draw_sparkline, thin_values
+from r3async.tools.tail.lines import FAILED_EXIT_CODE, SILENT_EXIT_CODE, print_run_lines
 from r3async.views.charts import CHARTS
-from r3async.views.follow import Columns, FollowedFile, FollowedRun
-from r3async.views.summary import summarize
+from r3async.views.follow import FollowedFile, FollowedRun, MetricColumns
+from r3async.views.summary import summarize_run
 
 
 def append(path: Path, *objects: dict) -> None:
@@ -46,9 +46,9 @@ def row(step: int, **changes: object) -> dict:
 def write_run(root: Path, steps: int, name: str = "demo", *, end: str = "") -> Path:
     run = root / "runs" / name
     run.mkdir(parents=True)
-    (run / "config.toml").write_text(to_toml(Config(steps=40)))
-    events = open_events(run, "conductor")
-    open_events(run, "generator-0").info("generator_started", pid=1)
+    (run / "config.toml").write_text(config_to_toml(Config(steps=40)))
+    events = open_event_log(run, "conductor")
+    open_event_log(run, "generator-0").info("generator_started", pid=1)
     append(run / "metrics.jsonl", *(row(step) for step in range(1, steps + 1)))
     if end == "failed":
         events.error("run_failed", error="no route came")
@@ -59,7 +59,7 @@ def write_run(root: Path, steps: int, name: str = "demo", *, end: str = "") -> P
 
 def followed(run_dir: Path, now: float = 2000.0) -> FollowedRun:
     run = FollowedRun(run_dir, clock=lambda: now)
-    run.poll()
+    run.read_new()
     return run
 
 
@@ -69,15 +69,15 @@ def followed(run_dir: Path, now: float = 2000.0) -> FollowedRun:
 def test_each_line_is_read_once_and_a_torn_one_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = FollowedFile(path)
-    assert list(file.objects()) == []
+    assert list(file.read_objects()) == []
     append(path, {"a": 1}, {"a": 2})
     with path.open("ab") as other:
         other.write(b'{"a":')
-    assert list(file.objects()) == [{"a": 1}, {"a": 2}]
-    assert list(file.objects()) == []
+    assert list(file.read_objects()) == [{"a": 1}, {"a": 2}]
+    assert list(file.read_objects()) == []
     with path.open("ab") as other:
         other.write(b' 3}\nno json\n[4]\n{"a":5}\n')
-    assert list(file.objects()) == [{"a": 3}, {"a": 5}]
+    assert list(file.read_objects()) == [{"a": 3}, {"a": 5}]
 
 
 def test_bytes_are_never_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_bytes_are_never_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "read", lambda fd, n: taken.append(real(fd, n)) or taken[-1])
     for index in range(50):
         append(path, {"index": index, "filler": "x" * 1000})
-        assert [o["index"] for o in file.objects(limit=300)] == [index]
+        assert [o["index"] for o in file.read_objects(limit=300)] == [index]
     assert sum(map(len, taken)) == path.stat().st_size
 
 
@@ -95,21 +95,21 @@ def test_a_rotated_file_is_read_to_its_end_and_then_its_successor(tmp_path: Path
     path = tmp_path / "events.jsonl"
     file = FollowedFile(path)
     append(path, {"a": 1})
-    assert [o["a"] for o in file.objects()] == [1]
+    assert [o["a"] for o in file.read_objects()] == [1]
     append(path, {"a": 2})
     path.rename(tmp_path / "events.jsonl.1")
-    assert [o["a"] for o in file.objects()] == [2]
+    assert [o["a"] for o in file.read_objects()] == [2]
     append(path, {"a": 3})
-    assert [o["a"] for o in file.objects()] == [3]
+    assert [o["a"] for o in file.read_objects()] == [3]
 
 
 def test_a_file_that_was_cut_short_is_read_from_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     file = FollowedFile(path)
     append(path, {"a": 1}, {"a": 2})
-    assert len(list(file.objects())) == 2
+    assert len(list(file.read_objects())) == 2
     path.write_bytes(b'{"a":9}\n')
-    assert [o["a"] for o in file.objects()] == [9]
+    assert [o["a"] for o in file.read_objects()] == [9]
 
 
 def test_a_torn_line_that_its_writer_cut_off_is_neither_read_nor_are_those_before_it_again(tmp_path: Path) -> None:
@@ -119,23 +119,23 @@ def test_a_torn_line_that_its_writer_cut_off_is_neither_read_nor_are_those_befor
     for torn, then in ((b'{"a":2, "lo', {"a": 3}), (b'{"a":', {"a": 4, "much": "longer"})):
         with path.open("ab") as other:
             other.write(torn)
-        assert list(file.objects()) == ([{"a": 1}] if then["a"] == 3 else [])
+        assert list(file.read_objects()) == ([{"a": 1}] if then["a"] == 3 else [])
         os.truncate(path, path.stat().st_size - len(torn))
         if then["a"] == 3:
-            assert list(file.objects()) == []
+            assert list(file.read_objects()) == []
         append(path, then)
-        assert list(file.objects()) == [then]
+        assert list(file.read_objects()) == [then]
 
 
 def test_columns_have_gaps_where_rows_lack_them() -> None:
-    columns = Columns()
+    columns = MetricColumns()
     for each in ({"a": 1}, {"b": 2.5, "text": "x", "flag": True}, {"a": 3, "b": None}):
         columns.append(each)
     assert sorted(columns) == ["a", "b"]
-    np.testing.assert_array_equal(columns.values("a"), [1, np.nan, 3])
-    np.testing.assert_array_equal(columns.values("b", 2), [2.5, np.nan])
-    assert np.isnan(columns.values("c")).all()
-    assert (columns.last("a"), columns.last("b"), columns.last("c")) == (3, None, None)
+    np.testing.assert_array_equal(columns.get_values("a"), [1, np.nan, 3])
+    np.testing.assert_array_equal(columns.get_values("b", 2), [2.5, np.nan])
+    assert np.isnan(columns.get_values("c")).all()
+    assert (columns.last_value("a"), columns.last_value("b"), columns.last_value("c")) == (3, None, None)
 
 
 # --- the run's state
@@ -145,27 +145,27 @@ def test_state_follows_the_events(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "demo"
     run_dir.mkdir(parents=True)
     run = followed(run_dir)
-    assert (run.phase, run.step, run.slots, run.left_seconds) == ("starting", 0, None, None)
-    (run_dir / "config.toml").write_text(to_toml(Config(steps=40)))
-    events = open_events(run_dir, "conductor")
-    open_events(run_dir, "generator-0").info("generator_started")
-    run.poll()
-    assert (run.phase, run.generators) == ("loading", {"generator-0": "playing"})
+    assert (run.phase, run.step, run.slot_count, run.remaining_seconds) == ("starting", 0, None, None)
+    (run_dir / "config.toml").write_text(config_to_toml(Config(steps=40)))
+    events = open_event_log(run_dir, "conductor")
+    open_event_log(run_dir, "generator-0").info("generator_started")
+    run.read_new()
+    assert (run.phase, run.generator_states) == ("loading", {"generator-0": "playing"})
     append(run_dir / "metrics.jsonl", *(row(step) for step in range(1, 11)))
     events.warning("generator_lost", generator="generator-0")
-    rows, seen = run.poll()
-    assert (len(rows), len(seen), run.phase, run.step, run.slots) == (10, 1, "training", 10, 32)
-    assert run.generators == {"generator-0": "lost"}
-    assert run.left_seconds == pytest.approx(30.0)
+    rows, seen = run.read_new()
+    assert (len(rows), len(seen), run.phase, run.step, run.slot_count) == (10, 1, "training", 10, 32)
+    assert run.generator_states == {"generator-0": "lost"}
+    assert run.remaining_seconds == pytest.approx(30.0)
     events.warning("generator_restarted", generator="generator-0")
     events.warning("generator_suspect", generator="generator-0")
-    run.poll()
-    assert run.generators == {"generator-0": "silent"}
-    assert "generator-0 silent" in "\n".join(line.plain for line in view.overview(run, 80))
+    run.read_new()
+    assert run.generator_states == {"generator-0": "silent"}
+    assert "generator-0 silent" in "\n".join(line.plain for line in view.render_overview(run, 80))
     events.warning("generator_recovered", generator="generator-0")
     events.error("run_failed", error="no route came")
-    run.poll()
-    assert (run.phase, run.reason, run.generators["generator-0"]) == ("failed", "no route came", "playing")
+    run.read_new()
+    assert (run.phase, run.reason, run.generator_states["generator-0"]) == ("failed", "no route came", "playing")
     assert (run.warnings, run.errors, run.silent_seconds) == (4, 1, 0)
 
 
@@ -173,23 +173,23 @@ def test_state_follows_the_events(tmp_path: Path) -> None:
 
 
 def test_spark_spans_its_values_and_marks_gaps() -> None:
-    assert spark(np.arange(8.0), 8) == BARS
-    assert spark(np.array([1.0, math.nan, 3.0]), 5) == "▁ █  "
-    assert spark(np.full(3, 7.0), 3) == "▃▃▃"
-    assert spark(np.zeros(0), 3) == "   "
-    assert len(spark(np.arange(1000.0), 30)) == 30
-    assert bar(0.5, 4) == "██░░"
+    assert draw_sparkline(np.arange(8.0), 8) == SPARK_BARS
+    assert draw_sparkline(np.array([1.0, math.nan, 3.0]), 5) == "▁ █  "
+    assert draw_sparkline(np.full(3, 7.0), 3) == "▃▃▃"
+    assert draw_sparkline(np.zeros(0), 3) == "   "
+    assert len(draw_sparkline(np.arange(1000.0), 30)) == 30
+    assert draw_bar(0.5, 4) == "██░░"
 
 
 def test_thinning_keeps_means_and_gaps() -> None:
-    np.testing.assert_array_equal(thin(np.array([1, 3, np.nan, np.nan, 5, np.nan]), 3), [2, np.nan, 5])
-    np.testing.assert_array_equal(thin(np.array([1.0, np.inf]), 3), [1, np.nan])
+    np.testing.assert_array_equal(thin_values(np.array([1, 3, np.nan, np.nan, 5, np.nan]), 3), [2, np.nan, 5])
+    np.testing.assert_array_equal(thin_values(np.array([1.0, np.inf]), 3), [1, np.nan])
 
 
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("values", [[], [math.nan], [0.0], [1.0], [1.0, 1e-13, 2.0], list(range(500))], ids=str)
 def test_a_chart_has_the_size_it_was_asked_for(values: list[float], log: bool) -> None:
-    lines = plot([(np.array(values, float), "cyan")], 40, 7, log=log, floor=0.0, line=1.0)
+    lines = draw_plot([(np.array(values, float), "cyan")], 40, 7, log=log, floor=0.0, threshold=1.0)
     assert len(lines) == 7
     assert all(line.cell_len <= 40 for line in lines)
 
@@ -200,36 +200,36 @@ def test_a_chart_has_the_size_it_was_asked_for(values: list[float], log: bool) -
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_every_line_fits(tmp_path: Path, width: int) -> None:
     run = followed(write_run(tmp_path, 30))
-    open_events(run.run_dir, "learner").warning("odd", text="long " * 100)
-    run.poll()
+    open_event_log(run.run_dir, "learner").warning("odd", text="long " * 100)
+    run.read_new()
     lines = [
-        *view.header(run, width),
-        *view.overview(run, width),
-        *view.event_lines(run, width, 5),
-        *view.metric_lines(run, width),
-        *view.charts(run, width, 30),
+        *view.render_header(run, width),
+        *view.render_overview(run, width),
+        *view.render_events(run, width, 5),
+        *view.render_metrics(run, width),
+        *view.render_charts(run, width, 30),
     ]
     assert max(line.cell_len for line in lines) <= width
 
 
 def test_the_overview_says_what_matters(tmp_path: Path) -> None:
-    text = view.plain(view.overview(followed(write_run(tmp_path, 30)), 80))
+    text = view.to_plain_text(view.render_overview(followed(write_run(tmp_path, 30)), 80))
     for part in ("0.75  began at 0.05", "oldest 1 of 1 allowed", "20 of 32", "4 of 16", "1 of 1  playing, 0 restarts"):
         assert part in text
 
 
 def test_a_run_without_steps_can_be_shown(tmp_path: Path) -> None:
     run = followed(write_run(tmp_path, 0))
-    assert "no step was finished yet" in view.plain(view.metric_lines(run, 80))
-    assert "no data yet" in view.plain(view.charts(run, 80, 40))
-    assert "0 of 40" in view.plain(view.header(run, 80))
-    assert len(view.overview(run, 80)) == 13
+    assert "no step was finished yet" in view.to_plain_text(view.render_metrics(run, 80))
+    assert "no data yet" in view.to_plain_text(view.render_charts(run, 80, 40))
+    assert "0 of 40" in view.to_plain_text(view.render_header(run, 80))
+    assert len(view.render_overview(run, 80)) == 13
 
 
 def test_unknown_metrics_are_shown_below_their_prefix(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, 1)
     append(run_dir / "metrics.jsonl", {"step": 2, "gpu/memory": 7.0, "reward/mean": None})
-    lines = view.plain(view.metric_lines(followed(run_dir), 80)).splitlines()
+    lines = view.to_plain_text(view.render_metrics(followed(run_dir), 80)).splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("─ gpu"))
     assert lines[at + 1].split()[:2] == ["memory", "7"]
 
@@ -238,9 +238,9 @@ def test_a_silent_run_and_a_bound_that_broke_stand_out(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, 2)
     append(run_dir / "metrics.jsonl", row(3, **{"staleness/max": 5}))
     run = FollowedRun(run_dir, clock=lambda: 9e9)
-    run.poll()
-    assert "nothing written for" in view.plain(view.header(run, 120))
-    assert view.gauge(run, METRICS["staleness/mean"])[2] == "bold red"
+    run.read_new()
+    assert "nothing written for" in view.to_plain_text(view.render_header(run, 120))
+    assert view.format_gauge(run, METRICS["staleness/mean"])[2] == "bold red"
 
 
 # --- lines
@@ -248,7 +248,7 @@ def test_a_silent_run_and_a_bound_that_broke_stand_out(tmp_path: Path) -> None:
 
 def lines_of(run_dir: Path, **options) -> tuple[int, list[str]]:
     out = io.StringIO()
-    code = print_lines(FollowedRun(run_dir), out, **{"follow": True, "sleep": lambda seconds: None, **options})
+    code = print_run_lines(FollowedRun(run_dir), out, **{"follow": True, "sleep": lambda seconds: None, **options})
     return code, out.getvalue().splitlines()
 
 
@@ -262,14 +262,14 @@ def test_a_pipe_gets_a_line_a_step_and_the_end(tmp_path: Path) -> None:
 
 def test_a_failed_run_exits_with_its_reason(tmp_path: Path) -> None:
     code, lines = lines_of(write_run(tmp_path, 1, end="failed"))
-    assert code == FAILED
+    assert code == FAILED_EXIT_CODE
     assert any("no route came" in line for line in lines)
 
 
 def test_lines_follow_until_the_run_ends(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, 1)
     later = iter([lambda: append(run_dir / "metrics.jsonl", row(2)),
-                  lambda: open_events(run_dir, "conductor").info("run_finished", stopped=True)])  # fmt: skip
+                  lambda: open_event_log(run_dir, "conductor").info("run_finished", stopped=True)])  # fmt: skip
     code, lines = lines_of(run_dir, sleep=lambda seconds: next(later)())
     assert (code, lines[-1]) == (0, "demo: stopped after 2 steps")
 
@@ -282,7 +282,7 @@ def test_without_follow_only_what_there_is(tmp_path: Path) -> None:
 def test_a_run_that_fell_silent_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     times = iter(range(0, 10_000, 100))
     code, _ = lines_of(write_run(tmp_path, 2), patience=300.0, clock=lambda: float(next(times)))
-    assert code == SILENT
+    assert code == SILENT_EXIT_CODE
     assert "--patience" in capsys.readouterr().err
 
 
@@ -292,7 +292,7 @@ def test_a_reader_that_left_is_no_error(tmp_path: Path, monkeypatch: pytest.Monk
             raise BrokenPipeError
 
     monkeypatch.setattr("sys.stdout", io.StringIO())
-    assert print_lines(FollowedRun(write_run(tmp_path, 2)), Left(), follow=True) == 0
+    assert print_run_lines(FollowedRun(write_run(tmp_path, 2)), Left(), follow=True) == 0
 
 
 def test_the_command_in_a_pipe_and_for_a_missing_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,14 +330,14 @@ async def test_the_overview_fills_the_screen_without_scrolling(tmp_path: Path, s
         assert tail.query_one("#body").max_scroll_y == 0
         assert any("tokens/s: generated trained" in line for line in lines) == (size[0] == 200)
         append(run_dir / "metrics.jsonl", row(31))
-        tail.news()
+        tail.update_run()
         await pilot.pause()
         assert "step 31 of 40" in screen(tail)[1]
 
 
 async def test_keys(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, 30)
-    open_events(run_dir, "learner").warning("step_skipped", step=3)
+    open_event_log(run_dir, "learner").warning("step_skipped", step=3)
     tail = TailApp(FollowedRun(run_dir, clock=lambda: 1031.0))
     async with tail.run_test(size=(80, 24)) as pilot:
 
@@ -360,7 +360,7 @@ async def test_keys(tmp_path: Path) -> None:
         assert "last 50 steps" in await press("z")
         assert " held " in await press("space")
         append(run_dir / "metrics.jsonl", row(31))
-        tail.news()
+        tail.update_run()
         await pilot.pause()
         assert "step 30 of 40" in screen(tail)[1]
         assert "step 31 of 40" in await press("space")
@@ -383,11 +383,11 @@ def test_the_age_allowed_counts_groups_that_may_overtake(tmp_path: Path) -> None
     config = Config(steps=40)
     for name, value in settings.items():
         setattr(config.schedule, name, value)
-    (run_dir / "config.toml").write_text(to_toml(config))
+    (run_dir / "config.toml").write_text(config_to_toml(config))
     append(run_dir / "metrics.jsonl", row(2, **{"staleness/max": 4}))
     run = followed(run_dir)
-    assert run.age_bound == age_bound(config.schedule) == 4
-    assert view.gauge(run, METRICS["staleness/mean"])[1:] == ("oldest 4 of 4 allowed", "bold")
-    assert summarize(run_dir).staleness_bound == 4
-    (drawn,) = [chart for chart in CHARTS if chart.bound]
-    assert view.held_to(drawn, run) == 4
+    assert run.staleness_bound == compute_staleness_bound(config.schedule) == 4
+    assert view.format_gauge(run, METRICS["staleness/mean"])[1:] == ("oldest 4 of 4 allowed", "bold")
+    assert summarize_run(run_dir).staleness_bound == 4
+    (drawn,) = [chart for chart in CHARTS if chart.shows_bound]
+    assert view.find_threshold(drawn, run) == 4

@@ -84,19 +84,19 @@ def test_a_run_is_mirrored_as_it_grows_and_the_job_ends_with_it(cluster, tmp_pat
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(b'{"torn":')
     remote = RemoteRun("http://cluster:8265", "demo", tmp_path / "mirror")
-    mirrored = remote.wait()
+    mirrored = remote.wait_ready()
     assert cluster[0].environment == {"cwd": "here"}, "that of the newest job that runs and is no view"
     run = FollowedRun(mirrored)
-    run.poll()
-    assert (run.name, run.step, run.planned_steps, list(run.generators)) == ("demo", 3, 40, ["generator-0"])
+    run.read_new()
+    assert (run.name, run.step, run.planned_steps, list(run.generator_states)) == ("demo", 3, 40, ["generator-0"])
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(b"1}\n")
     append(run_dir / "metrics.jsonl", row(4))
     append(run_dir / "events.jsonl", {"time": 1.0, "event": "run_finished"})
     deadline = time.monotonic() + 30
-    while not (run.ended and run.step == 4) and time.monotonic() < deadline:
+    while not (run.has_ended and run.step == 4) and time.monotonic() < deadline:
         time.sleep(0.1)
-        run.poll()
+        run.read_new()
     assert (run.status, run.step) == ("finished", 4)
     assert cluster[0].process.wait(30) == 0
 
@@ -104,7 +104,7 @@ def test_a_run_is_mirrored_as_it_grows_and_the_job_ends_with_it(cluster, tmp_pat
 def test_closing_the_view_ends_the_job(cluster, tmp_path: Path) -> None:
     write_run(tmp_path, 1)
     remote = RemoteRun("http://cluster:8265", "demo", tmp_path / "mirror", job="old")
-    remote.wait()
+    remote.wait_ready()
     assert cluster[0].environment == {"cwd": "elsewhere"}
     remote.close()
     assert cluster[0].process.wait(30) != 0
@@ -113,7 +113,7 @@ def test_closing_the_view_ends_the_job(cluster, tmp_path: Path) -> None:
 def test_a_run_or_job_that_is_not_there_is_named_with_what_is(cluster, tmp_path: Path) -> None:
     write_run(tmp_path, 1)
     with pytest.raises(RemoteError, match=r"no run 'none' in .*runs; there are: demo"):
-        RemoteRun("http://cluster:8265", "none", tmp_path / "mirror").wait()
+        RemoteRun("http://cluster:8265", "none", tmp_path / "mirror").wait_ready()
     with pytest.raises(RemoteError, match=r"no job 'other'; there are: old, training"):
         RemoteRun("http://cluster:8265", "demo", tmp_path / "mirror", job="other")
 

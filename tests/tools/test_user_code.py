@@ -9,8 +9,8 @@ import uuid
 import pytest
 
 from r3async.config import ConfigError, EnvConfig, load_config
-from r3async.envs.factory import environment_factory
-from r3async.tools.user_code import named_code
+from r3async.envs.factory import build_environment_factory
+from r3async.tools.user_code import find_named_code
 from tests.helpers.cli import typed
 
 MODULE = """
@@ -102,15 +102,15 @@ def test_a_command_that_shows_imports_nothing_that_a_file_names(what, look, stra
 def test_every_name_is_found_with_its_setting(what, stranger, tmp_path, monkeypatch):
     module, _ = stranger(NAMES[what])
     monkeypatch.chdir(tmp_path)
-    ((setting, name),) = named_code(load_config("theirs.toml")).items()
+    ((setting, name),) = find_named_code(load_config("theirs.toml")).items()
     assert module in name or name == "os:system"
     assert setting.rpartition(".")[2] in ("name", "opponent", "reward", "policy_loss")
 
 
 def test_what_is_ours_is_no_code_of_somebody_s():
     for name in ("quickstart", "reverse-text", "alphabet-sort", "math"):
-        assert named_code(load_config(name)) == {}
-    assert named_code(load_config("quickstart", ["env.name=gymnasium:CartPole-v1"])) == {}
+        assert find_named_code(load_config(name)) == {}
+    assert find_named_code(load_config("quickstart", ["env.name=gymnasium:CartPole-v1"])) == {}
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,14 @@ def test_only_what_says_that_it_is_an_environment_is_called(name, tmp_path):
     args = {"command": f"touch {tmp_path / 'mark'}", "args": ["touch", str(tmp_path / "mark")]}
     for given in ({}, args, {"command": args["command"]}, {"args": args["args"]}):
         with pytest.raises(ConfigError, match="is no environment"):
-            environment_factory(EnvConfig(name=name, args=given))
+            build_environment_factory(EnvConfig(name=name, args=given))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_function_that_says_what_it_makes_is_an_environment(stranger, tmp_path, monkeypatch):
     module, _ = stranger("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert environment_factory(EnvConfig(name=f"{module}:make"))()
+    assert build_environment_factory(EnvConfig(name=f"{module}:make"))()
 
 
 def test_a_module_of_games_beside_the_file_stays_a_module(stranger, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ async def handles():
 @pytest.fixture
 async def installer(handles):
     installer = await loaded(handles)
-    await installer.begin()
+    await installer.install_first_version()
     return installer
 
 

@@ -7,15 +7,15 @@ import pytest
 
 from r3async.config import EpisodeConfig
 from r3async.envs import Message, StepResult
-from r3async.rollout.agents.protocol import Refused
-from r3async.rollout.agents.session import Session
+from r3async.rollout.agents.protocol import ApiError
+from r3async.rollout.agents.session import AgentSession
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import EngineError, Generation, GenerationRequest
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
-from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 from tests.helpers.serving import handed_out, ready
 from tests.helpers.templates import QWEN3, renderer
@@ -66,8 +66,8 @@ class GivesUp:
 
 
 async def engine_that(how, *numbers, script=None):
-    chat = ChatRenderer(byte_tokenizer())
-    said = script or [[*chat.encode(c), chat.end_id] for c in ("one", "two", "three", "four", "five")]
+    chat = ChatRenderer(build_byte_tokenizer())
+    said = script or [[*chat.encode(c), chat.eos_token_id] for c in ("one", "two", "three", "four", "five")]
     return chat, GivesUp(await ready(said), how, *numbers)
 
 
@@ -90,7 +90,7 @@ async def test_the_episode_goes_on_from_its_answered_turns_and_only_that_call_is
     chat, engine = await engine_that(how, 2, 3)
     env, reports = Counts(), []
     report = lambda event, **fields: reports.append((event, fields["attempt"]))  # noqa: E731
-    trajectory = await EpisodePlayer(TASK, env, engine, chat, limits(rows=rows), report=report).play()
+    trajectory = await EpisodePlayer(TASK, env, engine, chat, limits(rows=rows), report=report).play_episode()
     assert (env.begun, len(env.answers), len(engine.requests)) == (1, 3, 5)
     asked = [request.prompt_ids.tolist() for request in engine.requests]
     assert asked[2] == asked[3] == asked[4]
@@ -101,9 +101,9 @@ async def test_the_episode_goes_on_from_its_answered_turns_and_only_that_call_is
 
 async def test_a_row_that_branches_is_asked_again_too():
     chat = renderer(QWEN3)
-    answer = [*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.end_id]
+    answer = [*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.eos_token_id]
     engine = GivesUp(await ready([answer]), "partial", 1, 2)
-    trajectory = await EpisodePlayer(TASK, Counts(), engine, chat, limits()).play()
+    trajectory = await EpisodePlayer(TASK, Counts(), engine, chat, limits()).play_episode()
     assert len(trajectory.samples) == 3
     check(trajectory, engine.requests)
 
@@ -121,11 +121,11 @@ async def test_after_too_many_the_episode_has_failed_by_the_engine_and_is_not_be
         renderer=chat,
         settings=limits(engine_retries=2, retries=2),
         generator_id="g",
-        deliver=deliver,
+        deliver_trajectory=deliver,
         report=lambda event, **fields: reports.append(event),
     )
     with pytest.raises(ExceptionGroup) as raised:
-        await player.play(GroupLease(0, 9, (0,)))
+        await player.play_lease(GroupLease(0, 9, (0,)))
     assert "; 3 tries (episode.engine_retries = 2)" in str(raised.value.exceptions[0])
     assert (env.begun, len(engine.requests)) == (1, 4)
     assert reports == ["call_failed"] * 3 + ["episode_failed"]
@@ -154,10 +154,10 @@ async def test_an_error_of_the_environment_still_begins_the_episode_again():
         renderer=chat,
         settings=limits(),
         generator_id="g",
-        deliver=deliver,
+        deliver_trajectory=deliver,
         report=lambda event, **fields: None,
     )
-    await player.play(GroupLease(0, 9, (0,)))
+    await player.play_lease(GroupLease(0, 9, (0,)))
     assert len(begun) == 2
     assert len(played[0].turns) == 3
 
@@ -165,15 +165,15 @@ async def test_an_error_of_the_environment_still_begins_the_episode_again():
 @pytest.mark.parametrize("how", ["error", "partial", "nothing"])
 async def test_an_agent_is_answered_late_and_does_not_notice(how):
     chat, engine = await engine_that(how, 1, 3)
-    session = Session(TASK, engine, chat, limits())
+    session = AgentSession(TASK, engine, chat, limits())
     talk = [Message("user", "go")]
     for _ in range(3):
-        _, message = await handed_out(session.chat(talk))
+        _, message = await handed_out(session.answer_chat(talk))
         talk += [Message("assistant", message["content"]), Message("user", "more")]
-    session.reward(1.0)
+    session.set_reward(1.0)
     session.close()
-    trajectory = session.trajectory("stop")
-    assert session.failure is None
+    trajectory = session.build_trajectory("stop")
+    assert session.engine_failure is None
     assert len(trajectory.turns) == 3
     assert len(trajectory.samples) == 1
     check(trajectory, engine.requests)
@@ -181,13 +181,13 @@ async def test_an_agent_is_answered_late_and_does_not_notice(how):
 
 async def test_an_agent_whose_engine_fails_too_often_is_refused_and_the_engine_named():
     chat, engine = await engine_that("nothing", *range(1, 99))
-    session = Session(TASK, engine, chat, limits(engine_retries=1))
-    await handed_out(session.chat([Message("user", "go")]))
-    with pytest.raises(Refused, match="the engine failed") as refused:
-        await handed_out(session.chat([Message("user", "again")]))
-    assert not refused.value.again
+    session = AgentSession(TASK, engine, chat, limits(engine_retries=1))
+    await handed_out(session.answer_chat([Message("user", "go")]))
+    with pytest.raises(ApiError, match="the engine failed") as refused:
+        await handed_out(session.answer_chat([Message("user", "again")]))
+    assert not refused.value.can_retry
     assert len(engine.requests) == 3
-    assert "aborted" in str(session.failure)
+    assert "aborted" in str(session.engine_failure)
 
 
 async def test_closing_a_session_ends_a_call_that_is_made_again():
@@ -201,11 +201,11 @@ async def test_closing_a_session_ends_a_call_that_is_made_again():
         return await GivesUp.generate(engine, request)
 
     engine.generate = hold
-    session = Session(TASK, engine, chat, limits())
-    asking = asyncio.create_task(handed_out(session.chat([Message("user", "go")])))
+    session = AgentSession(TASK, engine, chat, limits())
+    asking = asyncio.create_task(handed_out(session.answer_chat([Message("user", "go")])))
     async with asyncio.timeout(10):
         await asked_again.wait()
         session.close()
-        with pytest.raises(Refused, match="has ended"):
+        with pytest.raises(ApiError, match="has ended"):
             await asking
-    assert session.turns == 0
+    assert session.turn_count == 0

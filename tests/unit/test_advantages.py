@@ -11,8 +11,8 @@ import pytest
 
 from r3async.config import AlgorithmConfig, OverlongPenaltyConfig, config_from_dict
 from r3async.data.records import Sample, TokenTable, Trajectory, Turn
-from r3async.learner.losses.advantages import assign_advantages, overlong_penalty
-from r3async.learner.preparation import prepare
+from r3async.learner.losses.advantages import assign_advantages, compute_overlong_penalty
+from r3async.learner.preparation import prepare_minibatches
 from tests.helpers.algorithms import algorithm
 
 ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]
@@ -56,11 +56,11 @@ def episode(
     if token_rewards is not None:
         column[:] = token_rewards
     sampled = np.asarray(turn, np.int32) >= 0
-    table = TokenTable.of_tokens(np.zeros(len(turn), np.int32)).with_columns(
+    table = TokenTable.from_tokens(np.zeros(len(turn), np.int32)).with_columns(
         turn=np.asarray(turn, np.int32), rewards=column, loss_mask=sampled
     )
     edges = np.cumsum([0, *(2 + n for n in lengths)]).tolist() if stepwise else [0, len(turn)]
-    samples = [Sample(f"t{index}/{k}", table.slice(a, b)) for k, (a, b) in enumerate(itertools.pairwise(edges))]
+    samples = [Sample(f"t{index}/{k}", table.slice_rows(a, b)) for k, (a, b) in enumerate(itertools.pairwise(edges))]
     return Trajectory(f"t{index}", group, index, 0, "g", stop_reason, turns, samples)
 
 
@@ -245,8 +245,8 @@ def test_the_overlong_filter_drops_episodes_that_still_count_as_scores(how):
 def test_soft_overlong_penalty_against_its_cases():
     settings = OverlongPenaltyConfig(buffer=4, factor=0.5)
     want = {0: 0, 6: 0, 7: -0.125, 8: -0.25, 10: -0.5, 11: -0.5}
-    assert {n: overlong_penalty(n, 10, settings) for n in want} == pytest.approx(want)
-    assert overlong_penalty(100, 10, OverlongPenaltyConfig()) == 0
+    assert {n: compute_overlong_penalty(n, 10, settings) for n in want} == pytest.approx(want)
+    assert compute_overlong_penalty(100, 10, OverlongPenaltyConfig()) == 0
 
 
 @pytest.mark.parametrize("credit", ["turn", "trajectory", "token"])
@@ -266,7 +266,7 @@ def test_other_columns_and_samples_stay_as_they_are():
     (out, _), _ = assign_advantages([[episode(0, [1.0]), episode(1, [0.0])]], algorithm())
     assert out.sample_id == sample.sample_id
     assert out.temperature == sample.temperature
-    assert out.table.without("advantages") == sample.table
+    assert out.table.without_columns("advantages") == sample.table
 
 
 def test_inconsistent_groups_are_refused():
@@ -284,7 +284,7 @@ def measured(index: int, tokens: int, reward: float, without: tuple[int, ...] = 
     mask = np.arange(2 + tokens) >= 2
     logprobs = np.where(mask, -0.5, 0).astype(np.float32)
     logprobs[list(without)] = np.nan
-    table = TokenTable.of_tokens(np.arange(2 + tokens)).with_columns(
+    table = TokenTable.from_tokens(np.arange(2 + tokens)).with_columns(
         loss_mask=mask,
         turn=np.where(mask, 0, -1).astype(np.int32),
         policy_version=np.where(mask, 0, -1).astype(np.int32),
@@ -298,7 +298,7 @@ def measured(index: int, tokens: int, reward: float, without: tuple[int, ...] = 
 @pytest.mark.parametrize("without", [(), (2,), (2, 3, 4)])
 def test_the_batch_is_whitened_over_the_tokens_that_are_trained(estimator, without):
     group = [measured(0, 4, 1.0, without), measured(1, 2, 0.0)]
-    (samples,), figures = prepare([group], config_from_dict({"algorithm": {"advantage": estimator}}))
+    (samples,), figures = prepare_minibatches([group], config_from_dict({"algorithm": {"advantage": estimator}}))
     trained = np.concatenate([s.table["advantages"][s.table["loss_weights"] > 0] for s in samples])
     assert len(trained) == 6 - len(without)
     assert trained.mean() == pytest.approx(0, abs=1e-5)
@@ -310,6 +310,6 @@ def test_the_batch_is_whitened_over_the_tokens_that_are_trained(estimator, witho
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean"])
 def test_the_weights_of_the_tokens_that_are_trained_add_up_to_one(reduction):
     group = [measured(0, 4, 1.0, (2,)), measured(1, 2, 0.0)]
-    (samples,), _ = prepare([group], config_from_dict({"algorithm": {"reduction": reduction}}))
+    (samples,), _ = prepare_minibatches([group], config_from_dict({"algorithm": {"reduction": reduction}}))
     assert sum(s.table["loss_weights"].sum() for s in samples) == pytest.approx(1, abs=1e-6)
     assert samples[0].table["loss_weights"][2] == 0

@@ -8,15 +8,15 @@ from functools import partial
 import msgspec
 import pytest
 
-from r3async.actors.generator import GeneratorActor, GeneratorParts
+from r3async.actors.generator import GeneratorActor, GeneratorFactories
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
-from r3async.actors.process import NotLoaded, newest, once
-from r3async.config import load_config, to_dict
+from r3async.actors.process import ActorNotLoaded, latest_call_only, run_once
+from r3async.config import config_to_dict, load_config
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import training_seed
-from r3async.world.keys import new_keys
-from r3async.world.processes import ON_CUTS, environment
-from r3async.world.real import REAL
+from r3async.world.keys import generate_keys
+from r3async.world.processes import GRPC_KEEPALIVE_VARIABLE, actor_environment
+from r3async.world.real import REAL_WORLD
 from tests.helpers.serving import ready, renderer
 from tests.helpers.world import StandIn
 
@@ -35,7 +35,7 @@ class Calls:
             raise OSError("no")
         return number
 
-    once, newest = once(_work), newest(_work)
+    once, newest = run_once(_work), latest_call_only(_work)
 
 
 async def until(condition):
@@ -76,16 +76,16 @@ async def test_of_the_newest_call_alone_there_is_work_and_the_one_before_has_end
     (first,) = await begin(calls.newest(1))
     await until(lambda: calls.begun == 1)
     (second,) = await begin(calls.newest(2))
-    with pytest.raises(NotLoaded, match="called again"):
+    with pytest.raises(ActorNotLoaded, match="called again"):
         await first
     await until(lambda: calls.begun == 2)
     assert calls.ended == 1
     third, fourth = await begin(calls.newest(3), calls.newest(4))  # in either order
-    with pytest.raises(NotLoaded, match="called again"):
+    with pytest.raises(ActorNotLoaded, match="called again"):
         await second
     await until(lambda: third.done() or fourth.done())
     ended, last = (third, fourth) if third.done() else (fourth, third)
-    with pytest.raises(NotLoaded, match="called again"):
+    with pytest.raises(ActorNotLoaded, match="called again"):
         await ended
     await until(lambda: calls.begun - calls.ended == 1)
     calls.may_end.set()
@@ -108,7 +108,7 @@ class Sender:
     async def start(self):
         pass
 
-    async def send(self, trajectory, *, more):
+    async def send(self, trajectory, *, more_follow):
         self.got[trajectory.trajectory_id] = trajectory
 
     async def flush(self, timeout):
@@ -124,19 +124,19 @@ class Sender:
 async def test_a_generator_that_was_out_of_reach_keeps_its_engine_and_plays_for_the_new_call_only(
     monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("r3async.actors.generator.begin", lambda *args: None)
+    monkeypatch.setattr("r3async.actors.generator.prepare_process", lambda *args: None)
     chat, engines, senders = renderer(), [], []
-    engine = await ready(lambda request, index: [65, chat.end_id])
+    engine = await ready(lambda request, index: [65, chat.eos_token_id])
 
     def made(list_, thing, *args, **facts):
         list_.append(thing)
         return thing
 
-    parts = GeneratorParts(
-        partial(made, engines, engine), lambda *args: chat, sender=lambda *args, **facts: made(senders, Sender())
+    parts = GeneratorFactories(
+        partial(made, engines, engine), lambda *args: chat, make_sender=lambda *args, **facts: made(senders, Sender())
     )
     config = load_config("quickstart", ["schedule.samples_per_group=2", "supervise.silence_seconds=1"])
-    actor = GeneratorActor(REAL, "g", "run", to_dict(config), "nowhere", str(tmp_path), parts=parts)
+    actor = GeneratorActor(REAL_WORLD, "g", "run", config_to_dict(config), "nowhere", str(tmp_path), parts=parts)
     asked = {"before": 0, "after": 0}
 
     async def lease(who, group, last, message):
@@ -149,14 +149,14 @@ async def test_a_generator_that_was_out_of_reach_keeps_its_engine_and_plays_for_
             await asyncio.Event().wait()  # the answer is lost
         return msgspec.msgpack.encode(LeaseAnswer([], more=len(senders[0].got) < 4))
 
-    conductors = [StandIn(lease=partial(lease, *what)) for what in (("before", 0, False), ("after", 1, True))]
+    conductors = [StandIn(lease_groups=partial(lease, *what)) for what in (("before", 0, False), ("after", 1, True))]
     runs = []
     for conductor in conductors:
-        assert (await actor.start())["pid"] == REAL.processes.pid
-        await actor.connect("", "shared_memory", new_keys()[1])
+        assert (await actor.start())["pid"] == REAL_WORLD.processes.pid
+        await actor.connect_to_learner("", "shared_memory", generate_keys()[1])
         runs.append(asyncio.create_task(actor.run(conductor)))
         await until(lambda: asked["before"] >= 2 and len(senders[0].got) >= 2)  # its second answer is lost
-    with pytest.raises(NotLoaded):
+    with pytest.raises(ActorNotLoaded):
         await runs[0]
     before = asked["before"]
     await asyncio.wait_for(runs[1], 60)
@@ -167,7 +167,7 @@ async def test_a_generator_that_was_out_of_reach_keeps_its_engine_and_plays_for_
 
 
 def test_processes_of_a_run_keep_their_connections_over_a_cut_of_a_minute_unless_the_person_says_otherwise(monkeypatch):
-    monkeypatch.delenv(ON_CUTS, raising=False)
-    assert int(environment(1)[ON_CUTS]) > 60_000
-    monkeypatch.setenv(ON_CUTS, "5000")
-    assert environment(1)[ON_CUTS] == "5000"
+    monkeypatch.delenv(GRPC_KEEPALIVE_VARIABLE, raising=False)
+    assert int(actor_environment(1)[GRPC_KEEPALIVE_VARIABLE]) > 60_000
+    monkeypatch.setenv(GRPC_KEEPALIVE_VARIABLE, "5000")
+    assert actor_environment(1)[GRPC_KEEPALIVE_VARIABLE] == "5000"

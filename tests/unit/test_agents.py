@@ -12,7 +12,7 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict
 from r3async.rollout.agents import agents
-from r3async.rollout.agents.agents import agent_player, last_reward, make_agent
+from r3async.rollout.agents.agents import make_agent, open_agent_player, parse_last_reward
 from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.rollout.evaluation import check_environment
 from r3async.rollout.group import GroupPlayer
@@ -37,7 +37,7 @@ def program(code, **args):
 async def play(env, answers=("abcd",), settings=SETTINGS, task=TASK, **values):
     chat = renderer()
     engine = await ready(answer_ids(chat, *answers))
-    async with agent_player(env, engine, chat, settings, ServingConfig(**values), generator_id="g") as player:
+    async with open_agent_player(env, engine, chat, settings, ServingConfig(**values), generator_id="g") as player:
         return await player(task)
 
 
@@ -111,7 +111,7 @@ async def test_an_agent_that_takes_too_long_loses_its_episode_and_the_setting_is
 async def test_what_the_engine_failed_with_is_raised_whatever_the_agent_made_of_it():
     chat = renderer()
     engine = await ready([[1]])
-    async with agent_player(function("counts"), engine, chat, SETTINGS, ServingConfig()) as player:
+    async with open_agent_player(function("counts"), engine, chat, SETTINGS, ServingConfig()) as player:
         await engine.stop()
         with pytest.raises(Exception, match="the engine is not running"):
             await player(TASK)
@@ -124,18 +124,18 @@ async def test_a_group_of_an_agent_is_played_like_any_other_and_tried_again():
     async def deliver(trajectory):
         delivered.append((trajectory.trajectory_id, trajectory.reward))
 
-    async with agent_player(function("counts"), engine, chat, SETTINGS, ServingConfig()) as player:
+    async with open_agent_player(function("counts"), engine, chat, SETTINGS, ServingConfig()) as player:
         group = GroupPlayer(
             factory=None,
             engine=engine,
             renderer=chat,
             settings=SETTINGS,
             generator_id="g",
-            deliver=deliver,
+            deliver_trajectory=deliver,
             report=lambda event, **fields: reports.append(event),
-            play=player,
+            play_episode=player,
         )
-        await group.play(GroupLease(4, 9, (0, 2)))
+        await group.play_lease(GroupLease(4, 9, (0, 2)))
     assert sorted(delivered) == [("g00000004e0000", 2), ("g00000004e0002", 2)]
     assert reports == []
 
@@ -237,7 +237,7 @@ print('{{"reward": 3}}')
 async def test_a_program_that_leaves_a_child_in_a_session_of_its_own_has_its_reward_and_the_child_is_ended(
     tmp_path, monkeypatch, deaf
 ):
-    monkeypatch.setattr(agents, "ENDING_SECONDS", 1.0)
+    monkeypatch.setattr(agents, "TERMINATION_SECONDS", 1.0)
     mark = tmp_path / "pid"
     trajectory = await play(program(LEAVES.format(deaf=deaf, env=None, mark=str(mark))))
     assert (trajectory.reward, trajectory.stop_reason) == (3, "stop")
@@ -267,7 +267,7 @@ async def test_output_that_a_process_holds_of_which_nothing_is_known_is_not_wait
     ids=range(8),
 )
 def test_the_last_line_of_a_programs_output_says_its_reward(output, reward):
-    assert last_reward(output) == reward
+    assert parse_last_reward(output) == reward
 
 
 # -- from outside -------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ async def test_somebody_outside_takes_episodes_that_wait_and_says_when_they_are_
     chat = renderer()
     engine = await ready(answer_ids(chat, "ab"))
     serving = ServingConfig(enabled=True)
-    async with agent_player(
+    async with open_agent_player(
         EnvConfig(name="agent-outside"), engine, chat, SETTINGS, serving, generator_id="g0", directory=tmp_path
     ) as player:
         file = tmp_path / "serving-g0.json"
@@ -302,7 +302,7 @@ async def test_somebody_outside_takes_episodes_that_wait_and_says_when_they_are_
 async def test_an_environment_is_left_to_others_and_nothing_listens_unless_asked():
     chat = renderer()
     engine = await ready([[1]])
-    async with agent_player(EnvConfig(name="reverse-text"), engine, chat, SETTINGS, ServingConfig()) as player:
+    async with open_agent_player(EnvConfig(name="reverse-text"), engine, chat, SETTINGS, ServingConfig()) as player:
         assert player is None
 
 

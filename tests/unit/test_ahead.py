@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.actors.ranks import LocalLearner
-from r3async.actors.reception import Ahead, Reception
+from r3async.actors.ranks import LocalRank
+from r3async.actors.reception import NextStep, TrajectoryInbox
 from r3async.config import config_from_dict
 from r3async.learner import build_learner
-from r3async.learner.batch.planner import Cost
-from r3async.learner.trainer import TrainedGroups, Trainer
-from r3async.record.steps import checksum
+from r3async.learner.batch.planner import CostModel
+from r3async.learner.trainer import StepOutcome, Trainer
+from r3async.record.steps import checksum_tokens
 from r3async.schedule.groups import GroupBuffer
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 from tests.helpers import checkpoint as hc
 from tests.helpers import models as hm
 from tests.unit.test_buffer import make_trajectory
@@ -27,14 +27,14 @@ from tests.unit.test_buffer import make_trajectory
 LIMIT = 30.0
 
 
-class Received(Reception):
+class Received(TrajectoryInbox):
     """Groups of one trajectory in a buffer, without a socket."""
 
     def __init__(self, window: int, groups_per_step: int, tokens: int = 0):
         schedule = {"groups_per_step": groups_per_step, "window": window, "tokens_per_step": tokens}
         self._config = config_from_dict({"schedule": {"samples_per_group": 2, "max_staleness": 3, **schedule}})
-        self.buffer, self._slots, self._arrived = GroupBuffer(1, window), 4 * groups_per_step, asyncio.Event()
-        self.receiver = SimpleNamespace(release=lambda name: None)  # type: ignore[assignment]
+        self.buffer, self._slot_count, self._arrival = GroupBuffer(1, window), 4 * groups_per_step, asyncio.Event()
+        self.receiver = SimpleNamespace(release_trajectory=lambda name: None)  # type: ignore[assignment]
 
 
 class AtOnce:
@@ -54,23 +54,23 @@ class AtOnce:
 async def steps(arrivals: list[list[int]], window: int, tokens: int, ahead: bool) -> tuple[list[list[int]], AtOnce]:
     """Of a step's time each: what arrived before it began, and while it trained. Returns the groups of each step."""
     reception, lane, never = Received(window, 2, tokens), AtOnce(), asyncio.Event()
-    guess = Ahead(reception, lane, lambda groups: [t.trajectory_id for group in groups for t in group])
+    guess = NextStep(reception, lane, lambda groups: [t.trajectory_id for group in groups for t in group])
     trained: list[list[int]] = []
     for before, meanwhile in zip(arrivals[::2], arrivals[1::2], strict=False):
         for group in before:
-            reception._arrive(make_trajectory(group), 1)
-        indices = reception.buffer.batch(2, 2 if not tokens else 4, tokens)
+            reception._add_arrival(make_trajectory(group), 1)
+        indices = reception.buffer.choose_groups(2, 2 if not tokens else 4, tokens)
         if not indices:
-            indices = reception.buffer.batch(1, 1, 0)
+            indices = reception.buffer.choose_groups(1, 1, 0)
         if not indices:
             continue
-        groups, _ = reception.buffer.take(indices)
-        assert await guess.made(indices, groups) == [f"g{i}e0" for i in indices]
+        groups, _ = reception.buffer.take_groups(indices)
+        assert await guess.get_result(indices, groups) == [f"g{i}e0" for i in indices]
         trained.append(indices)
-        looking = asyncio.create_task(guess.look((0, 0), never)) if ahead else None
+        looking = asyncio.create_task(guess.prefetch((0, 0), never)) if ahead else None
         await asyncio.sleep(0)
         for group in meanwhile:
-            reception._arrive(make_trajectory(group), 1)
+            reception._add_arrival(make_trajectory(group), 1)
         for _ in range(4):
             await asyncio.sleep(0)
         if looking is not None:
@@ -106,13 +106,13 @@ def test_a_guess_that_comes_true_is_made_once_and_one_that_does_not_is_made_agai
 
 async def test_what_was_prepared_ahead_is_not_taken():
     reception, lane = Received(1, 1), AtOnce()
-    guess = Ahead(reception, lane, len)
-    reception._arrive(make_trajectory(0), 1)
-    await asyncio.wait_for(guess.look((0, 0), asyncio.Event()), LIMIT)
+    guess = NextStep(reception, lane, len)
+    reception._add_arrival(make_trajectory(0), 1)
+    await asyncio.wait_for(guess.prefetch((0, 0), asyncio.Event()), LIMIT)
     await asyncio.sleep(0)
     assert lane.calls == [[0]]
-    assert len(reception.buffer.taken) == 0
-    assert reception.buffer.batch(1, 1, 0) == [0]
+    assert len(reception.buffer.consumed) == 0
+    assert reception.buffer.choose_groups(1, 1, 0) == [0]
 
 
 async def test_a_defect_found_ahead_is_raised_in_its_own_step():
@@ -120,22 +120,22 @@ async def test_a_defect_found_ahead_is_raised_in_its_own_step():
         raise ValueError("cannot be packed")
 
     reception = Received(1, 1)
-    guess = Ahead(reception, REAL.threads.lane("packer"), broken)
-    reception._arrive(make_trajectory(0), 1)
-    await asyncio.wait_for(guess.look((0, 0), asyncio.Event()), LIMIT)
-    groups, _ = reception.buffer.take([0])
+    guess = NextStep(reception, REAL_WORLD.threads.new_worker("packer"), broken)
+    reception._add_arrival(make_trajectory(0), 1)
+    await asyncio.wait_for(guess.prefetch((0, 0), asyncio.Event()), LIMIT)
+    groups, _ = reception.buffer.take_groups([0])
     with pytest.raises(ValueError, match="cannot be packed"):
-        await guess.made([0], groups)
+        await guess.get_result([0], groups)
 
 
 # -- with a model ------------------------------------------------------------------------------------------------------
 
 
 class NoTrace:
-    def wants(self, samples):
+    def should_trace(self, samples):
         return False
 
-    def write(self, step, samples, result):
+    def write_trace(self, step, samples, result):
         pass
 
 
@@ -156,20 +156,20 @@ def stand_in(t):
 def test_steps_prepared_while_others_train_are_bit_by_bit_the_same(tmp_path, backend):
     path, config = hm.make_hf_model(tmp_path, num_hidden_layers=2), hc.settings(backend)
 
-    def run(beside: bool) -> list[TrainedGroups]:
+    def run(beside: bool) -> list[StepOutcome]:
         learner = build_learner(config, path)
-        trainer = Trainer(config, Cost(), LocalLearner(config, learner), NoTrace(), None, stand_in)
-        done, ready = [], {0: trainer.prepared(played(0))}
+        trainer = Trainer(config, CostModel(), LocalRank(config, learner), NoTrace(), None, stand_in)
+        done, ready = [], {0: trainer.prepare_step(played(0))}
         try:
             for step in range(5):
 
                 def prepare_next(step: int = step) -> None:
-                    ready[step + 1] = trainer.prepared(played(step + 1))
+                    ready[step + 1] = trainer.prepare_step(played(step + 1))
 
                 thread = threading.Thread(target=prepare_next)
                 if beside:
                     thread.start()
-                done.append(trainer.step(step + 1, step, ready.pop(step)))
+                done.append(trainer.train_step(step + 1, step, ready.pop(step)))
                 if not beside:
                     thread.start()
                 thread.join(LIMIT)
@@ -180,6 +180,6 @@ def test_steps_prepared_while_others_train_are_bit_by_bit_the_same(tmp_path, bac
     apart, beside = run(beside=False), run(beside=True)
     assert [d.metrics for d in beside] == [d.metrics for d in apart]
     assert any(d.metrics["optimizer/updates"] for d in apart)
-    assert [[u.trajectory.trajectory_id for u in d.unsound] for d in beside] == [[], ["g2e1"], [], ["g6e1"], []]
-    ids = [[[checksum(t) for t in group] for group in d.groups] for d in beside]
-    assert ids == [[[checksum(t) for t in group] for group in d.groups] for d in apart]
+    assert [[u.trajectory.trajectory_id for u in d.rejected] for d in beside] == [[], ["g2e1"], [], ["g6e1"], []]
+    ids = [[[checksum_tokens(t) for t in group] for group in d.groups] for d in beside]
+    assert ids == [[[checksum_tokens(t) for t in group] for group in d.groups] for d in apart]

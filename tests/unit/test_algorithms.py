@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import ConfigError, load_config
-from r3async.learner.losses.drift import ESTIMATORS, bounded_k3, k2, k3, measured_k3
-from r3async.learner.losses.objective import reference_kl
+from r3async.learner.losses.drift import KL_ESTIMATORS, clamped_k3, k2, k3, tangent_k3
+from r3async.learner.losses.objective import compute_reference_kl
 from tests.helpers.algorithms import algorithm
 
 
@@ -39,7 +39,7 @@ def kl(logits: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["k1", "k3"])
 def test_value_and_gradient_are_unbiased(name):
     logits, mu = categorical()
-    value, exact = expected(ESTIMATORS[name], logits, mu), kl(logits, mu)
+    value, exact = expected(KL_ESTIMATORS[name], logits, mu), kl(logits, mu)
     assert exact > 0.1
     assert torch.isclose(value, exact, rtol=1e-12)
     assert torch.allclose(gradient(value, logits), gradient(exact, logits), rtol=1e-12, atol=1e-14)
@@ -67,13 +67,13 @@ def test_k2_is_right_to_second_order_and_calmer_than_k1():
         mean = (mu.exp() * values).sum()
         return float((mu.exp() * (values - mean).square()).sum())
 
-    assert variance(k2(delta)) < 0.01 * variance(ESTIMATORS["k1"](delta))
+    assert variance(k2(delta)) < 0.01 * variance(KL_ESTIMATORS["k1"](delta))
 
 
 def test_k3_and_abs_are_never_negative_and_k3_keeps_tiny_drift():
     delta = torch.linspace(-5, 5, 1001)
     assert (k3(delta) >= 0).all()
-    assert (ESTIMATORS["abs"](delta) == delta.abs()).all()
+    assert (KL_ESTIMATORS["abs"](delta) == delta.abs()).all()
     assert torch.allclose(k3(delta.double()), torch.exp(delta.double()) - 1 - delta.double(), rtol=1e-7, atol=1e-15)
     tiny = torch.tensor([1e-4, -1e-6], dtype=torch.float32)
     assert torch.allclose(k3(tiny), torch.tensor([5e-9, 5e-13]), rtol=1e-3, atol=0)
@@ -81,7 +81,7 @@ def test_k3_and_abs_are_never_negative_and_k3_keeps_tiny_drift():
     assert torch.allclose(grad, torch.tensor([1e-9, -3e-8]), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("estimator", [k3, k2, lambda delta: bounded_k3(delta, 100.0)], ids=["k3", "k2", "bounded k3"])
+@pytest.mark.parametrize("estimator", [k3, k2, lambda delta: tangent_k3(delta, 100.0)], ids=["k3", "k2", "bounded k3"])
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 9.99e-3, 1.01e-2, 1.0, 19.0, 21.0, 1e10, 1.8e19, 2e19, 1e30])
 def test_the_gradient_is_a_number_wherever_delta_is(estimator, size):
     """The branch of `where` that is not taken has one too: a square that overflowed made NaN of both."""
@@ -128,8 +128,8 @@ def test_one_token_counts_no_more_than_its_limit_and_its_gradient_stays(delta, l
     """Against k3 in float64, cut and continued by hand."""
     exact = math.exp(delta) - 1 - delta if abs(delta) > 1e-3 else delta**2 / 2 + delta**3 / 6
     x = torch.tensor(delta, dtype=torch.float64, requires_grad=True)
-    assert float(measured_k3(x.detach(), limit)) == pytest.approx(min(exact, limit), rel=1e-6, abs=1e-12)
-    value = bounded_k3(x, limit)
+    assert float(clamped_k3(x.detach(), limit)) == pytest.approx(min(exact, limit), rel=1e-6, abs=1e-12)
+    value = tangent_k3(x, limit)
     value.backward()
     slope = float(x.grad)
     if delta < 0 or exact <= limit:
@@ -142,7 +142,7 @@ def test_one_token_counts_no_more_than_its_limit_and_its_gradient_stays(delta, l
 
 
 def test_what_is_not_finite_is_not_hidden_by_the_limit():
-    values = measured_k3(torch.tensor([math.inf, -math.inf, math.nan, 60.0]), 100.0)
+    values = clamped_k3(torch.tensor([math.inf, -math.inf, math.nan, 60.0]), 100.0)
     assert values[:2].isinf().all()
     assert values[2].isnan()
     assert values[3] == 100
@@ -160,7 +160,7 @@ def test_the_weighted_reference_term_is_kl_for_tokens_of_any_policy(stale):
     (want,) = torch.autograd.grad(exact, logits)
     for weighted in (True, False):
         config = algorithm(reference_kl={"coef": 1.0, "weighted": weighted, "weight_cap": 1e6}).reference_kl
-        mean = (mu.exp() * reference_kl(logits.log_softmax(-1), mu, reference, config)).sum()
+        mean = (mu.exp() * compute_reference_kl(logits.log_softmax(-1), mu, reference, config)).sum()
         (got,) = torch.autograd.grad(mean, logits)
         right = abs(float(mean - exact)) < 1e-9 and torch.allclose(got, want)
         assert right == weighted

@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.checkpoint.resume import rewind
+from r3async.checkpoint.resume import rewind_records
 from r3async.checkpoint.state import ConductorState
-from r3async.world.appending import AppendFile, Keeper, whole_bytes
-from r3async.world.disk import Disk, DiskFile
+from r3async.world.appending import AppendFile, RecordFlusher, whole_record_bytes
+from r3async.world.disk import SystemFile, SystemFiles
 from r3async.world.files import make_directory, replace_file
 from r3async.world.real import RealWorld
 
 
-class FaultyDisk(Disk):
+class FaultyDisk(SystemFiles):
     """Each write takes what the plan says, in bytes, or fails with that error (negative)."""
 
     def __init__(self, plan: list[int], truncates: list[bool]):
@@ -35,19 +35,19 @@ class FaultyDisk(Disk):
         return FaultyFile(file._descriptor, self)
 
 
-class FaultyFile(DiskFile):
+class FaultyFile(SystemFile):
     def __init__(self, descriptor: int, disk: FaultyDisk):
         super().__init__(descriptor)
         self._disk = disk
 
-    def append(self, pieces) -> int:
-        left = memoryview(b"".join(pieces))
+    def append(self, buffers) -> int:
+        left = memoryview(b"".join(buffers))
         while left:
             step = self._disk.plan.pop(0) if self._disk.plan else len(left)
             if step < 0:
                 raise OSError(-step, os.strerror(-step))
             left = left[super().append([left[: max(1, step)]]) :]
-        return sum(map(len, pieces))
+        return sum(map(len, buffers))
 
     def truncate(self, size: int) -> None:
         if self._disk.truncates and not self._disk.truncates.pop(0):
@@ -77,22 +77,22 @@ def test_the_file_holds_a_prefix_of_whole_records_and_in_the_end_all_of_them(
     before = [b"before"]
     path.write_bytes(b"before\n" + (b"half a li" if torn else b""))
     world = FaultyWorld(plan, truncates)
-    keeper = Keeper(lambda event, **facts: None, world=world, retry_seconds=0)
-    file = AppendFile(path, world=world, keeper=keeper)
+    keeper = RecordFlusher(lambda event, **facts: None, world=world, retry_seconds=0)
+    file = AppendFile(path, world=world, flusher=keeper)
     for index, record in enumerate(records):
         written = file.append(record)
-        position = keeper.position(path)
+        position = keeper.file_position(path)
         # What a resume would make of it: what is whole in the file, and then what waits.
-        whole = path.read_bytes()[: position.nbytes]
-        assert (whole + b"".join(position.kept)).splitlines() == before + records[: index + 1]
-        assert written == (not position.kept)
+        whole = path.read_bytes()[: position.whole_bytes]
+        assert (whole + b"".join(position.waiting_records)).splitlines() == before + records[: index + 1]
+        assert written == (not position.waiting_records)
         if index % 3 == 2:
-            keeper.retry()
+            keeper.retry_writes()
     for _ in range(200):
-        if keeper.retry():
+        if keeper.retry_writes():
             break
     assert path.read_bytes().splitlines() == before + records
-    assert file.lost == 0
+    assert file.lost_records == 0
 
 
 @settings(max_examples=80)
@@ -101,30 +101,30 @@ def test_a_resume_finds_each_row_up_to_its_checkpoint_once_whatever_waited_then(
     tmp_path_factory, plan, count, saved
 ) -> None:
     run_dir, name = tmp_path_factory.mktemp("a"), "metrics.jsonl"
-    keeper = Keeper(lambda event, **facts: None, retry_seconds=0)
+    keeper = RecordFlusher(lambda event, **facts: None, retry_seconds=0)
     state = ConductorState()
-    file = AppendFile(run_dir / name, world=FaultyWorld(plan, []), keeper=keeper)
+    file = AppendFile(run_dir / name, world=FaultyWorld(plan, []), flusher=keeper)
     for index in range(count + 1):
         if index == min(saved, count):
-            state = asyncio.run(state.with_records(run_dir, [name], keeper=keeper))
+            state = asyncio.run(state.with_record_positions(run_dir, [name], keeper=keeper))
         file.append(b"%d" % index)
         if index % 4 == 3:
-            keeper.retry()
+            keeper.retry_writes()
     # The process is killed: what waits in it is lost. A checkpoint was made before row `saved`.
-    rewind(run_dir, state.record_bytes, state.record_kept)
+    rewind_records(run_dir, state.record_bytes, state.record_kept)
     rows = (run_dir / name).read_bytes().splitlines() if (run_dir / name).exists() else []
     assert rows == [b"%d" % index for index in range(min(saved, count))]
 
 
 def test_two_events_however_many_files_and_records(tmp_path: Path) -> None:
     told = []
-    keeper = Keeper(lambda event, **facts: told.append((event, facts)), retry_seconds=0)
+    keeper = RecordFlusher(lambda event, **facts: told.append((event, facts)), retry_seconds=0)
     world = FaultyWorld([-errno.ENOSPC] * 8, [])
-    files = [AppendFile(tmp_path / f"{name}.jsonl", world=world, keeper=keeper) for name in "ab"]
+    files = [AppendFile(tmp_path / f"{name}.jsonl", world=world, flusher=keeper) for name in "ab"]
     for index in range(5):
         for file in files:
             assert not file.append(b"%d" % index)
-    while not keeper.retry():
+    while not keeper.retry_writes():
         pass
     assert [event for event, _ in told] == ["records_kept", "records_written"]
     assert told[0][1]["file"] == str(tmp_path / "a.jsonl")
@@ -135,13 +135,13 @@ def test_two_events_however_many_files_and_records(tmp_path: Path) -> None:
 
 def test_what_memory_has_no_capacity_for_is_counted_and_said(tmp_path: Path) -> None:
     told = []
-    keeper = Keeper(lambda event, **facts: told.append((event, facts)), retry_seconds=0)
+    keeper = RecordFlusher(lambda event, **facts: told.append((event, facts)), retry_seconds=0)
     world = FaultyWorld([-errno.ENOSPC], [])
-    file = AppendFile(tmp_path / "a.jsonl", world=world, keeper=keeper, kept_bytes=30)
+    file = AppendFile(tmp_path / "a.jsonl", world=world, flusher=keeper, max_waiting_bytes=30)
     for index in range(5):
         file.append(b"record %d" % index)
-    assert (file.lost, file.waiting) == (2, 3)
-    assert keeper.retry()
+    assert (file.lost_records, file.waiting_count) == (2, 3)
+    assert keeper.retry_writes()
     assert file.append(b"record 5")
     assert file.path.read_bytes() == b"record 0\nrecord 1\nrecord 2\nrecord 5\n"
     assert [event for event, _ in told] == ["records_kept", "records_lost", "records_written"]
@@ -150,8 +150,8 @@ def test_what_memory_has_no_capacity_for_is_counted_and_said(tmp_path: Path) -> 
 
 def test_the_thread_writes_what_waits_without_a_further_record(tmp_path: Path) -> None:
     done = threading.Event()
-    keeper = Keeper(lambda event, **facts: event == "records_written" and done.set(), retry_seconds=0.01)
-    file = AppendFile(tmp_path / "a.jsonl", world=FaultyWorld([-errno.EIO] * 3, []), keeper=keeper)
+    keeper = RecordFlusher(lambda event, **facts: event == "records_written" and done.set(), retry_seconds=0.01)
+    file = AppendFile(tmp_path / "a.jsonl", world=FaultyWorld([-errno.EIO] * 3, []), flusher=keeper)
     file.append(b"last words")
     assert done.wait(30)
     assert file.path.read_bytes() == b"last words\n"
@@ -174,13 +174,13 @@ def test_a_kernel_that_cuts_a_write_short_leaves_no_half_record(tmp_path: Path) 
     script = """
 import resource, sys
 from pathlib import Path
-from r3async.world.appending import AppendFile, Keeper
+from r3async.world.appending import AppendFile, RecordFlusher
 path, told = Path(sys.argv[1]), []
-keeper = Keeper(lambda event, **facts: told.append(event), retry_seconds=0)
-file = AppendFile(path, keeper=keeper)
+keeper = RecordFlusher(lambda event, **facts: told.append(event), retry_seconds=0)
+file = AppendFile(path, flusher=keeper)
 print([file.append(b"%02d" % i + b"x" * 400) for i in range(5)], path.stat().st_size, told)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
-print(keeper.retry(), told)
+print(keeper.retry_writes(), told)
 """
     done = limited(script, str(path))
     assert done.stderr == ""
@@ -195,10 +195,10 @@ def test_a_log_on_a_full_disk_raises_from_no_print(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = """
 import logging, os, resource, sys
-from r3async.world.processes import survive_full_disk
+from r3async.world.processes import ignore_output_errors
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 os.dup2(log, 1), os.dup2(log, 2)
-survive_full_disk()
+ignore_output_errors()
 for i in range(100):
     print(i, "x" * 30)
     print(i, file=sys.stderr)
@@ -216,14 +216,14 @@ print("again")
 def test_a_process_that_was_stopped_within_its_write_holds_nobody_up(tmp_path: Path) -> None:
     import fcntl
 
-    path, keeper = tmp_path / "a.jsonl", Keeper(lambda event, **facts: told.append(event), retry_seconds=0)
+    path, keeper = tmp_path / "a.jsonl", RecordFlusher(lambda event, **facts: told.append(event), retry_seconds=0)
     told: list[str] = []
     other = os.open(path, os.O_RDWR | os.O_CREAT)
     fcntl.flock(other, fcntl.LOCK_EX)
-    file = AppendFile(path, keeper=keeper)
+    file = AppendFile(path, flusher=keeper)
     assert not file.append(b"one")
     os.close(other)
-    assert keeper.retry()
+    assert keeper.retry_writes()
     assert path.read_bytes() == b"one\n"
     assert told == []
 
@@ -234,8 +234,8 @@ def test_a_process_that_was_stopped_within_its_write_holds_nobody_up(tmp_path: P
 def test_whole_bytes_end_with_the_last_whole_line(tmp_path: Path, data: bytes, whole: int) -> None:
     path = tmp_path / "a"
     path.write_bytes(data)
-    assert whole_bytes(path) == whole
-    assert whole_bytes(tmp_path / "none") == 0
+    assert whole_record_bytes(path) == whole
+    assert whole_record_bytes(tmp_path / "none") == 0
 
 
 def test_a_new_directory_and_its_parents_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from r3async.actors.away import bring_model, check_sees_run, offer_model, sees_run
+from r3async.actors.away import check_shares_run_directory, fetch_model_files, publish_model_files, shares_run_directory
 from r3async.actors.process import RunFailed
-from r3async.checkpoint.resume import take_lineage
-from r3async.record.events import EVENTS, open_events
-from r3async.record.reading import read_objects
+from r3async.checkpoint.resume import begin_lineage
+from r3async.record.events import EVENTS_FILE, open_event_log
+from r3async.record.reading import read_json_objects
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines import NAMES
-from r3async.rollout.engines.vllm import VllmEngine, checkpoint_names
-from r3async.world.real import REAL, RealWorld
+from r3async.rollout.engines import TENSOR_NAMES_FILE
+from r3async.rollout.engines.vllm import VllmEngine, read_tensor_names
+from r3async.world.real import REAL_WORLD, RealWorld
 
 
 class Shared(RealWorld):
@@ -29,15 +29,15 @@ class Shared(RealWorld):
 def test_a_host_without_the_model_gets_all_but_its_weights(untrained, tmp_path):
     here = tmp_path / "model"
     shutil.copytree(untrained, here)
-    offered = msgspec.msgpack.decode(msgspec.msgpack.encode(tuple(offer_model(Shared(), here))))
+    offered = msgspec.msgpack.decode(msgspec.msgpack.encode(tuple(publish_model_files(Shared(), here))))
     assert not any(name.endswith(".safetensors") for name in offered[1])
-    given = offer_model(Shared(), here)
-    assert bring_model(Shared(), given, tmp_path / "run") == str(here), "it is here"
-    names, text = checkpoint_names(here), ChatRenderer.from_model(here).encode("abc")
+    given = publish_model_files(Shared(), here)
+    assert fetch_model_files(Shared(), given, tmp_path / "run") == str(here), "it is here"
+    names, text = read_tensor_names(here), ChatRenderer.from_model(here).encode("abc")
     shutil.rmtree(here)
-    path = bring_model(Shared(), given, tmp_path / "run")
+    path = fetch_model_files(Shared(), given, tmp_path / "run")
     assert path.startswith(str(tmp_path / "run"))
-    assert checkpoint_names(tmp_path / "run" / "model-of-the-run") == names != frozenset()
+    assert read_tensor_names(tmp_path / "run" / "model-of-the-run") == names != frozenset()
     assert ChatRenderer.from_model(path).encode("abc") == text
 
 
@@ -46,33 +46,36 @@ def test_an_engine_without_weights_begins_with_made_up_ones(tiny_model, tmp_path
     here = tmp_path / "model"
     shutil.copytree(tiny_model, here)
     if without:
-        (here / NAMES).write_text("[]")
+        (here / TENSOR_NAMES_FILE).write_text("[]")
     engine = VllmEngine(str(here), dtype="float32", concurrency=1, max_model_len=64)
-    assert engine._args.get("load_format") == ("dummy" if without else None)
+    assert engine._engine_args.get("load_format") == ("dummy" if without else None)
 
 
 def test_a_directory_that_is_no_model_is_not_sent(tmp_path, monkeypatch):
-    monkeypatch.setattr("r3async.actors.away.MOST_BYTES", 100)
+    monkeypatch.setattr("r3async.actors.away.MAX_MODEL_FILES_BYTES", 100)
     (tmp_path / "log").write_bytes(b"x" * 101)
     with pytest.raises(RunFailed, match="more than 100 bytes beside its weights"):
-        offer_model(Shared(), tmp_path)
+        publish_model_files(Shared(), tmp_path)
 
 
 def test_who_sees_the_runs_directory_sees_its_newest_start(tmp_path):
-    assert not sees_run(tmp_path, 1, REAL.files)
-    first = take_lineage(tmp_path, None, "model")
-    assert sees_run(tmp_path, first.number, REAL.files)
-    second = take_lineage(tmp_path, None, "model")
-    assert (sees_run(tmp_path, first.number, REAL.files), sees_run(tmp_path, second.number, REAL.files)) == (
+    assert not shares_run_directory(tmp_path, 1, REAL_WORLD.files)
+    first = begin_lineage(tmp_path, None, "model")
+    assert shares_run_directory(tmp_path, first.number, REAL_WORLD.files)
+    second = begin_lineage(tmp_path, None, "model")
+    assert (
+        shares_run_directory(tmp_path, first.number, REAL_WORLD.files),
+        shares_run_directory(tmp_path, second.number, REAL_WORLD.files),
+    ) == (
         False,
         True,
     )
-    check_sees_run({"host": "b", "sees_run": True}, tmp_path)
+    check_shares_run_directory({"host": "b", "sees_run": True}, tmp_path)
     with pytest.raises(RunFailed, match=r"the learner is on host b, which does not see .*--runs"):
-        check_sees_run({"host": "b", "sees_run": False}, tmp_path)
+        check_shares_run_directory({"host": "b", "sees_run": False}, tmp_path)
 
 
 def test_events_are_in_the_file_and_reported(tmp_path):
     reported = []
-    open_events(tmp_path, "generator-0", also=reported.append).info("generator_started", pid=3)
-    assert [msgspec.json.decode(line) for line in reported] == read_objects(tmp_path / EVENTS)
+    open_event_log(tmp_path, "generator-0", on_line=reported.append).info("generator_started", pid=3)
+    assert [msgspec.json.decode(line) for line in reported] == read_json_objects(tmp_path / EVENTS_FILE)

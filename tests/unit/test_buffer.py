@@ -33,50 +33,50 @@ def test_groups_leave_in_lease_order_whatever_order_they_arrive_in():
     buffer = GroupBuffer(2)
     for group, episode in [(1, 1), (1, 0), (0, 1), (2, 0)]:
         assert buffer.add(make_trajectory(group, episode), 10)
-    assert not buffer.batch(1, 1, 0)
-    assert buffer.missing(0) == [0]
-    assert buffer.lacking(3) == {0: [0], 2: [1]}
+    assert not buffer.choose_groups(1, 1, 0)
+    assert buffer.missing_in_group(0) == [0]
+    assert buffer.missing_episodes(3) == {0: [0], 2: [1]}
     buffer.add(make_trajectory(0, 0), 10)
-    assert buffer.batch(2, 2, 0) == [0, 1]
-    assert not buffer.batch(3, 3, 0)
-    groups, nbytes = buffer.take([0, 1])
+    assert buffer.choose_groups(2, 2, 0) == [0, 1]
+    assert not buffer.choose_groups(3, 3, 0)
+    groups, nbytes = buffer.take_groups([0, 1])
     assert [[t.trajectory_id for t in g] for g in groups] == [["g0e0", "g0e1"], ["g1e0", "g1e1"]]
     assert nbytes == 40
-    assert buffer.next_group == 2
+    assert buffer.oldest_group == 2
 
 
 def test_an_episode_that_is_here_or_was_trained_is_not_added_again():
     buffer = GroupBuffer(1)
     assert buffer.add(make_trajectory(0), 1)
     assert not buffer.add(make_trajectory(0), 1)
-    buffer.take([0])
+    buffer.take_groups([0])
     assert not buffer.add(make_trajectory(0), 1)
-    assert buffer.missing(0) == []
+    assert buffer.missing_in_group(0) == []
 
 
 def test_incomplete_groups_can_not_be_taken():
     with pytest.raises(ValueError, match="not complete"):
-        GroupBuffer(1).take([0])
+        GroupBuffer(1).take_groups([0])
 
 
 def test_a_window_lets_complete_groups_overtake_a_late_one_by_so_many_places():
     buffer = GroupBuffer(1, window=3)
     for group in (1, 3, 4, 2):
         buffer.add(make_trajectory(group), 1)
-    assert buffer.batch(2, 2, 0) == [1, 2]
-    assert buffer.batch(3, 3, 0) == []  # group 3 is three places behind group 0
+    assert buffer.choose_groups(2, 2, 0) == [1, 2]
+    assert buffer.choose_groups(3, 3, 0) == []  # group 3 is three places behind group 0
     with pytest.raises(ValueError, match=r"may not overtake group 0: schedule\.window = 3 lets 2 younger groups"):
-        buffer.take([1, 3])
-    assert buffer.ready_groups() == 4  # nothing was taken
-    buffer.take([1, 2])
-    assert (buffer.next_group, buffer.missing(1), buffer.missing(0)) == (0, [], [0])
+        buffer.take_groups([1, 3])
+    assert buffer.count_ready_groups() == 4  # nothing was taken
+    buffer.take_groups([1, 2])
+    assert (buffer.oldest_group, buffer.missing_in_group(1), buffer.missing_in_group(0)) == (0, [], [0])
     assert not buffer.add(make_trajectory(2), 1)
-    assert buffer.lacking(3) == {0: [0]}
+    assert buffer.missing_episodes(3) == {0: [0]}
     buffer.add(make_trajectory(0), 1)
-    assert buffer.batch(1, 3, 100) == [0, 3, 4]  # the window moves on within a batch
-    groups, _ = buffer.take([0, 3, 4])
+    assert buffer.choose_groups(1, 3, 100) == [0, 3, 4]  # the window moves on within a batch
+    groups, _ = buffer.take_groups([0, 3, 4])
     assert [g[0].group_index for g in groups] == [0, 3, 4]
-    assert buffer.next_group == 5
+    assert buffer.oldest_group == 5
 
 
 def check(trajectory, **changes):
@@ -112,7 +112,7 @@ def test_what_can_not_be_trained_on_is_refused_with_sample_and_reason(trajectory
 
 def test_a_mixture_of_experts_without_routes_is_refused():
     trajectory = make_trajectory()
-    trajectory.samples[0].table = trajectory.samples[0].table.without("routed_experts", "routing_recorded")
+    trajectory.samples[0].table = trajectory.samples[0].table.without_columns("routed_experts", "routing_recorded")
     with pytest.raises(InvalidTrajectory, match="no routes"):
         check(trajectory)
     check(trajectory, routing=None)
@@ -123,14 +123,14 @@ def test_a_batch_is_enough_with_its_groups_or_with_its_tokens():
     for group, tokens in enumerate([3, 4, 5, 6]):
         t = make_trajectory(group, 0)
         t.samples[0] = Sample(
-            "s", TokenTable.of_tokens(np.arange(8)).with_columns(loss_mask=np.arange(8) >= 8 - tokens)
+            "s", TokenTable.from_tokens(np.arange(8)).with_columns(loss_mask=np.arange(8) >= 8 - tokens)
         )
         buffer.add(t, 1)
-    assert buffer.batch(2, 2, 0) == [0, 1]
-    assert buffer.batch(1, 4, 0) == [0]
-    assert buffer.batch(1, 4, 7) == [0, 1]
-    assert buffer.batch(1, 4, 8) == [0, 1, 2]
-    assert buffer.batch(3, 4, 8) == [0, 1, 2]
-    assert buffer.batch(1, 3, 100) == [0, 1, 2]  # no more may be in flight
-    assert buffer.batch(1, 5, 100) == []  # the fifth is still to come
-    assert buffer.batch(1, 5, 12) == [0, 1, 2]
+    assert buffer.choose_groups(2, 2, 0) == [0, 1]
+    assert buffer.choose_groups(1, 4, 0) == [0]
+    assert buffer.choose_groups(1, 4, 7) == [0, 1]
+    assert buffer.choose_groups(1, 4, 8) == [0, 1, 2]
+    assert buffer.choose_groups(3, 4, 8) == [0, 1, 2]
+    assert buffer.choose_groups(1, 3, 100) == [0, 1, 2]  # no more may be in flight
+    assert buffer.choose_groups(1, 5, 100) == []  # the fifth is still to come
+    assert buffer.choose_groups(1, 5, 12) == [0, 1, 2]

@@ -3,7 +3,7 @@
 import pytest
 
 from r3async.config import Config, ConfigError
-from r3async.tools.callbacks import Callback, CallbackFailed, Callbacks
+from r3async.tools.callbacks import Callback, CallbackFailed, CallbackRunner
 
 
 class Listener(Callback):
@@ -35,8 +35,8 @@ def status(*steps, evaluated=()):
 
 
 def begun(run, *given, step=0):
-    callbacks = Callbacks(given)
-    callbacks.begin(Config(), run, step)
+    callbacks = CallbackRunner(given)
+    callbacks.begin_run(Config(), run, step)
     return callbacks
 
 
@@ -48,10 +48,10 @@ def test_each_thing_is_heard_of_once_in_order(tmp_path):
     checkpoint(tmp_path, 4)
     listener, plain = Listener(), []
     callbacks = begun(tmp_path, listener, lambda record: plain.append(record.metrics["reward/mean"]), step=4)
-    callbacks.show(status(3, 4, 5))
-    callbacks.show(status(5, 6, evaluated=[4]))
+    callbacks.show_status(status(3, 4, 5))
+    callbacks.show_status(status(5, 6, evaluated=[4]))
     checkpoint(tmp_path, 6)
-    callbacks.show(status(evaluated=[4, 6]))
+    callbacks.show_status(status(evaluated=[4, 6]))
     assert listener.heard == [
         ("step", 5),
         ("step", 6),
@@ -60,9 +60,9 @@ def test_each_thing_is_heard_of_once_in_order(tmp_path):
         ("checkpoint", 6),
     ]
     assert plain == [0.1, 0.1]
-    callbacks.rewind(4)  # the run restarts from the checkpoint of step 4
-    callbacks.show(status(5))
-    callbacks.end(None)
+    callbacks.rewind_to_step(4)  # the run restarts from the checkpoint of step 4
+    callbacks.show_status(status(5))
+    callbacks.end_run(None)
     assert listener.heard[5:] == [("step", 5), ("checkpoint", 6), ("end NoneType", 5)]
 
 
@@ -70,13 +70,13 @@ def test_each_thing_is_heard_of_once_in_order(tmp_path):
 def test_one_that_raises_is_the_last_that_is_called_and_is_named(tmp_path, raises):
     first, second = Listener(raises), Listener()
     callbacks = begun(tmp_path, first, second)
-    assert callbacks.failed is None
+    assert callbacks.failure is None
     checkpoint(tmp_path, 1)
-    callbacks.show(status(1, evaluated=[0]))
-    callbacks.show(status(2))
+    callbacks.show_status(status(1, evaluated=[0]))
+    callbacks.show_status(status(2))
     message = rf"the callback Listener raised in `on_\w+` of step \d: ValueError: enough.*{tmp_path.name}"
     with pytest.raises(CallbackFailed, match=message):
-        callbacks.end(None)
+        callbacks.end_run(None)
     heard = [what for what, _ in first.heard]
     assert heard[-1].startswith("end")
     assert heard.count(raises) == 1
@@ -88,10 +88,10 @@ def test_one_that_raises_is_the_last_that_is_called_and_is_named(tmp_path, raise
 
 def test_the_runs_own_failure_is_what_is_raised_and_a_run_that_never_began_has_no_end(tmp_path):
     listener, error = Listener("end RuntimeError"), RuntimeError("no GPU")
-    begun(tmp_path, listener).end(error)
+    begun(tmp_path, listener).end_run(error)
     assert listener.heard == [("end RuntimeError", 0)]
     never = Listener()
-    Callbacks([never]).end(error)
+    CallbackRunner([never]).end_run(error)
     assert never.heard == []
 
 
@@ -104,4 +104,4 @@ def test_the_runs_own_failure_is_what_is_raised_and_a_run_that_never_began_has_n
 )
 def test_what_is_no_callback_is_named(given, message):
     with pytest.raises(ConfigError, match=message):
-        Callbacks([given])
+        CallbackRunner([given])

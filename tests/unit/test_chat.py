@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from r3async.envs import Message
 from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError
-from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers.serving import merging_renderer
 from tests.helpers.templates import DEEPSEEK_R1, FAMILIES, GEMMA, LLAMA3, MISTRAL, QWEN3, renderer
 
@@ -35,11 +35,11 @@ def user(text):
 
 
 def prompt_of(conversation):
-    return conversation.prompt().token_ids.tolist()
+    return conversation.build_prompt().token_ids.tolist()
 
 
 def answer_ids(chat, text, end=True):
-    return [*chat.encode(text), *([chat.end_id] if end else [])]
+    return [*chat.encode(text), *([chat.eos_token_id] if end else [])]
 
 
 def talk(chat, answers, asked, end=True):
@@ -49,8 +49,8 @@ def talk(chat, answers, asked, end=True):
     for answer, words in zip(answers, asked[1:], strict=True):
         prompts.append(prompt_of(conversation))
         seen.append(prompts[-1] + answer_ids(chat, answer, end))
-        conversation.answered(answer_ids(chat, answer, end))
-        conversation.observe([user(words)])
+        conversation.add_answer(answer_ids(chat, answer, end))
+        conversation.add_messages([user(words)])
     return prompts, seen, prompt_of(conversation), conversation
 
 
@@ -84,7 +84,7 @@ def test_an_answer_that_was_cut_is_ended_by_what_the_template_writes():
         chat = renderer(family)
         _, seen, last, _ = talk(chat, ["half an answ"], ["one", "two"], end=False)
         assert last[: len(seen[0])] == seen[0]
-        assert last[len(seen[0])] == chat.end_id
+        assert last[len(seen[0])] == chat.eos_token_id
 
 
 @pytest.mark.parametrize("cut", ["half an ", "half an\n\n", " ", " a \n"])
@@ -93,7 +93,7 @@ def test_the_white_space_that_a_cut_answer_ends_in_is_not_shown_to_the_model_twi
         chat = renderer(family)
         _, seen, last, _ = talk(chat, [cut], ["one", "two"], end=False)
         assert last[: len(seen[0])] == seen[0]
-        assert last[len(seen[0])] == chat.end_id
+        assert last[len(seen[0])] == chat.eos_token_id
     plain = renderer()
     _, seen, last, conversation = talk(plain, [cut], ["one", "two"], end=False)
     assert plain.decode(last) == plain.render(conversation.messages)
@@ -115,8 +115,8 @@ def test_thoughts_between_tool_calls_stay_until_the_user_speaks_again():
     chat = renderer(QWEN3)
     conversation = Conversation(chat, [user("add")])
     seen = prompt_of(conversation) + answer_ids(chat, "<think>\nhm\n</think>\n\ncall")
-    conversation.answered(seen[len(prompt_of(conversation)) :])
-    conversation.observe([Message("tool", "7")])
+    conversation.add_answer(seen[len(prompt_of(conversation)) :])
+    conversation.add_messages([Message("tool", "7")])
     assert prompt_of(conversation)[: len(seen)] == seen
 
 
@@ -132,26 +132,26 @@ def test_a_late_system_message_that_is_merged_into_the_last_question_breaks():
     chat = renderer(MISTRAL)
     conversation = Conversation(chat, [Message("system", "be brief"), user("one")])
     seen = prompt_of(conversation) + answer_ids(chat, "1")
-    conversation.answered(answer_ids(chat, "1"))
-    conversation.observe([user("two")])
+    conversation.add_answer(answer_ids(chat, "1"))
+    conversation.add_messages([user("two")])
     assert prompt_of(conversation)[: len(seen)] != seen
     assert chat.decode(prompt_of(conversation)).count("be brief") == 1
 
 
 def test_a_compacted_history_keeps_the_tokens_of_the_answers_it_repeats():
     """No byte-level tokenizer would ever encode them so: what stands there was sampled."""
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     tokenizer.add_tokens(["ab"])
     chat = ChatRenderer(tokenizer)
-    odd = [tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b"), chat.end_id]
+    odd = [tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b"), chat.eos_token_id]
     assert chat.encode("ab") != odd[:2]
     conversation = Conversation(chat, [user("one"), user("two")])
     prompt_of(conversation)
-    conversation.answered(odd)
-    conversation.observe([user("three")])
+    conversation.add_answer(odd)
+    conversation.add_messages([user("three")])
     prompt_of(conversation)
-    conversation.answered(answer_ids(chat, "no"))
-    conversation.rewrite(
+    conversation.add_answer(answer_ids(chat, "no"))
+    conversation.replace_messages(
         [user("in short"), Message("assistant", "ab"), user("four"), Message("assistant", "other"), user("x")]
     )
     prompt = prompt_of(conversation)
@@ -183,17 +183,17 @@ def test_answers_keep_their_own_tokens_where_others_say_the_same(template, turns
     history, sampled = [user("ab")], []
     conversation = Conversation(chat, history)
     for text, spelled, then in turns:
-        conversation.prompt()
+        conversation.build_prompt()
         ids = [chat.encode(c)[0] for c in text] if spelled else chat.encode(text)
-        conversation.answered([*ids, chat.end_id])
-        sampled.append([*ids, chat.end_id])
+        conversation.add_answer([*ids, chat.eos_token_id])
+        sampled.append([*ids, chat.eos_token_id])
         history += [Message("assistant", text), user(then)]
-        conversation.observe(history[-1:])
+        conversation.add_messages(history[-1:])
         if after_each:
             history[0] = user(history[0].content + "!")
-            conversation.rewrite(history)
+            conversation.replace_messages(history)
     kept = history[2 * min(dropped, len(turns) - 1) :]
-    conversation.rewrite([user("so far: ab"), *kept[1:]])
+    conversation.replace_messages([user("so far: ab"), *kept[1:]])
     prompt = prompt_of(conversation)
     assert chat.decode(prompt) == chat.render(conversation.messages)
     between = len(chat.encode("\n")) if template else 0
@@ -204,11 +204,11 @@ def test_answers_keep_their_own_tokens_where_others_say_the_same(template, turns
 
 def test_an_answer_that_is_repeated_twice_stands_once_and_what_only_quotes_it_is_others_text():
     chat = merging_renderer(ENDS_IN_THE_SAME)
-    odd = [chat.encode("a")[0], chat.encode("b")[0], chat.end_id]
+    odd = [chat.encode("a")[0], chat.encode("b")[0], chat.eos_token_id]
     conversation = Conversation(chat, [user("x")])
-    conversation.prompt()
-    conversation.answered(odd)
-    conversation.rewrite(
+    conversation.build_prompt()
+    conversation.add_answer(odd)
+    conversation.replace_messages(
         [user("say ab"), Message("assistant", "ab"), user("x"), Message("assistant", "ab"), user("you said ab")]
     )
     prompt = prompt_of(conversation)
@@ -221,11 +221,11 @@ def test_where_the_template_does_not_show_the_place_of_an_answer_its_text_is_enc
     chat = merging_renderer(
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content | length }}:{{ m.content }}<|end|>{% endfor %}<|assistant|>"
     )
-    odd = [chat.encode("a")[0], chat.encode("b")[0], chat.end_id]
+    odd = [chat.encode("a")[0], chat.encode("b")[0], chat.eos_token_id]
     conversation = Conversation(chat, [user("x")])
-    conversation.prompt()
-    conversation.answered(odd)
-    conversation.rewrite([user("y"), Message("assistant", "ab"), user("z")])
+    conversation.build_prompt()
+    conversation.add_answer(odd)
+    conversation.replace_messages([user("y"), Message("assistant", "ab"), user("z")])
     prompt = prompt_of(conversation)
     assert prompt == chat.encode(chat.render(conversation.messages))
 
@@ -233,13 +233,13 @@ def test_where_the_template_does_not_show_the_place_of_an_answer_its_text_is_enc
 def test_the_text_of_an_answer_leaves_its_stop_token_out():
     chat = renderer()
     ids = chat.encode("dcba")
-    assert chat.text([*ids, chat.end_id]) == chat.text(ids) == "dcba"
+    assert chat.decode_answer([*ids, chat.eos_token_id]) == chat.decode_answer(ids) == "dcba"
 
 
 def test_what_a_message_does_not_have_the_template_does_not_see():
-    assert Message("user", "x").for_template() == {"role": "user", "content": "x"}
+    assert Message("user", "x").to_template_dict() == {"role": "user", "content": "x"}
     call = {"function": {"name": "add", "arguments": {}}}
-    assert Message("assistant", "", tool_calls=[call]).for_template() == {
+    assert Message("assistant", "", tool_calls=[call]).to_template_dict() == {
         "role": "assistant",
         "content": "",
         "tool_calls": [call],
@@ -247,14 +247,14 @@ def test_what_a_message_does_not_have_the_template_does_not_see():
 
 
 def test_a_tokenizer_without_a_template_or_a_template_that_fails_is_refused_when_it_is_loaded():
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(TemplateError, match="no chat template"):
         ChatRenderer(tokenizer)
     with pytest.raises(TemplateError, match="roles user: no thanks"):
         renderer("{{ raise_exception('no thanks') }}")
     with pytest.raises(TemplateError, match="System role not supported"):
-        Conversation(renderer(GEMMA), [Message("system", "s"), user("u")]).prompt()
+        Conversation(renderer(GEMMA), [Message("system", "s"), user("u")]).build_prompt()
 
 
 def counted(template):
@@ -278,12 +278,12 @@ def counted(template):
 def test_the_episodes_of_a_group_begin_with_one_prompt_which_is_rendered_and_encoded_once():
     chat, asked = counted(QWEN3)
     groups = [[Message("system", "be brief"), user(f"task {group}")] for group in range(4)]
-    prompts = [[Conversation(chat, messages).prompt().token_ids for _ in range(8)] for messages in groups]
+    prompts = [[Conversation(chat, messages).build_prompt().token_ids for _ in range(8)] for messages in groups]
     assert asked == {"render": 4, "encode": 4}
     fresh = [Conversation(renderer(QWEN3), messages) for messages in groups]
     for same, other in zip(prompts, fresh, strict=True):
-        assert {tuple(ids) for ids in same} == {tuple(other.prompt().token_ids)}
-    assert not chat.token_ids("task").flags.writeable
+        assert {tuple(ids) for ids in same} == {tuple(other.build_prompt().token_ids)}
+    assert not chat.encode_cached("task").flags.writeable
 
 
 def test_a_template_that_tells_the_time_is_asked_each_time_and_so_is_what_is_not_plain():

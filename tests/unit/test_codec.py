@@ -32,11 +32,11 @@ def test_packed_columns_come_back_bit_by_bit(dtypes, rows, seed, steady):
         else:  # any bits, those of every NaN and of both zeros among them
             array = np.frombuffer(chance.bytes(rows * dtype.itemsize), dtype)
         columns.append((f"c{i}", np.sort(array) if steady else array))
-    block = codec.block_of((name, array.dtype) for name, array in columns)
-    back = codec.unpack(memoryview(codec.pack(dict(columns), block)), block, rows)
+    block = codec.lay_out_block((name, array.dtype) for name, array in columns)
+    back = codec.unpack_columns(memoryview(codec.pack_columns(dict(columns), block)), block, rows)
     assert set(back) == {n for n, _ in columns}
     for name, array in columns:
-        assert back[name].tobytes() == array.astype(codec.little_endian(array.dtype)).tobytes()
+        assert back[name].tobytes() == array.astype(codec.little_endian_dtype(array.dtype)).tobytes()
         assert not back[name].flags.writeable
         assert back[name].flags.aligned
 
@@ -44,28 +44,38 @@ def test_packed_columns_come_back_bit_by_bit(dtypes, rows, seed, steady):
 @FAST
 @given(data=st.binary(max_size=200), rows=st.integers(0, 60))
 def test_no_bytes_unpack_to_anything_but_so_many_rows(data, rows):
-    block = codec.block_of([("a", np.dtype("<i4")), ("b", np.dtype(bool))])
+    block = codec.lay_out_block([("a", np.dtype("<i4")), ("b", np.dtype(bool))])
     with contextlib.suppress(WireError):
-        assert {n: len(a) for n, a in codec.unpack(memoryview(data), block, rows).items()} == {"a": rows, "b": rows}
+        assert {n: len(a) for n, a in codec.unpack_columns(memoryview(data), block, rows).items()} == {
+            "a": rows,
+            "b": rows,
+        }
 
 
 @FAST
 @given(
-    sizes=st.lists(st.sampled_from([0, 1, 3, 8, 100, codec.JOINED, codec.JOINED + 1, 2 * codec.JOINED]), max_size=9),
+    sizes=st.lists(
+        st.sampled_from(
+            [0, 1, 3, 8, 100, codec.MAX_JOINED_BYTES, codec.MAX_JOINED_BYTES + 1, 2 * codec.MAX_JOINED_BYTES]
+        ),
+        max_size=9,
+    ),
     damage=st.sampled_from(["", "short", "long", "frame"]),
 )
 def test_parts_come_back_from_their_frames_and_nothing_else_does(sizes, damage):
     parts = [bytes([65 + i]) * size for i, size in enumerate(sizes)]
-    frames = codec.framed(parts)
-    assert [f for f in frames if len(f) > codec.JOINED and f in parts] == [p for p in parts if len(p) > codec.JOINED]
+    frames = codec.frame_parts(parts)
+    assert [f for f in frames if len(f) > codec.MAX_JOINED_BYTES and f in parts] == [
+        p for p in parts if len(p) > codec.MAX_JOINED_BYTES
+    ]
     if damage and frames:
         changed = {"short": [frames[-1][:-1]], "long": [frames[-1] + b"x"], "frame": [frames[-1], b"x"]}[damage]
         frames = [*frames[:-1], *changed]
 
     def read() -> list[bytes]:
-        reader = codec.Parts([memoryview(f) for f in frames])
-        read = [bytes(reader.take(len(part), "a part")) for part in parts]
-        reader.end()
+        reader = codec.PartReader([memoryview(f) for f in frames])
+        read = [bytes(reader.read_part(len(part), "a part")) for part in parts]
+        reader.check_end()
         return read
 
     if not (damage and any(sizes)):
@@ -79,13 +89,13 @@ def test_parts_come_back_from_their_frames_and_nothing_else_does(sizes, damage):
 @given(data=st.data(), length=st.integers(2**16, 2**16 + 30_000), seed=st.integers(0, 99))
 def test_the_checksum_of_a_large_frame_sees_every_small_change(data, length, seed):
     whole = np.random.default_rng(seed).bytes(length)
-    before = codec.checksum([b"head", whole, b"tail"])
-    assert before == codec.checksum([b"head", memoryview(b"x" + whole)[1:], b"tail"])  # Wherever it lies.
+    before = codec.compute_checksum([b"head", whole, b"tail"])
+    assert before == codec.compute_checksum([b"head", memoryview(b"x" + whole)[1:], b"tail"])  # Wherever it lies.
     at = data.draw(st.integers(0, length - 1))
     flipped = whole[:at] + bytes([whole[at] ^ (1 << data.draw(st.integers(0, 7)))]) + whole[at + 1 :]
     block = 4096 * data.draw(st.integers(0, length // 4096 - 2))
     moved = whole[:block] + whole[block + 4096 : block + 8192] + whole[block : block + 4096] + whole[block + 8192 :]
     torn = whole[: length - 4096] + bytes(4096)
     for other in (flipped, moved, torn, whole[:-1], whole + b"\0", whole[8:] + whole[:8]):
-        assert codec.checksum([b"head", other, b"tail"]) != before
-    assert codec.checksum([whole, b"head", b"tail"]) != before
+        assert codec.compute_checksum([b"head", other, b"tail"]) != before
+    assert codec.compute_checksum([whole, b"head", b"tail"]) != before

@@ -6,17 +6,17 @@ import gc
 
 import pytest
 
-from r3async.world.processes import collector_paused
+from r3async.world.processes import pause_garbage_collector
 
 
 def test_nothing_is_collected_meanwhile_and_all_is_as_before_afterwards():
-    with collector_paused():
+    with pause_garbage_collector():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_it_collects_again_after_a_failure():
-    with pytest.raises(ImportError), collector_paused():
+    with pytest.raises(ImportError), pause_garbage_collector():
         raise ImportError
     assert gc.isenabled()
 
@@ -24,7 +24,7 @@ def test_it_collects_again_after_a_failure():
 def test_a_collector_that_was_off_stays_off():
     gc.disable()
     try:
-        with collector_paused():
+        with pause_garbage_collector():
             pass
         assert not gc.isenabled()
     finally:

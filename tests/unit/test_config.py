@@ -10,11 +10,11 @@ from r3async.config import (
     Config,
     ConfigError,
     config_from_dict,
+    config_to_dict,
+    config_to_toml,
     find_config,
     load_config,
     parse_override,
-    to_dict,
-    to_toml,
 )
 
 
@@ -56,7 +56,7 @@ def test_overrides_are_toml_values_and_bare_words_are_strings():
 def test_the_resolved_configuration_loads_back_equal(tmp_path):
     config = load_config("quickstart", ["seed=3", "env.args.letters=5", "learner.betas=[0.8, 0.9]"])
     path = tmp_path / "config.toml"
-    path.write_text(to_toml(config))
+    path.write_text(config_to_toml(config))
     assert load_config(str(path)) == config
     assert tomllib.loads(path.read_text())["env"]["args"]["letters"] == 5
 
@@ -75,7 +75,7 @@ def test_a_file_extends_a_preset_and_circles_are_refused(tmp_path):
 
 def test_every_default_is_valid():
     assert load_config("quickstart").seed == Config().seed == 0
-    assert "rollout_kl" in to_dict(Config())["algorithm"]
+    assert "rollout_kl" in config_to_dict(Config())["algorithm"]
 
 
 def test_a_typo_on_the_command_line_imports_neither_torch_nor_ray_nor_vllm():
@@ -142,10 +142,10 @@ def test_a_set_of_evaluations_differs_in_what_it_names():
     config = config_from_dict(
         {"evaluation": {"every": 2, "episodes": 5, "sets": sets}, "checkpoint": {"keep_best": "other/pass@8"}}
     )
-    greedy, other = config.evaluation.each().values()
+    greedy, other = config.evaluation.resolve_sets().values()
     assert (greedy.temperature, greedy.episodes, greedy.samples, greedy.env.name) == (0, 5, 1, "")
     assert (other.temperature, other.episodes, other.samples, other.env.name, other.seed) == (None, 5, 8, "guess", 3)
-    assert config_from_dict(tomllib.loads(to_toml(config))) == config
+    assert config_from_dict(tomllib.loads(config_to_toml(config))) == config
 
 
 @pytest.mark.parametrize(
@@ -153,4 +153,4 @@ def test_a_set_of_evaluations_differs_in_what_it_names():
 )
 def test_a_target_alone_shortens_steps_above_it(words, bound):
     config = load_config("quickstart", [f"algorithm.rollout_kl.{word}" for word in words])
-    assert config.algorithm.rollout_kl.bound == bound
+    assert config.algorithm.rollout_kl.update_limit == bound

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 
-from r3async.config import Config, ConfigError, Section, config_from_dict, load_config, to_dict
-from r3async.config.section import Range
+from r3async.config import Config, ConfigError, Section, config_from_dict, config_to_dict, load_config
+from r3async.config.section import NumberRange
 
 SIGNED = {"algorithm.entropy_coef", "serving.unrewarded", "model.init.warm_reward", "evaluation.pass_reward"} | {
     f"schedule.difficulty.{name}" for name in ("easy", "hard", "target")
@@ -139,16 +139,16 @@ def test_a_section_that_is_yet_to_be_written_is_checked_before_and_after_what_it
 
     class New(Section):
         some: float = 1.0
-        share: Annotated[float, Range(0, 1)] = 0.5
+        share: Annotated[float, NumberRange(0, 1)] = 0.5
 
-        def check(self) -> None:
+        def check_values(self) -> None:
             seen.append((self.some, self.share))
 
     class Newer(New):
         more: int | None = None
 
     class Newest(New):
-        def check(self) -> None:
+        def check_values(self) -> None:
             """Without asking its base."""
 
     for kind in (New, Newer, Newest):
@@ -163,4 +163,4 @@ def test_a_section_that_is_yet_to_be_written_is_checked_before_and_after_what_it
 
 def test_what_is_resolved_is_still_read_again():
     config = load_config("quickstart", ["seed=9223372036854775807", "learner.betas=[0, 0.99]"])
-    assert config_from_dict(to_dict(config)) == config
+    assert config_from_dict(config_to_dict(config)) == config

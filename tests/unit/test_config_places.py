@@ -9,9 +9,9 @@ import pytest
 
 from r3async.config import EnvConfig, load_config
 from r3async.config.algorithm import import_policy_loss
-from r3async.envs.factory import environment_factory
-from r3async.tools.plan import make_plan
-from r3async.tools.sweep.plan import read_plan, runs_of
+from r3async.envs.factory import build_environment_factory
+from r3async.tools.plan import make_run_plan
+from r3async.tools.sweep.plan import list_runs, read_sweep_plan
 
 ENVIRONMENT = """
 from helper import REWARD
@@ -54,7 +54,7 @@ def test_what_lies_beside_a_file_is_found_from_elsewhere(folder, tmp_path, monke
     monkeypatch.chdir(tmp_path / "deep")
     assert load_config("../mine/run.toml").env.args["path"] == "../mine/train.jsonl"
     assert load_config(str(folder / "run.toml")).env.args["path"] == str(folder / "train.jsonl")
-    assert "data: 6 rows are trained" in make_plan(load_config("../mine/run.toml")).notes[0]
+    assert "data: 6 rows are trained" in make_run_plan(load_config("../mine/run.toml")).notes[0]
 
 
 def test_a_file_beside_the_command_is_named_as_before(folder, monkeypatch):
@@ -87,7 +87,7 @@ async def test_an_environment_beside_the_file_plays(folder, name):
     )
     env = load_config("mine/env.toml").env
     assert env.name == f"mine/{name.removesuffix('.py')}.py:Once"
-    factory = environment_factory(env)
+    factory = build_environment_factory(env)
     played = factory()
     try:
         assert (await played.reset(0))[0].content == "two"
@@ -119,8 +119,8 @@ def test_a_plan_of_a_sweep_means_what_lies_beside_it(folder):
         'preset = "run.toml"\nseeds = [0]\n[settings]\nreward = "rewards.py:correct"\n'
         '[variants.own]\n"algorithm.policy_loss" = "losses:mine"\n[grid]\ndata = ["train.jsonl", "other.jsonl"]\n'
     )
-    runs = runs_of(read_plan(folder / "plan.toml"))
-    configs = [run.config() for run in runs]
+    runs = list_runs(read_sweep_plan(folder / "plan.toml"))
+    configs = [run.make_config() for run in runs]
     assert [config.env.args["path"] for config in configs] == [str(folder / n) for n in ("train.jsonl", "other.jsonl")]
     assert {config.env.args["reward"] for config in configs} == {f"{folder}/rewards.py:correct"}
     assert {config.algorithm.policy_loss for config in configs} == {f"{folder}/losses.py:mine"}
@@ -129,4 +129,4 @@ def test_a_plan_of_a_sweep_means_what_lies_beside_it(folder):
 def test_an_environment_file_that_is_not_there_or_has_no_such_class_is_named(folder):
     for name, message in (("mine/none.py:Once", "there is no file"), ("mine/waiting.py:Onc", "did you mean 'Once'")):
         with pytest.raises(ValueError, match=message):
-            environment_factory(EnvConfig(name=name))
+            build_environment_factory(EnvConfig(name=name))

@@ -8,11 +8,19 @@ import pytest
 from typer.testing import CliRunner
 
 import r3async
-from r3async.config import Config, ConfigError, config_from_dict, flat, load_config, to_dict, to_toml
-from r3async.config.read import load_command, with_overrides
-from r3async.config.unread import CONDITIONS, why_unread
+from r3async.config import (
+    Config,
+    ConfigError,
+    config_from_dict,
+    config_to_dict,
+    config_to_toml,
+    flatten_section,
+    load_config,
+)
+from r3async.config.read import apply_overrides, load_command_config
+from r3async.config.unread import READ_CONDITIONS, explain_unread
 from r3async.tools.cli import app
-from r3async.tools.presets import preset_paths
+from r3async.tools.presets import list_preset_paths
 
 IN_VAIN = [
     (["algorithm.ppo.clip_high=0.28"], '`algorithm.policy_loss` = "ppo"'),
@@ -106,14 +114,14 @@ def own_loss(inputs):
 
 
 def test_every_condition_names_settings_that_there_are():
-    known = flat(to_dict(Config()))
-    for condition in CONDITIONS:
+    known = flatten_section(config_to_dict(Config()))
+    for condition in READ_CONDITIONS:
         for each in condition.settings:
             assert each == "algorithm.loss_args" or any(k == each or k.startswith(f"{each}.") for k in known), each
 
 
 def test_presets_may_have_values_for_other_ways_to_run():
-    for path in preset_paths():
+    for path in list_preset_paths():
         load_config(path.stem, ["model.path=org/name"])
 
 
@@ -143,22 +151,22 @@ def test_a_file_may_be_of_several_commands(tmp_path):
 
 def test_the_configuration_of_a_run_is_taken_whatever_it_has(tmp_path):
     path = tmp_path / "config.toml"
-    path.write_text(to_toml(load_config("quickstart", ["model.path=org/name", "schedule.max_staleness=0"])))
+    path.write_text(config_to_toml(load_config("quickstart", ["model.path=org/name", "schedule.max_staleness=0"])))
     config = load_config(str(path))
     assert config.model.init.rope_theta == 5.0
-    assert why_unread("model.init.rope_theta", config)
+    assert explain_unread("model.init.rope_theta", config)
     with pytest.raises(ConfigError, match="has no effect"):
         load_config(str(path), ["model.init.rope_theta=4"])
 
 
 def test_each_command_takes_its_own(tmp_path):
-    load_command("quickstart", ["sft.epochs=3"], "sft")
-    load_command("math_1b", ["model.init.layers=2"], "init-model")
+    load_command_config("quickstart", ["sft.epochs=3"], "sft")
+    load_command_config("math_1b", ["model.init.layers=2"], "init-model")
     with pytest.raises(ConfigError, match=r"`generator\.count` has no effect here: `r3async train` reads it"):
-        load_command("quickstart", ["generator.count=3"], "sft")
-    with_overrides(Config(), ["evaluation.samples=8"], "eval")
+        load_command_config("quickstart", ["generator.count=3"], "sft")
+    apply_overrides(Config(), ["evaluation.samples=8"], "eval")
     with pytest.raises(ConfigError, match=r"`schedule\.window` has no effect here: training reads it"):
-        with_overrides(Config(), ["schedule.window=8"], "eval")
+        apply_overrides(Config(), ["schedule.window=8"], "eval")
 
 
 # -- None -------------------------------------------------------------------------------------------------------------
@@ -176,10 +184,10 @@ def settings_with(table, value):
 @pytest.mark.parametrize("table", TABLES)
 def test_the_written_configuration_gives_back_what_was_given(table, value):
     config = load_config("quickstart", settings_with(table, value))
-    again = config_from_dict(tomllib.loads(to_toml(config)))
-    found = flat(to_dict(again))
+    again = config_from_dict(tomllib.loads(config_to_toml(config)))
+    found = flatten_section(config_to_dict(again))
     assert again == config
-    assert flat({f"{table}.x": value}).items() <= found.items()
+    assert flatten_section({f"{table}.x": value}).items() <= found.items()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +207,7 @@ def test_null_unsets_what_a_file_has_set(tmp_path, setting):
     section, _, key = setting.rpartition(".")
     path = tmp_path / "mine.toml"
     path.write_text(f'extends = "quickstart"\n[{section}]\n{key} = 1\n')
-    assert flat(to_dict(load_config(str(path))))[setting] == 1
-    assert flat(to_dict(load_config(str(path), [f"{setting}=null"])))[setting] is None
+    assert flatten_section(config_to_dict(load_config(str(path))))[setting] == 1
+    assert flatten_section(config_to_dict(load_config(str(path), [f"{setting}=null"])))[setting] is None
     (tmp_path / "over.toml").write_text(f'extends = "{path}"\n[{section}]\n{key} = "null"\n')
-    assert flat(to_dict(load_config(str(tmp_path / "over.toml"))))[setting] is None
+    assert flatten_section(config_to_dict(load_config(str(tmp_path / "over.toml"))))[setting] is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from r3async.config import CorrectionConfig
-from r3async.learner.losses.drift import binary_kl, correction_mask
+from r3async.learner.losses.drift import binary_kl, compute_correction_mask
 from tests.helpers.algorithms import algorithm, distance, kept_tokens, make_samples, run
 
 
@@ -22,7 +22,7 @@ def kept(
     flat = torch.tensor([r for sample in ratios for r in sample], dtype=torch.float64)
     rollout = torch.full_like(flat, float(np.log(mu)))
     sequence = torch.tensor([i for i, sample in enumerate(ratios) for _ in sample], dtype=torch.int64)
-    return correction_mask(
+    return compute_correction_mask(
         rollout + flat.log(),
         rollout,
         torch.tensor(ages if ages is not None else [0] * len(flat), dtype=torch.int32),
@@ -55,8 +55,8 @@ def test_kpop_is_narrow_for_likely_tokens_and_wide_for_rare_ones():
     assert min(forward, backward) < limit < max(forward, backward)
     where = torch.zeros(2, dtype=torch.int64)
     ages = torch.zeros(2, dtype=torch.int32)
-    assert not correction_mask(p, q, ages, where, 1, CorrectionConfig(kpop=limit)).any()
-    assert correction_mask(p, q, ages, where, 1, CorrectionConfig(kpop=1.01 * max(forward, backward))).all()
+    assert not compute_correction_mask(p, q, ages, where, 1, CorrectionConfig(kpop=limit)).any()
+    assert compute_correction_mask(p, q, ages, where, 1, CorrectionConfig(kpop=1.01 * max(forward, backward))).all()
 
 
 def test_certain_tokens_have_a_finite_binary_kl():
@@ -110,7 +110,7 @@ def test_what_is_left_out_leaves_the_policy_loss_only(correction):
     assert 0 < lost < count
 
     got = run([samples], config, torch.float64, max_token_age=age)
-    assert got.sums.metrics()["rollout_corr/masked_fraction"] == pytest.approx(lost / count)
+    assert got.sums.to_metrics()["rollout_corr/masked_fraction"] == pytest.approx(lost / count)
     for sample, keep, by_logprob, by_entropy in zip(samples, keeps, got.logprob_grads, got.entropy_grads, strict=True):
         out = sample.mask & ~keep
         pull = 0.3 * sample.weights * (sample.logprobs - sample.rollout)
@@ -118,7 +118,7 @@ def test_what_is_left_out_leaves_the_policy_loss_only(correction):
         assert not by_entropy[out].any()
         assert by_entropy[keep].all()
     whole = run([samples], algorithm(entropy_coef=0.1), torch.float64)
-    assert got.sums.metrics()["loss/rollout_kl"] == pytest.approx(whole.sums.metrics()["loss/rollout_kl"])
+    assert got.sums.to_metrics()["loss/rollout_kl"] == pytest.approx(whole.sums.to_metrics()["loss/rollout_kl"])
     # Weights stay: what is kept has the gradient that it has without corrections.
     kept_before = [np.where(k, g, 0) for k, g in zip(keeps, whole.logprob_grads, strict=True)]
     kept_after = [np.where(k, g, 0) for k, g in zip(keeps, got.logprob_grads, strict=True)]

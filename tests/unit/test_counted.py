@@ -25,23 +25,23 @@ def happen(fleet: Fleet, clock: Clock, event: str, name: str, version: int) -> N
     generator = fleet[name]
     health, state = generator.health, generator.state
     if event == "idle" or event == "busy":
-        fleet.note_idle(name, event == "idle")
+        fleet.set_idle(name, event == "idle")
     elif event == "silence":
         clock.now += 1000.0
-        fleet.tick()
+        fleet.check_silence()
     elif event == "answer":
-        fleet.answered(generator)
+        fleet.note_answer(generator)
     elif event == "lose":
-        fleet.lose(generator)
+        fleet.mark_lost(generator)
     elif event == "load" and state is HealthState.STARTING:
-        health.loaded()
+        health.mark_loaded()
     elif event == "restart" and state is HealthState.LOST:
         try:
-            health.restarting()
+            health.begin_restart()
         except RestartsExhausted:
             return
     elif event == "install" and state not in (HealthState.STARTING, HealthState.LOST):
-        health.installed(max(version, health.version), max(version, health.version) + version % 2)
+        health.mark_installed(max(version, health.version), max(version, health.version) + version % 2)
 
 
 EVENTS = ["idle", "busy", "silence", "answer", "lose", "load", "restart", "install"]
@@ -56,8 +56,8 @@ def test_those_able_to_begin(events):
         happen(fleet, clock, event, name, version)
         if event in ("idle", "busy"):
             (idle.add if event == "idle" else idle.discard)(name)
-        assert set(fleet.able) == {n for n in idle if fleet[n].state is HealthState.HEALTHY}
-        assert fleet.describe() == [
+        assert set(fleet.ready_ids) == {n for n in idle if fleet[n].state is HealthState.HEALTHY}
+        assert fleet.describe_generators() == [
             {"id": g.generator_id, "state": str(g.state), "version": g.version, "restarts": g.restarts, "pid": g.pid}
             for g in fleet
         ]
@@ -72,10 +72,10 @@ def test_what_all_stages_have_done(seen):
     dog = Watchdog(Clock(), 10.0)
     for stage, report in seen:
         if report is None:
-            dog.forget(stage)
+            dog.forget_stage(stage)
         else:
-            dog.see(stage, *report)
-        stages = dog.describe()
+            dog.observe_stage(stage, *report)
+        stages = dog.describe_stages()
         stages.pop("a", None)
         done = sum(s["done"] for s in stages.values())
-        assert dog.totals(besides="a") == (done, sum(s["waiting"] > 0 for s in stages.values()))
+        assert dog.total_others(besides="a") == (done, sum(s["waiting"] > 0 for s in stages.values()))

@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, EvaluationConfig
-from r3async.envs import Action, EnvironmentFailed, StepResult, sum_by_name
-from r3async.envs.factory import environment_factory
-from r3async.envs.rewards import last_number
-from r3async.record.catalogue import metric
-from r3async.record.steps import episode_metrics
+from r3async.envs import Action, EnvironmentFailed, StepResult, sum_episode_metrics
+from r3async.envs.factory import build_environment_factory
+from r3async.envs.rewards import find_last_number
+from r3async.record.catalogue import find_metric
+from r3async.record.steps import compute_episode_metrics
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.scripted import ScriptedEngine
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.evaluation import evaluate_without_model
-from r3async.tools.eval import describe
-from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.eval import describe_result
+from r3async.tools.init_model import build_byte_tokenizer
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 from tests.helpers.judge import PORT, judge_answers
 
@@ -109,12 +109,12 @@ def dataset(tmp_path, monkeypatch):
     def make(row, reward, **settings):
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         args = {"path": "rows.jsonl", "reward": reward, **settings.pop("args", {})}
-        made.append(environment_factory(EnvConfig(name="dataset", args=args, workers=1, **settings)))
+        made.append(build_environment_factory(EnvConfig(name="dataset", args=args, workers=1, **settings)))
         return made[-1]()
 
     yield make
     for factory in made:
-        factory()._blocking()._pool.close()
+        factory()._make_worker()._pool.close()
 
 
 async def paid(env, text, token_ids=()):
@@ -246,7 +246,7 @@ def test_a_module_that_raises_is_named_in_one_line(dataset, tmp_path):
     ],
 )
 def test_the_number_that_a_text_says(text, said):
-    assert last_number(text) == said
+    assert find_last_number(text) == said
 
 
 @given(
@@ -255,7 +255,7 @@ def test_the_number_that_a_text_says(text, said):
     st.text("ab ", max_size=9),
 )
 def test_a_number_is_read_back_however_it_is_written(value, form, before):
-    assert last_number(before + form.format(value)) == value
+    assert find_last_number(before + form.format(value)) == value
 
 
 async def test_mathematics_is_verified_by_math_verify(dataset):
@@ -274,18 +274,18 @@ def test_without_math_verify_the_package_is_named(dataset, monkeypatch):
 async def test_rewards_by_name_come_with_the_trajectory_into_the_row_of_the_step(dataset):
     several = ["own.py:plain", {"fn": "own.py:lengths", "weight": 0.5}]
     env = dataset({"prompt": "1+1?", "answer": "ab"}, several, args={"system": "be brief"})
-    chat = ChatRenderer(byte_tokenizer())
-    engine = ScriptedEngine([[*chat.encode(text), chat.end_id] for text in ("wrong", "ab")])
+    chat = ChatRenderer(build_byte_tokenizer())
+    engine = ScriptedEngine([[*chat.encode(text), chat.eos_token_id] for text in ("wrong", "ab")])
     await engine.start()
     limits = EpisodeConfig(max_turns=1, max_new_tokens=16, max_prompt_tokens=64, max_total_tokens=128)
-    played = [await EpisodePlayer(EpisodeTask(0, i, 0), env, engine, chat, limits).play() for i in range(2)]
+    played = [await EpisodePlayer(EpisodeTask(0, i, 0), env, engine, chat, limits).play_episode() for i in range(2)]
     sent = [decode_trajectory(encode_trajectory(each)) for each in played]
     assert [each.metrics for each in sent] == [
         {"reward/plain": 0.0, "reward/lengths": 6.0},
         {"reward/plain": 1.0, "reward/lengths": 3.0},
     ]
     assert [each.reward for each in sent] == [3.0, 2.5]
-    row = episode_metrics(sent)
+    row = compute_episode_metrics(sent)
     assert row["reward/plain_mean"] == 0.5
     assert row["reward/plain_std"] == 0.5
     assert (row["reward/lengths_mean"], row["reward/lengths_std"], row["reward/mean"]) == (4.5, 1.5, 2.75)
@@ -297,7 +297,10 @@ async def test_an_evaluation_has_means_by_name(dataset):
     made = await evaluate_without_model(config, lambda: env, "oracle", EvaluationConfig(episodes=2), max_turns=1)
     assert made.reward_mean == 1.5
     assert made.metrics == {"reward/only": 1.0, "reward/plain": 1.0}
-    assert describe(made, "oracle", {"": config})[-2:] == ["  mean reward/only 1.0000", "  mean reward/plain 1.0000"]
+    assert describe_result(made, "oracle", {"": config})[-2:] == [
+        "  mean reward/only 1.0000",
+        "  mean reward/plain 1.0000",
+    ]
 
 
 def test_a_metric_that_is_no_number_fails_by_its_name():
@@ -308,11 +311,14 @@ def test_a_metric_that_is_no_number_fails_by_its_name():
 
 
 def test_metrics_of_turns_are_summed_and_shown_with_their_kind():
-    assert sum_by_name([{"moves": 2}, {}, {"moves": 3, "lost": 1}]) == {"moves": 5.0, "lost": 1.0}
+    assert sum_episode_metrics([{"moves": 2}, {}, {"moves": 3, "lost": 1}]) == {"moves": 5.0, "lost": 1.0}
     assert (
-        metric("env/moves_mean").docs == "Mean of 'moves', which the environment told, over the episodes that have it."
+        find_metric("env/moves_mean").description
+        == "Mean of 'moves', which the environment told, over the episodes that have it."
     )
-    assert metric("reward/plain_std").docs.startswith("Standard deviation of reward 'plain', before its weight")
+    assert find_metric("reward/plain_std").description.startswith(
+        "Standard deviation of reward 'plain', before its weight"
+    )
 
 
 async def test_a_reward_in_a_process_of_its_own_has_one_event_loop(dataset):

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.checkpoint.resume import check_settings
+from r3async.checkpoint.resume import check_resume_settings
 from r3async.checkpoint.state import CheckpointError
-from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, load_config, to_dict
+from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, config_to_dict, load_config
 from r3async.envs import Message
-from r3async.envs.dataset import DatasetFactory, held_out, settings_of, tasks_of
-from r3async.envs.forms import fill, look_up, names_of
+from r3async.envs.dataset import DatasetFactory, load_task_splits, resolve_data_config, select_held_out_rows
+from r3async.envs.forms import fill_template, list_field_names, look_up_field
 from r3async.envs.rows import read_rows
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.evaluation import check_environment, drop_long_prompts
 from r3async.tools.cli import main
-from r3async.tools.init_model import byte_tokenizer
-from r3async.tools.rows import note_rows
+from r3async.tools.init_model import build_byte_tokenizer
+from r3async.tools.rows import add_row_digests
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]
 
@@ -66,7 +66,7 @@ def test_a_directory_is_its_files_in_order_or_those_of_a_split(tmp_path):
     write(tmp_path / "test.jsonl", ROWS[7:8])
     both = env(tmp_path, eval="test")
     assert prompts(both) == [[row["prompt"]] for row in ROWS[5:7]]
-    assert prompts(held_out(both)) == [[ROWS[7]["prompt"]]]
+    assert prompts(select_held_out_rows(both)) == [[ROWS[7]["prompt"]]]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_split_and_a_subset_of_the_hub_are_not_those_of_a_file_to_evaluate(mon
     held = write(tmp_path / "held.jsonl", ROWS[:2])
     made = env("some/where", subset="main", split="train[:9]", eval=str(held))
     assert prompts(made) == [["1+1?"]]
-    assert prompts(held_out(made)) == [[row["prompt"]] for row in ROWS[:2]]
+    assert prompts(select_held_out_rows(made)) == [[row["prompt"]] for row in ROWS[:2]]
 
 
 def test_rows_of_the_hub_come_through_datasets(monkeypatch, tmp_path):
@@ -147,7 +147,7 @@ def test_a_small_file_of_gigabytes_is_refused_before_they_are_made(tmp_path):
     for path in _bombs(tmp_path):
         assert path.stat().st_size < 20_000
         with pytest.raises(ConfigError, match=r"bytes and its rows take \d+ and more"):
-            read_rows(settings_of(env(path)), str(path), "train")
+            read_rows(resolve_data_config(env(path)), str(path), "train")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "KiB: less than one GiB"
 
 
@@ -170,12 +170,12 @@ def test_prompts_are_texts_messages_or_templates(tmp_path):
         return DatasetFactory(env(path, **args))._tasks[0]
 
     assert messages().messages == [Message("system", "s"), Message("user", "u")]
-    assert messages().chat
+    assert messages().is_chat
     assert messages(prompt="question").messages == [Message("user", "q")]
-    assert not messages(prompt="question").chat
+    assert not messages(prompt="question").is_chat
     asked = messages(prompt=r"{question} {extra.level} {extra.deep.x} {a.b} \boxed{} {{q}}", system="be brief")
     assert asked.messages == [Message("system", "be brief"), Message("user", r"q 3 y dotted \boxed{} {q}")]
-    assert asked.chat
+    assert asked.is_chat
     assert messages(prompt=[{"role": "user", "content": "Q: {question}"}]).messages == [Message("user", "Q: q")]
     assert messages(answer="extra.deep.x").answer == "y"
 
@@ -188,21 +188,21 @@ nested = st.recursive(
 
 @given(st.dictionaries(names, nested, max_size=4))
 def test_every_dotted_name_of_a_row_is_found_and_filled_in(row):
-    for name in names_of(row):
-        value = look_up(row, name)
+    for name in list_field_names(row):
+        value = look_up_field(row, name)
         keys, here = name.split("."), row
         for key in keys:
             here = here[key]
         assert value == here
         if not isinstance(value, dict):
-            assert fill(f"<{{{name}}}>{{{{{name}}}}}", row, "here") == f"<{value}>{{{name}}}"
+            assert fill_template(f"<{{{name}}}>{{{{{name}}}}}", row, "here") == f"<{value}>{{{name}}}"
 
 
 @given(st.text())
 def test_a_text_without_names_is_no_template_but_for_double_braces(text):
     plain = text.replace("{", "").replace("}", "")
-    assert fill(plain, {}, "here") == plain
-    assert fill(text.replace("{", "{{").replace("}", "}}"), {}, "here") == text
+    assert fill_template(plain, {}, "here") == plain
+    assert fill_template(text.replace("{", "{{").replace("}", "}}"), {}, "here") == text
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -217,12 +217,12 @@ def test_the_parts_are_disjoint_and_do_not_depend_on_the_order(tmp_path_factory,
             prompts(env(path, eval=share))
         return
     made = env(path, eval=share)
-    trained, evaluated = ({p for (p,) in prompts(part)} for part in (made, held_out(made)))
+    trained, evaluated = ({p for (p,) in prompts(part)} for part in (made, select_held_out_rows(made)))
     assert not trained & evaluated
     assert trained | evaluated == {f"p{i}" for i in range(25)}
     assert len(evaluated) == (share if share >= 1 else round(share * 25))
     write(path, [{"prompt": f"p{i}", "answer": "0"} for i in range(25)])
-    assert {p for (p,) in prompts(held_out(made))} == evaluated
+    assert {p for (p,) in prompts(select_held_out_rows(made))} == evaluated
 
 
 def test_rows_that_evaluation_poses_are_left_out_of_training_and_counted(tmp_path):
@@ -230,7 +230,7 @@ def test_rows_that_evaluation_poses_are_left_out_of_training_and_counted(tmp_pat
     write(tmp_path / "eval.jsonl", ROWS[:4])
     made = env(tmp_path / "rows.jsonl", eval=str(tmp_path / "eval.jsonl"))
     assert prompts(made) == [[row["prompt"]] for row in ROWS[4:]]
-    assert tasks_of(settings_of(made)).repeated == 4
+    assert load_task_splits(resolve_data_config(made)).dropped_overlap == 4
     check_environment(load_config("quickstart", {"evaluation.every": 2, "data": made.args, "reward": "exact"}))
     with pytest.raises(ConfigError, match="leaves no row to train, of 4"):
         prompts(env(tmp_path / "eval.jsonl", eval=str(tmp_path / "rows.jsonl")))
@@ -242,7 +242,7 @@ def test_a_limit_takes_the_first_rows(tmp_path):
 
 def test_long_prompts_are_dropped_and_all_of_them_are_refused(tmp_path):
     path = write(tmp_path / "rows.jsonl", [*ROWS[:5], {"prompt": "x" * 100, "answer": "y"}])
-    chat = ChatRenderer(byte_tokenizer())
+    chat = ChatRenderer(build_byte_tokenizer())
     factory = DatasetFactory(env(path))
     assert drop_long_prompts(factory, chat, EpisodeConfig(max_prompt_tokens=64)) == 1
     assert factory.size == factory().size == 5
@@ -256,18 +256,18 @@ def test_a_run_notes_its_rows_says_how_many_and_cannot_resume_with_others(tmp_pa
     path = write(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "x" * 600, "answer": "y"}])
     config = load_config("math", {"data": str(path), "reward": "exact"})
     said = []
-    noted = note_rows(config, said.append)
+    noted = add_row_digests(config, said.append)
     assert said == [
         "data: 19 rows are trained, 1 dropped (1 longer than episode.max_prompt_tokens = 512)",
         "data: 1 rows are evaluated, 0 dropped",
     ]
-    assert check_settings(to_dict(noted), note_rows(config, said.append)) == {}
+    assert check_resume_settings(config_to_dict(noted), add_row_digests(config, said.append)) == {}
     write(path, ROWS[1:])
     with pytest.raises(CheckpointError, match=r"the rows of `data` = '.*rows.jsonl'.*have changed since the run began"):
-        check_settings(to_dict(noted), note_rows(config, said.append))
+        check_resume_settings(config_to_dict(noted), add_row_digests(config, said.append))
     with pytest.raises(ConfigError, match="the rows are not those that the run began with"):
         DatasetFactory(noted.env)
-    assert note_rows(Config(), said.append) == Config()
+    assert add_row_digests(Config(), said.append) == Config()
 
 
 # -- the configuration -------------------------------------------------------------------------------------------------
@@ -420,4 +420,4 @@ def test_rows_of_verl_and_of_trl_are_taken_as_they_are_from_parquet(tmp_path):
     verl |= {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 7, "answer": "so #### 2"}}
     for row in (verl, {"prompt": asked, "solution": "2"}, {"prompt": asked, "ground_truth": "2", "level": 5}):
         (task,) = DatasetFactory(env(write(tmp_path / "rows.parquet", [row]), reward="number"))._tasks
-        assert (task.messages, task.chat, task.answer, task.row) == ([Message("user", "1+1?")], True, "2", row)
+        assert (task.messages, task.is_chat, task.answer, task.row) == ([Message("user", "1+1?")], True, "2", row)

@@ -34,7 +34,7 @@ def test_a_step_needs_no_kernel_that_has_no_order(tmp_path, as_before, backend):
             assert torch.are_deterministic_algorithms_enabled() is deterministic
             for step in batches(2):
                 train_minibatch(learner, step)
-            trained.append(learner.export())
+            trained.append(learner.export_weights())
         finally:
             learner.close()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

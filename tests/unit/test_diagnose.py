@@ -11,11 +11,11 @@ import torch
 
 from r3async.config import config_from_dict
 from r3async.learner import build_learner
-from r3async.tools.diagnose.attention import _cut
-from r3async.tools.diagnose.diagnosis import examine
-from r3async.tools.diagnose.reference import Reference
-from r3async.tools.diagnose.tokens import ends_left_out, other_tokens
-from r3async.tools.diagnose.witnesses import learner_witness, unlike_files
+from r3async.tools.diagnose.attention import _truncate_to_dtype
+from r3async.tools.diagnose.diagnosis import examine_outputs
+from r3async.tools.diagnose.reference import ReferenceModel
+from r3async.tools.diagnose.tokens import check_tokens, count_untrained_ends
+from r3async.tools.diagnose.witnesses import find_changed_tensors, observe_learner
 from tests.helpers import architectures as ha
 from tests.helpers import mismatches as hf
 
@@ -29,8 +29,8 @@ def tokens(vocabulary: int = 96) -> np.ndarray:
 
 
 def found(learner, model, config, reference=None):
-    stale = unlike_files(learner.export(), model, config.learner.dtype)
-    return examine(reference or Reference(model), learner_witness(learner, tokens(), stale, config))
+    stale = find_changed_tensors(learner.export_weights(), model, config.learner.dtype)
+    return examine_outputs(reference or ReferenceModel(model), observe_learner(learner, tokens(), stale, config))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(model):
-    return Reference(model)
+    return ReferenceModel(model)
 
 
 @pytest.fixture(scope="module", params=["torch", "megatron"])
@@ -66,7 +66,7 @@ def test_a_fault_in_a_learner_is_named(learner, reference, model, number):
 def test_another_dtype_than_the_settings_say_is_named(reference, model):
     learner = build_learner(settings("torch", "bfloat16"), model, frozen=True)
     try:
-        (only,) = examine(reference, learner_witness(learner, tokens(), [], settings("torch")))
+        (only,) = examine_outputs(reference, observe_learner(learner, tokens(), [], settings("torch")))
     finally:
         learner.close()
     assert (only.stage, only.explanations[0].cause) == ("dtype", "dtype")
@@ -92,17 +92,17 @@ def test_what_is_cut_to_8_bits_is_the_nearest_number_that_is_no_further_from_zer
     every = every[every.isfinite()].unique()
     given = torch.randn(10_000, generator=torch.Generator().manual_seed(1)) * 10 ** torch.linspace(-6, 2, 10_000)
     expected = torch.stack([every[(every.abs() <= x.abs()) & (every * x >= 0)].abs().max() * x.sign() for x in given])
-    assert torch.equal(_cut(given, dtype), expected)
+    assert torch.equal(_truncate_to_dtype(given, dtype), expected)
 
 
 def test_another_chat_template_and_other_ends_are_named(model, tmp_path):
     start, other = (shutil.copytree(model, tmp_path / name) for name in ("start", "model"))
     for path in (start, other):
         (path / "chat_template.jinja").write_text(TEMPLATE)
-    assert list(other_tokens(start, other)) == []
+    assert list(check_tokens(start, other)) == []
     (other / "chat_template.jinja").write_text(TEMPLATE.replace("}}{%", "}};{%"))
     (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 7]}))
-    template, ends = other_tokens(start, other)
+    template, ends = check_tokens(start, other)
     assert (template.explanations[0].cause, ends.explanations[0].cause) == ("template", "end of sequence")
     assert "[7, 256, 257]" in ends.explanations[0].evidence
 
@@ -114,6 +114,6 @@ def test_an_end_that_was_sampled_and_is_not_trained_is_counted():
     table = make_sample(np.random.default_rng(0), 12, routes=False).table
     ids = np.where(np.arange(12) == 11, end, 7).astype(np.int32)
     table = table.with_columns(token_ids=ids)
-    assert ends_left_out([table], (end,)) == (0, 1)
+    assert count_untrained_ends([table], (end,)) == (0, 1)
     left_out = table.with_columns(loss_mask=table["loss_mask"] & (ids != end))
-    assert ends_left_out([left_out], (end,)) == (1, 1)
+    assert count_untrained_ends([left_out], (end,)) == (1, 1)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.actors.ranks import LocalLearner
+from r3async.actors.ranks import LocalRank
 from r3async.config import ConfigError, config_from_dict
 from r3async.data.records import Sample, TokenTable
 from r3async.learner import LearnerError
-from r3async.learner.batch.packing import pack
-from r3async.learner.distillation import check_vocabularies, taught
-from r3async.tools.memory import rank_memory, shape_of
+from r3async.learner.batch.packing import pack_samples
+from r3async.learner.distillation import add_teacher_advantages, check_same_vocabulary
+from r3async.tools.memory import estimate_rank_memory, find_model_shape
 from tests.helpers import models as hm
 from tests.helpers import torch as ht
 
@@ -40,10 +40,10 @@ def every_token(backend, advantage=0.0):
     samples = []
     for token in range(hm.VOCAB):
         ids = np.asarray([*PROMPT, token], np.int32)
-        samples.append(Sample(f"s{token}", TokenTable.of_tokens(ids)))
-    told = backend.logprobs(pack(samples, 4096), replay=False)
+        samples.append(Sample(f"s{token}", TokenTable.from_tokens(ids)))
+    told = backend.logprobs(pack_samples(samples, 4096), replay=False)
     by_id = {}
-    for m, values in zip(pack(samples, 4096), told, strict=True):
+    for m, values in zip(pack_samples(samples, 4096), told, strict=True):
         for name, end in zip(m.sample_ids, m.cu_seqlens[1:], strict=True):
             by_id[name] = float(values[end - 1])
     out = []
@@ -53,7 +53,7 @@ def every_token(backend, advantage=0.0):
         columns["loss_mask"][-1], columns["rollout_logprobs"][-1] = True, logprob
         columns["loss_weights"][-1], columns["advantages"][-1] = math.exp(logprob), advantage
         out.append(Sample(sample.sample_id, sample.table.with_columns(**columns)))
-    return pack(out, 4096), np.asarray([by_id[s.sample_id] for s in samples])
+    return pack_samples(out, 4096), np.asarray([by_id[s.sample_id] for s in samples])
 
 
 def reverse_kl(own, teachers):
@@ -64,9 +64,11 @@ def reverse_kl(own, teachers):
 def test_the_gradient_is_that_of_the_reverse_kl_over_the_whole_vocabulary(tmp_path, coef):
     student, teacher = hm.make_hf_model(tmp_path / "s"), hm.make_hf_model(tmp_path / "t", seed=1)
     config = settings("torch", teacher, distillation={"coef": coef})
-    learner = LocalLearner.load(config, student)
+    learner = LocalRank.load(config, student)
     batches, own = every_token(learner.backend, advantage=5.0)
-    judged, figures = taught(learner._teacher, batches, config.algorithm.distillation, learner.backend.ranks)
+    judged, figures = add_teacher_advantages(
+        learner._teacher, batches, config.algorithm.distillation, learner.backend.ranks
+    )
     _, gradients = ht.gradients_of_step(learner.backend, judged)
 
     model, ids = hm.load_hf(student), torch.tensor([PROMPT])
@@ -87,30 +89,30 @@ def test_the_gradient_is_that_of_the_reverse_kl_over_the_whole_vocabulary(tmp_pa
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
 def test_a_learner_moves_toward_a_teacher_of_another_size_without_any_reward(tmp_path, backend):
     student, teacher = hm.make_hf_model(tmp_path / "s"), hm.make_hf_model(tmp_path / "t", seed=1, num_hidden_layers=4)
-    learner = LocalLearner.load(settings(backend, teacher), student)
-    frozen = {name: tensor.clone() for name, tensor in learner._teacher.export().items()}
+    learner = LocalRank.load(settings(backend, teacher), student)
+    frozen = {name: tensor.clone() for name, tensor in learner._teacher.export_weights().items()}
     distances = []
     for step in range(12):
         batches, own = every_token(learner.backend)
-        said = np.concatenate(learner._teacher.logprobs(batches, replay=False, trained=True))
+        said = np.concatenate(learner._teacher.logprobs(batches, replay=False, trained_only=True))
         teachers = said[np.concatenate([m.table["loss_mask"] for m in batches])]
         order = [int(name[1:]) for m in batches for name in m.sample_ids]
         distances.append(reverse_kl(own[order], teachers))
-        (result,) = learner.train([[batches]], version=step)
+        (result,) = learner.train_minibatches([[batches]], version=step)
         assert result.metrics["optimizer/updates"] == 1, "a reward without contrast is no cause to make no update"
         assert "distillation/reverse_kl" in result.metrics
     assert distances[-1] < 0.3 * distances[0], distances
-    assert all(torch.equal(frozen[name], tensor) for name, tensor in learner._teacher.export().items())
+    assert all(torch.equal(frozen[name], tensor) for name, tensor in learner._teacher.export_weights().items())
 
 
 def test_rewards_and_the_teacher_add_up_and_tokens_that_are_not_trained_are_left_alone(tmp_path):
     teacher = hm.make_hf_model(tmp_path / "t", seed=1)
     config = settings("torch", teacher, distillation={"rewards": True, "coef": 2.0})
-    learner = LocalLearner.load(config, hm.make_hf_model(tmp_path / "s"))
+    learner = LocalRank.load(config, hm.make_hf_model(tmp_path / "s"))
     batches, _ = every_token(learner.backend, advantage=5.0)
     batches[0].table["rollout_logprobs"][np.flatnonzero(batches[0].table["loss_mask"])[0]] = -np.inf
-    judged, _ = taught(learner._teacher, batches, config.algorithm.distillation, learner.backend.ranks)
-    said = learner._teacher.logprobs(batches, replay=False, trained=True)
+    judged, _ = add_teacher_advantages(learner._teacher, batches, config.algorithm.distillation, learner.backend.ranks)
+    said = learner._teacher.logprobs(batches, replay=False, trained_only=True)
     for before, after, teachers in zip(batches, judged, said, strict=True):
         trained = before.table["loss_mask"] & np.isfinite(before.table["rollout_logprobs"])
         wanted = np.where(trained, 2.0 * (teachers - np.where(trained, before.table["rollout_logprobs"], 0)), 0.0)
@@ -122,23 +124,26 @@ def test_the_plan_counts_what_a_rank_holds_of_its_teacher(tmp_path, backend):
     student, teacher = hm.make_hf_model(tmp_path / "s"), hm.make_hf_model(tmp_path / "t", num_hidden_layers=4)
     config = settings(backend, teacher, dtype="bfloat16")
     config.model.path = str(student)
-    planned, learner = rank_memory(shape_of(config)[0], config), LocalLearner.load(config, student)
+    planned, learner = estimate_rank_memory(find_model_shape(config)[0], config), LocalRank.load(config, student)
     assert planned.teacher == sum(p.nbytes for p in learner._teacher.model.parameters())
     assert planned.teacher > planned.weights
-    assert planned.total == planned.weights + planned.optimizer + planned.activations + planned.logits + planned.teacher
+    assert (
+        planned.total_bytes
+        == planned.weights + planned.optimizer + planned.activations + planned.logits + planned.teacher
+    )
     config.algorithm.distillation.teacher = "nowhere"
     with pytest.raises(ConfigError, match=r"`algorithm.distillation.teacher` = 'nowhere': no config.json there"):
-        rank_memory(shape_of(config)[0], config)
+        estimate_rank_memory(find_model_shape(config)[0], config)
 
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path):
     made = [hm.make_hf_model(tmp_path / name) for name in ("s", "t")]
-    check_vocabularies(*made)
+    check_same_vocabulary(*made)
     (made[1] / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
     with pytest.raises(LearnerError, match="has other tokens than"):
-        LocalLearner.load(settings("torch", made[1]), made[0])
+        LocalRank.load(settings("torch", made[1]), made[0])
     (made[1] / "tokenizer.json").unlink()
     with pytest.raises(LearnerError, match=r"algorithm\.distillation\.teacher = .*tokenizer\.json"):
-        check_vocabularies(*made)
+        check_same_vocabulary(*made)
     with pytest.raises(ConfigError, match='"scripted" has none'):
         config_from_dict({"learner": {"backend": "scripted"}, "algorithm": {"distillation": {"teacher": "x"}}})

@@ -17,7 +17,7 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFailed, Message
-from r3async.envs.factory import environment_factory
+from r3async.envs.factory import build_environment_factory
 
 OWN = r"""
 import asyncio
@@ -141,12 +141,12 @@ def dataset(tmp_path, monkeypatch):
         else:
             path.write_text(json.dumps(row) + "\n")
         args = {"path": path.name, "reward": [f"documented.py:{fn}" for fn in fns]}
-        made.append(environment_factory(EnvConfig(name="dataset", args=args, workers=1)))
+        made.append(build_environment_factory(EnvConfig(name="dataset", args=args, workers=1)))
         return made[-1]()
 
     yield make
     for factory in made:
-        factory()._blocking()._pool.close()
+        factory()._make_worker()._pool.close()
 
 
 async def told(env, text, ids=()):

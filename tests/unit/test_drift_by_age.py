@@ -7,8 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.learner import MinibatchResult
-from r3async.learner.figures import AGES, PLACES, TURNS, combined, drift_metrics, drift_sums
-from r3async.record.catalogue import metric
+from r3async.learner.figures import (
+    POSITION_BINS,
+    STALENESS_BINS,
+    TURN_BINS,
+    combine_results,
+    compute_drift_metrics,
+    sum_drift,
+)
+from r3async.record.catalogue import find_metric
 
 TOKENS = st.lists(
     st.tuples(st.floats(-2, 0), st.floats(-2, 0), st.integers(0, 12), st.integers(0, 20), st.integers(0, 20000)),
@@ -20,7 +27,7 @@ TOKENS = st.lists(
 def sums_of(tokens) -> np.ndarray:
     logprobs, rollout, ages, turns, positions = zip(*tokens, strict=True) if tokens else ((), (), (), (), ())
     columns = [torch.tensor(x, dtype=torch.float32) for x in (logprobs, rollout)]
-    return drift_sums(*columns, *(torch.tensor(x, dtype=torch.int64) for x in (ages, turns, positions))).numpy()
+    return sum_drift(*columns, *(torch.tensor(x, dtype=torch.int64) for x in (ages, turns, positions))).numpy()
 
 
 @settings(max_examples=60)
@@ -28,15 +35,23 @@ def sums_of(tokens) -> np.ndarray:
 def test_means_are_those_of_single_tokens_however_they_are_divided(tokens, cut):
     def result(part):
         sums = np.stack([sums_of(part), sums_of([]), sums_of([])])
-        found = {"rollout_kl/k3": 0.0, "batch/trained_tokens": float(len(part)), **drift_metrics(sums, np.zeros(5))}
+        found = {
+            "rollout_kl/k3": 0.0,
+            "batch/trained_tokens": float(len(part)),
+            **compute_drift_metrics(sums, np.zeros(5)),
+        }
         return MinibatchResult(found, np.zeros(0, np.float32), np.zeros((0, 0), np.int64), [], sums)
 
-    got = combined([result(tokens[:cut]), result(tokens[cut:])]).metrics
+    got = combine_results([result(tokens[:cut]), result(tokens[cut:])]).metrics
     want: dict[str, list[float]] = {}
     for logprob, rollout, age, turn, position in tokens:
         delta = float(np.float32(logprob)) - float(np.float32(rollout))
         place = max(0, (position // 64).bit_length())
-        parts = (f"age_{min(age, AGES - 1)}", f"turn_{min(turn, TURNS - 1)}", f"position_{min(place, PLACES - 1)}")
+        parts = (
+            f"age_{min(age, STALENESS_BINS - 1)}",
+            f"turn_{min(turn, TURN_BINS - 1)}",
+            f"position_{min(place, POSITION_BINS - 1)}",
+        )
         for name in (f"rollout_kl/k3_{part}" for part in parts):
             want.setdefault(name, []).append(np.expm1(delta) - delta)
     means = {name: np.mean(values) for name, values in want.items()}
@@ -46,19 +61,21 @@ def test_means_are_those_of_single_tokens_however_they_are_divided(tokens, cut):
 def test_served_drift_is_the_replayed_one_and_what_the_probed_tokens_differ_by():
     everything = [(-0.5, -0.2, 1, 0, 5), (-0.1, -0.4, 2, 1, 100), (-0.3, -0.3, 2, 0, 7)]
     probed, served = everything[:1], [(-0.9, -0.2, 1, 0, 5)]
-    found = drift_metrics(np.stack([sums_of(part) for part in (everything, probed, served)]), np.zeros(5))
+    found = compute_drift_metrics(np.stack([sums_of(part) for part in (everything, probed, served)]), np.zeros(5))
     k3 = [np.expm1(a - b) - (a - b) for a, b, *_ in (*everything, *served)]
     assert found["served_kl/k3"] == pytest.approx(np.mean(k3[:3]) + k3[3] - k3[0], rel=1e-5)
     assert found["served_kl/k3_age_1"] == pytest.approx(k3[3], rel=1e-5)  # every token of that age was probed
     assert found["served_kl/tokens"] == 1
     assert "served_kl/k3_age_2" not in found
-    assert "served_kl/k3" not in drift_metrics(np.stack([sums_of(part) for part in (everything, [], [])]), np.zeros(5))
+    assert "served_kl/k3" not in compute_drift_metrics(
+        np.stack([sums_of(part) for part in (everything, [], [])]), np.zeros(5)
+    )
 
 
 def test_each_is_told_apart_by_name():
-    assert metric("rollout_kl/k3_age_3").label == "drift at age 3"
-    assert metric("rollout_kl/k3_turn_2").label == "drift in turn 2"
-    assert metric("served_kl/k3_age_3").label == "served drift at age 3"
-    assert metric("served_kl/k3_position_3").docs != "served_kl/k3_position_3"
-    assert metric("rollout_kl/k3_turn_2").docs != "rollout_kl/k3_turn_2"
-    assert metric("reward/std_in_group").label == "reward spread in a group"
+    assert find_metric("rollout_kl/k3_age_3").label == "drift at age 3"
+    assert find_metric("rollout_kl/k3_turn_2").label == "drift in turn 2"
+    assert find_metric("served_kl/k3_age_3").label == "served drift at age 3"
+    assert find_metric("served_kl/k3_position_3").description != "served_kl/k3_position_3"
+    assert find_metric("rollout_kl/k3_turn_2").description != "rollout_kl/k3_turn_2"
+    assert find_metric("reward/std_in_group").label == "reward spread in a group"

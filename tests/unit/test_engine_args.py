@@ -5,16 +5,16 @@ import dataclasses
 import pytest
 
 from r3async.config import ConfigError, load_config
-from r3async.config.generation import DEFAULTS, OWNED, check_engine_args, ours
+from r3async.config.generation import DEFAULT_ENGINE_ARGS, OWNED_ENGINE_ARGS, check_engine_args, declare_engine_args
 from r3async.rollout.engines import build_engine
 from r3async.rollout.engines.vllm import VllmEngine
 
 
-@pytest.mark.parametrize("name", OWNED)
+@pytest.mark.parametrize("name", OWNED_ENGINE_ARGS)
 def test_what_the_engine_owns_is_refused_with_what_to_set_instead(name):
     with pytest.raises(ConfigError) as refused:
         load_config("quickstart", [f"generator.engine_args.{name}=1"])
-    assert str(refused.value) == f"`generator.engine_args.{name}` cannot be set: {OWNED[name]}"
+    assert str(refused.value) == f"`generator.engine_args.{name}` cannot be set: {OWNED_ENGINE_ARGS[name]}"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_other_arguments_are_vllms_own_and_the_scripted_engine_has_its_own():
     load_config(
         "quickstart", ["generator.engine_args={ block_size = 16, enforce_eager = false, tensor_parallel_size = 2 }"]
     )
-    check_engine_args(dict.fromkeys(DEFAULTS, 1))
+    check_engine_args(dict.fromkeys(DEFAULT_ENGINE_ARGS, 1))
     scripted = ["generator.engine=scripted", "weights.probe=false", "generator.engine_args={ token_seconds = 0.1 }"]
     load_config("quickstart", scripted)
 
@@ -53,15 +53,15 @@ def test_the_engine_sets_nothing_that_the_table_does_not_have(tiny_model):
     config = load_config("quickstart", [f"model.path={tiny_model}"])
     engine = build_engine(config, str(tiny_model), seed=3)
     assert isinstance(engine, VllmEngine)
-    assert engine._args.keys() <= OWNED.keys() | DEFAULTS
-    assert engine._args["seed"] == 3
-    assert not OWNED.keys() & DEFAULTS
+    assert engine._engine_args.keys() <= OWNED_ENGINE_ARGS.keys() | DEFAULT_ENGINE_ARGS
+    assert engine._engine_args["seed"] == 3
+    assert not OWNED_ENGINE_ARGS.keys() & DEFAULT_ENGINE_ARGS
     with pytest.raises(KeyError, match="max_tokens_of_nobody"):
-        ours(max_tokens_of_nobody=1)
+        declare_engine_args(max_tokens_of_nobody=1)
 
 
 @pytest.mark.engine
 def test_every_key_of_the_table_is_an_argument_of_vllm():
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    assert {*OWNED, *DEFAULTS} <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert {*OWNED_ENGINE_ARGS, *DEFAULT_ENGINE_ARGS} <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}

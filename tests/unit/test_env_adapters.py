@@ -7,8 +7,8 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFailed, Message
-from r3async.envs.adapters import random_opponent
-from r3async.envs.factory import environment_factory
+from r3async.envs.adapters import choose_random_move
+from r3async.envs.factory import build_environment_factory
 from tests.helpers.rewards import mean_reward
 from tests.helpers.verifiers import tasksets_in
 
@@ -20,7 +20,7 @@ def tasksets(tmp_path_factory):
 
 
 def make(name, args=None, **settings):
-    return environment_factory(EnvConfig(name=name, args=args or {}, **{"workers": 1, **settings}))
+    return build_environment_factory(EnvConfig(name=name, args=args or {}, **{"workers": 1, **settings}))
 
 
 async def say(env, *answers):
@@ -138,10 +138,10 @@ async def test_textarena_seats_the_policy_second():
 def test_a_random_opponent_takes_a_move_that_was_offered():
     import random
 
-    moves = {random_opponent("[GAME] Available Moves: '[3]', '[5]'\n[Player 0]", random.Random(s)) for s in range(9)}
+    moves = {choose_random_move("[GAME] Available Moves: '[3]', '[5]'\n[Player 0]", random.Random(s)) for s in range(9)}
     assert moves == {"[3]", "[5]"}
-    assert random_opponent("Bid [bet] or [fold]\n[GAME] go", random.Random(1)) in ("[bet]", "[fold]")
-    assert random_opponent("nothing", random.Random(1)) == ""
+    assert choose_random_move("Bid [bet] or [fold]\n[GAME] go", random.Random(1)) in ("[bet]", "[fold]")
+    assert choose_random_move("nothing", random.Random(1)) == ""
 
 
 @pytest.mark.long

@@ -9,13 +9,13 @@ from rich.console import Console
 
 from r3async.actors.process import NotTrained
 from r3async.config import EnvConfig, EpisodeConfig, load_config
-from r3async.envs.factory import environment_factory
-from r3async.record.reading import read_objects
+from r3async.envs.factory import build_environment_factory
+from r3async.record.reading import read_json_objects
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.scripted import ScriptedEngine
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
-from r3async.tools.init_model import byte_tokenizer, init_model
+from r3async.tools.init_model import build_byte_tokenizer, init_model
 from r3async.tools.train import train
 from r3async.weights.manifest import WeightManifest
 from tests.helpers.verifiers import tasksets_in
@@ -45,27 +45,27 @@ def tasks(tmp_path):
 )
 @pytest.mark.long
 async def test_a_group_of_episodes_is_played_and_recorded(tasks, name, args, answers, turns, reward):
-    chat = ChatRenderer(byte_tokenizer())
-    encoded = [[*chat.tokenizer.encode(answer, add_special_tokens=False), chat.end_id] for answer in answers]
+    chat = ChatRenderer(build_byte_tokenizer())
+    encoded = [[*chat.tokenizer.encode(answer, add_special_tokens=False), chat.eos_token_id] for answer in answers]
     # Episodes interleave, so what is answered follows from the turn and not from the number of the call.
     engine = ScriptedEngine(lambda request, call: encoded[int(request.request_id.rsplit("t", 1)[1])])
     await engine.start()
-    await engine.install(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
+    await engine.install_version(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
     played, trouble = [], []
 
     async def deliver(trajectory):
         played.append(trajectory)
 
     player = GroupPlayer(
-        factory=environment_factory(EnvConfig(name=name.format(tasks=tasks), args=args)),
+        factory=build_environment_factory(EnvConfig(name=name.format(tasks=tasks), args=args)),
         engine=engine,
         renderer=chat,
         settings=SETTINGS,
         generator_id="g",
-        deliver=deliver,
+        deliver_trajectory=deliver,
         report=lambda event, **fields: trouble.append(fields),
     )
-    await player.play(GroupLease(group_index=0, task_seed=11, episode_indices=[0, 1, 2]))
+    await player.play_lease(GroupLease(group_index=0, task_seed=11, episode_indices=[0, 1, 2]))
     assert trouble == []
     first = played[0].samples[0].table["token_ids"].tolist()
     for trajectory in played:
@@ -99,7 +99,7 @@ def test_a_game_of_textarena_is_trained_on_by_the_whole_pipeline(tmp_path):
     run = tmp_path / "runs" / "run"
     with contextlib.suppress(NotTrained):  # eight episodes of a model that knows nothing may all be worth the same
         train(settings, "game", Console(file=io.StringIO()), tmp_path / "runs")
-    steps = read_objects(run / "metrics.jsonl")
+    steps = read_json_objects(run / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
     assert steps[-1]["episode/turns_mean"] > 1
     episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]

@@ -9,8 +9,8 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, HasRandomAnswer, StepResult
-from r3async.envs.factory import BUILT_IN, environment_factory
-from r3async.envs.tasks import evaluate
+from r3async.envs.factory import BUILTIN_ENVIRONMENTS, build_environment_factory
+from r3async.envs.tasks import evaluate_expression
 from tests.helpers.rewards import mean_reward
 
 ORACLE = {"guess": 0.9}  # 1 - noise / 2: its reward is noisy on purpose
@@ -26,27 +26,27 @@ async def play(env, seed, answers):
             return replies
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", BUILTIN_ENVIRONMENTS)
 async def test_the_oracle_earns_everything_and_a_blind_policy_much_less(name):
-    factory = environment_factory(EnvConfig(name=name))
+    factory = build_environment_factory(EnvConfig(name=name))
     best = await mean_reward(factory, "oracle", 300)
     blind = await mean_reward(factory, "random", 300)
     assert best == pytest.approx(ORACLE.get(name, 1.0), abs=0.02 if name in ORACLE else 1e-9)
     assert 0 <= blind < best - 0.4
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", BUILTIN_ENVIRONMENTS)
 async def test_equal_seeds_pose_equal_tasks_and_pay_equal_answers_equally(name):
-    factory = environment_factory(EnvConfig(name=name))
+    factory = build_environment_factory(EnvConfig(name=name))
     assert await play(factory(), 11, []) == await play(factory(), 11, [])
     assert await play(factory(), 11, ["7", "8"]) == await play(factory(), 11, ["7", "8"])
     # A game whose first prompt is the same for every task differs in what follows.
     assert len({repr(await play(factory(), seed, ["1"])) for seed in range(8)}) > 1
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", BUILTIN_ENVIRONMENTS)
 async def test_an_episode_earns_between_nothing_and_one_whatever_is_answered(name):
-    factory, rng = environment_factory(EnvConfig(name=name)), random.Random(3)
+    factory, rng = build_environment_factory(EnvConfig(name=name)), random.Random(3)
     for seed in range(60):
         env, total, done = factory(), 0.0, False
         await env.reset(seed)
@@ -58,9 +58,9 @@ async def test_an_episode_earns_between_nothing_and_one_whatever_is_answered(nam
         assert -1e-9 <= total <= 1 + 1e-9
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", BUILTIN_ENVIRONMENTS)
 async def test_a_copy_in_the_middle_of_an_episode_goes_its_own_way(name):
-    env = environment_factory(EnvConfig(name=name))()
+    env = build_environment_factory(EnvConfig(name=name))()
     await env.reset(5)
     other, best = copy.deepcopy(env), env.oracle()
     await other.step(Action("nonsense"))
@@ -68,7 +68,7 @@ async def test_a_copy_in_the_middle_of_an_episode_goes_its_own_way(name):
 
 
 async def test_sorting_asks_for_the_letters_of_earlier_turns_too():
-    env = environment_factory(EnvConfig(name="alphabet-sort", args={"letters": 3, "more": 2, "turns": 3}))()
+    env = build_environment_factory(EnvConfig(name="alphabet-sort", args={"letters": 3, "more": 2, "turns": 3}))()
     given = (await env.reset(1))[0].content
     for _ in range(2):
         assert env.oracle() == "".join(sorted(given))
@@ -79,19 +79,19 @@ async def test_sorting_asks_for_the_letters_of_earlier_turns_too():
 
 
 async def test_guessing_is_answered_by_where_to_look_and_an_answer_that_is_no_number_costs_a_turn():
-    env = environment_factory(EnvConfig(name="guess", args={"highest": 8, "turns": 3, "noise": 0.0}))()
+    env = build_environment_factory(EnvConfig(name="guess", args={"highest": 8, "turns": 3, "noise": 0.0}))()
     await env.reset(2)
     env._secret = secret = 5
     replies = [(await env.step(Action(text))).messages[0].content for text in ("one", str(secret - 1))]
     assert replies == ["a number", "higher"]
     assert await env.step(Action(str(secret))) == StepResult(1.0, done=True)
-    lost = environment_factory(EnvConfig(name="guess", args={"turns": 1, "noise": 0.0}))()
+    lost = build_environment_factory(EnvConfig(name="guess", args={"turns": 1, "noise": 0.0}))()
     await lost.reset(2)
     assert (await lost.step(Action("9" * 10_000))).reward == 0
 
 
 async def test_the_noise_of_a_guess_is_drawn_from_task_and_answers():
-    factory = environment_factory(EnvConfig(name="guess", args={"turns": 1, "highest": 4, "noise": 0.5}))
+    factory = build_environment_factory(EnvConfig(name="guess", args={"turns": 1, "highest": 4, "noise": 0.5}))
     paid = {}
     for seed in range(20):
         for answer in "1234":
@@ -107,7 +107,7 @@ async def test_the_noise_of_a_guess_is_drawn_from_task_and_answers():
     [("3*5+7", 1.0), ("(7+3*5)", 1.0), (" 7 + 15 ", 0.0), ("5*3", 0.1), ("3*5+7+7", 0.0), ("7**3", 0.0), ("", 0.0)],
 )
 async def test_countdown_wants_the_target_from_the_given_numbers(expression, reward):
-    env = environment_factory(EnvConfig(name="countdown"))()
+    env = build_environment_factory(EnvConfig(name="countdown"))()
     await env.reset(1)
     env._numbers, env._target = [3, 5, 7], 22
     assert (await env.step(Action(expression))).reward == reward
@@ -118,7 +118,7 @@ async def test_countdown_wants_the_target_from_the_given_numbers(expression, rew
     [("1/3+2", Fraction(7, 3), [1, 3, 2]), ("-(2-5)*4", 12, [2, 5, 4]), ("7", 7, [7])],
 )
 def test_arithmetic_is_exact_and_returns_what_it_used(expression, value, numbers):
-    assert evaluate(expression) == (value, numbers)
+    assert evaluate_expression(expression) == (value, numbers)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_arithmetic_is_exact_and_returns_what_it_used(expression, value, numbers
 )
 def test_arithmetic_refuses_what_is_not_arithmetic_or_too_large(expression, why):
     with pytest.raises(ValueError, match=why):
-        evaluate(expression)
+        evaluate_expression(expression)
 
 
 CALL = '{"tool": "calculate", "args": {"expression": "2*3"}}'
@@ -162,7 +162,7 @@ CALL = '{"tool": "calculate", "args": {"expression": "2*3"}}'
     ],
 )
 async def test_the_calculator_answers_a_call_and_names_what_is_wrong_with_another(answer, replies):
-    env = environment_factory(EnvConfig(name="tool-calculator"))()
+    env = build_environment_factory(EnvConfig(name="tool-calculator"))()
     await env.reset(1)
     result = await env.step(Action(answer))
     assert (result.reward, result.done) == (0.0, False)
@@ -172,7 +172,7 @@ async def test_the_calculator_answers_a_call_and_names_what_is_wrong_with_anothe
 
 @pytest.mark.parametrize(("before", "reward"), [([], 1.0), ([CALL], 1.0), (["six"], 0.9), (["six", CALL, "?"], 0.8)])
 async def test_a_malformed_call_costs_and_the_right_answer_pays(before, reward):
-    env = environment_factory(EnvConfig(name="tool-calculator"))()
+    env = build_environment_factory(EnvConfig(name="tool-calculator"))()
     await env.reset(1)
     for answer in before:
         await env.step(Action(answer))
@@ -181,7 +181,7 @@ async def test_a_malformed_call_costs_and_the_right_answer_pays(before, reward):
 
 
 async def test_the_calculator_ends_after_its_turns_without_a_reward():
-    env = environment_factory(EnvConfig(name="tool-calculator", args={"turns": 2}))()
+    env = build_environment_factory(EnvConfig(name="tool-calculator", args={"turns": 2}))()
     await env.reset(1)
     await env.step(Action(CALL))
     result = await env.step(Action(CALL))
@@ -202,9 +202,9 @@ async def test_the_calculator_ends_after_its_turns_without_a_reward():
 )
 def test_wrong_arguments_are_refused_with_the_fix(name, args, message):
     with pytest.raises(ConfigError, match=message):
-        environment_factory(EnvConfig(name=name, args=args))
+        build_environment_factory(EnvConfig(name=name, args=args))
 
 
 async def test_the_oracle_s_reward_needs_an_environment_that_knows():
     with pytest.raises(ConfigError, match=r"has no oracle"):
-        await mean_reward(environment_factory(EnvConfig(name="tests.helpers.envs:Awaiting")), "oracle", 1)
+        await mean_reward(build_environment_factory(EnvConfig(name="tests.helpers.envs:Awaiting")), "oracle", 1)

@@ -6,7 +6,7 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFailed, Message
-from r3async.envs.factory import environment_factory
+from r3async.envs.factory import build_environment_factory
 from tests.helpers.rewards import mean_reward
 
 
@@ -22,7 +22,7 @@ def write(tmp_path):
 
 def factory(path, /, **args):
     settings = {name: args.pop(name) for name in ("workers", "step_timeout") if name in args}
-    return environment_factory(EnvConfig(name=f"dataset:{path}", args=args, **settings))
+    return build_environment_factory(EnvConfig(name=f"dataset:{path}", args=args, **settings))
 
 
 SUMS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]
@@ -89,7 +89,7 @@ async def test_a_function_of_ones_own_sees_the_whole_row_and_may_not_hang(write)
     await env.reset(1)
     with pytest.raises(EnvironmentFailed, match=r"env\.step_timeout = 2 s"):
         await env.step(Action("hang"))
-    env._blocking()._pool.close()
+    env._make_worker()._pool.close()
 
 
 async def test_an_async_function_is_awaited(write):

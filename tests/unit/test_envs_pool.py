@@ -17,9 +17,9 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFailed, HasOracle
-from r3async.envs.factory import environment_factory
-from r3async.envs.pool import Pool
-from r3async.envs.raised import describe_raised
+from r3async.envs.factory import build_environment_factory
+from r3async.envs.pool import WorkerPool
+from r3async.envs.raised import summarize_error
 from tests.helpers.rewards import mean_reward
 
 ECHO = "tests.helpers.envs:Echo"
@@ -35,7 +35,7 @@ def make():
     made = []
 
     def factory(**settings):
-        made.append(environment_factory(EnvConfig(**{"name": ECHO, "workers": 1, **settings})))
+        made.append(build_environment_factory(EnvConfig(**{"name": ECHO, "workers": 1, **settings})))
         return made[-1]
 
     yield factory
@@ -133,11 +133,11 @@ async def test_what_is_raised_there_is_told_with_the_last_frame_and_the_process_
     there = where(await neighbour.reset(2))
     with pytest.raises(EnvironmentFailed) as caught:
         await env.step(Action(answer))
-    raised = describe_raised(caught.value)
+    raised = summarize_error(caught.value)
     assert raised.error == error
     assert re.fullmatch(r"envs\.py:\d+ in step", raised.place)
     assert raised.trace.rstrip().endswith(error)
-    assert describe_raised(pickle.loads(pickle.dumps(caught.value))) == raised  # as it crosses to the conductor
+    assert summarize_error(pickle.loads(pickle.dumps(caught.value))) == raised  # as it crosses to the conductor
     assert (await neighbour.step(Action("2"))).reward == 0.5
     assert where(await factory().reset(3)) == there
 
@@ -197,7 +197,7 @@ async def test_environments_may_be_forgotten_at_any_moment(make):
         gc.set_threshold(*before)
     del env
     gc.collect()
-    assert len(pool_of(factory).workers[0].playing) == 0
+    assert len(pool_of(factory).workers[0].active_instances) == 0
 
 
 async def test_a_process_that_is_stopped_is_ended_and_another_takes_its_place(make):
@@ -267,10 +267,10 @@ OWNER = """
 import asyncio, sys
 from r3async.config import EnvConfig
 from r3async.envs import Action
-from r3async.envs.factory import environment_factory
+from r3async.envs.factory import build_environment_factory
 
 async def main():
-    env = environment_factory(EnvConfig(name="tests.helpers.envs:Echo", workers=1, step_timeout=600))()
+    env = build_environment_factory(EnvConfig(name="tests.helpers.envs:Echo", workers=1, step_timeout=600))()
     print((await env.reset(1))[0].content.split()[-1], flush=True)
     if sys.argv[1] == "hang":
         await env.step(Action("hang"))
@@ -311,7 +311,7 @@ async def test_modules_found_here_are_found_there(make, tmp_path, monkeypatch):
 
 
 async def test_an_async_class_is_played_where_it_is_asked():
-    env = environment_factory(EnvConfig(name="tests.helpers.envs:Awaiting"))()
+    env = build_environment_factory(EnvConfig(name="tests.helpers.envs:Awaiting"))()
     assert where(await env.reset(1)) == os.getpid()
 
 
@@ -326,7 +326,7 @@ async def test_an_async_class_is_played_where_it_is_asked():
 )
 def test_a_class_that_is_no_environment_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        environment_factory(EnvConfig(**{"name": ECHO, **settings}))
+        build_environment_factory(EnvConfig(**{"name": ECHO, **settings}))
 
 
 @pytest.mark.parametrize("setting", ["workers", "step_timeout", "start_timeout"])
@@ -336,13 +336,13 @@ def test_the_settings_of_the_pool_must_be_positive(setting):
 
 
 def test_a_pool_that_is_forgotten_at_the_end_of_the_interpreter_waits_for_no_frozen_thread(monkeypatch):
-    pool = Pool("tests.helpers.envs:Absent", {}, EnvConfig())
-    worker = pool.worker()
-    worker._closing.acquire()  # by this thread, which lets go of it only at the end
+    pool = WorkerPool("tests.helpers.envs:Absent", {}, EnvConfig())
+    worker = pool.pick_worker()
+    worker._stop_lock.acquire()  # by this thread, which lets go of it only at the end
     monkeypatch.setattr("r3async.envs.pool.sys.is_finalizing", lambda: True)
     forgetting = threading.Thread(target=pool.__del__, daemon=True)
     forgetting.start()
     forgetting.join(2)
     waits = forgetting.is_alive()
-    worker._closing.release()
+    worker._stop_lock.release()
     assert not waits

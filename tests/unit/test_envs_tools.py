@@ -17,9 +17,9 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFailed
-from r3async.envs.factory import environment_factory
-from r3async.envs.sandbox import CommandLimits, Sandbox, docker_command, isolation, local_command
-from r3async.envs.tool_calls import tool_results
+from r3async.envs.factory import build_environment_factory
+from r3async.envs.sandbox import CommandLimits, Sandbox, build_docker_command, build_local_command, find_isolation
+from r3async.envs.tool_calls import run_tool_calls
 
 SERVER = str(Path(__file__).parents[1] / "helpers" / "mcp_server.py")
 
@@ -38,7 +38,7 @@ async def env():
     made = []
 
     def make(**args):
-        made.append(environment_factory(mcp(**args))())
+        made.append(build_environment_factory(mcp(**args))())
         return made[-1]
 
     yield make
@@ -78,7 +78,7 @@ async def test_the_task_gets_the_tokens_of_an_answer_if_it_takes_them(env, tmp_p
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     task = {"path": str(tmp_path / "rows.jsonl"), "reward": "tests.unit.test_envs_tools:counted"}
     args = {"servers": {"sums": {"command": [sys.executable, SERVER]}}, "task": task}
-    environment = environment_factory(EnvConfig(name="mcp:dataset", args=args))()
+    environment = build_environment_factory(EnvConfig(name="mcp:dataset", args=args))()
     await environment.reset(0)
     assert environment.takes_tokens
     assert (await environment.step(Action("two", token_ids=[4, 5, 6]))).reward == 3
@@ -160,7 +160,7 @@ async def test_a_server_that_does_not_run_fails_the_episode_and_is_named(env):
 
 @pytest.mark.parametrize("mode", ["dies", "hangs"])
 async def test_a_server_that_does_not_start_fails_the_episode_and_is_named(mode):
-    environment = environment_factory(
+    environment = build_environment_factory(
         EnvConfig(
             name="mcp:reverse-text",
             args={"servers": {"sums": {"command": [sys.executable, SERVER, mode]}}, "start_timeout": 2.0},
@@ -188,7 +188,7 @@ async def test_a_server_that_does_not_start_fails_the_episode_and_is_named(mode)
 )
 def test_wrong_arguments_are_named(args, message):
     with pytest.raises(ConfigError, match=message):
-        environment_factory(EnvConfig(name="mcp:reverse-text", args=args))
+        build_environment_factory(EnvConfig(name="mcp:reverse-text", args=args))
 
 
 async def test_results_keep_the_order_of_their_calls():
@@ -198,8 +198,8 @@ async def test_results_keep_the_order_of_their_calls():
 
     tools = [{"type": "function", "function": {"name": "a"}}]
     text = call("a", after=0.2) + call("b", after=0.0)
-    assert [m.content for m in await tool_results(text, tools, slowly, seconds=5)] == ["a", "b"]
-    assert await tool_results("no call", tools, slowly, seconds=5) == []
+    assert [m.content for m in await run_tool_calls(text, tools, slowly, seconds=5)] == ["a", "b"]
+    assert await run_tool_calls("no call", tools, slowly, seconds=5) == []
 
 
 # -- commands -----------------------------------------------------------------------------------------------------
@@ -210,11 +210,11 @@ async def sandbox(request, monkeypatch):
     """As well isolated as this machine lets us, and not at all."""
     limits = CommandLimits(seconds=10, memory_mib=512, file_mib=1, output_bytes=100, processes=32)
     made = await Sandbox.open(limits)
-    if request.param == "isolated" and not made.isolated:
+    if request.param == "isolated" and not made.isolation_prefix:
         await made.close()
         pytest.skip("this machine lets no namespace be made")
     if request.param == "plain":
-        made.isolated = ()
+        made.isolation_prefix = ()
     yield made
     await made.close()
     assert not made.directory.exists()
@@ -223,10 +223,10 @@ async def sandbox(request, monkeypatch):
 async def test_a_command_says_its_output_and_its_code_and_leaves_files_for_the_next(sandbox):
     await sandbox.write({"a/b.txt": "text\n"})
     ran = await sandbox.run("cat a/b.txt; echo wrong >&2; pwd > where; exit 3")
-    assert (ran.code, ran.output) == (3, "text\nwrong\n")
-    assert ran.told() == "text\nwrong\n[exit code 3]"
+    assert (ran.exit_code, ran.output) == (3, "text\nwrong\n")
+    assert ran.format_for_policy() == "text\nwrong\n[exit code 3]"
     assert (await sandbox.run("cat where")).output.strip() == str(sandbox.directory)
-    assert (await sandbox.run("echo $HOME; touch $TMPDIR/x")).code == 0
+    assert (await sandbox.run("echo $HOME; touch $TMPDIR/x")).exit_code == 0
     assert sorted(path.name for path in sandbox.directory.iterdir()) == ["a", "where"]
     with pytest.raises(ValueError, match="outside of the sandbox"):
         await sandbox.write({"../out": "x"})
@@ -235,10 +235,10 @@ async def test_a_command_says_its_output_and_its_code_and_leaves_files_for_the_n
 async def test_a_command_has_limits(sandbox, monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "x")
     assert "SECRET" not in (await sandbox.run("env | grep SECRET")).output
-    assert (await sandbox.run("head -c 5000000 /dev/zero > big")).code != 0
+    assert (await sandbox.run("head -c 5000000 /dev/zero > big")).exit_code != 0
     assert (sandbox.directory / "big").stat().st_size == 2**20
     eats = await sandbox.run('python -c "bytearray(2**30)"')
-    assert eats.code == 1
+    assert eats.exit_code == 1
     assert "MemoryError" in eats.output
     many = await sandbox.run("seq 100000")
     assert many.output.startswith("1\n2\n")
@@ -252,12 +252,12 @@ async def test_a_command_that_never_ends_is_killed_with_all_that_it_started(sand
     code = f"import time; time.sleep(600)  # {mark}"
     await sandbox.write({"sleep.py": code})
     ran = await sandbox.run(f"echo begun; python -c '{code}' & python -c '{code}'", seconds=1.5)
-    assert ran.code is None
+    assert ran.exit_code is None
     assert ran.output == "begun\n"
-    assert ran.told() == "begun\n[out of time]"
+    assert ran.format_for_policy() == "begun\n[out of time]"
     await _none_of(mark)
     left = await sandbox.run(f"python -c '{code}' >/dev/null 2>&1 & echo done")
-    assert (left.code, left.output) == (0, "done\n")
+    assert (left.exit_code, left.output) == (0, "done\n")
     await _none_of(mark)
     running = asyncio.create_task(sandbox.run(f"python -c '{code}'"))
     await asyncio.sleep(0.5)
@@ -281,7 +281,7 @@ PUT_IN_PLACE = {
 @pytest.mark.parametrize("what", PUT_IN_PLACE)
 async def test_a_file_is_written_whatever_a_command_left_in_its_place(sandbox, tmp_path, what):
     (tmp_path / "out").write_text("outside")
-    assert (await sandbox.run(PUT_IN_PLACE[what].format(tmp_path / "out"))).code == 0
+    assert (await sandbox.run(PUT_IN_PLACE[what].format(tmp_path / "out"))).exit_code == 0
     await asyncio.wait_for(sandbox.write({"t.py": "right\n"}), 10)
     assert not (sandbox.directory / "t.py").is_symlink()
     assert (sandbox.directory / "t.py").read_text() == "right\n"
@@ -292,7 +292,7 @@ async def test_a_file_is_written_whatever_a_command_left_in_its_place(sandbox, t
 async def test_a_file_is_written_whatever_a_command_left_in_the_place_of_its_directory(sandbox, tmp_path):
     for command in (f"ln -s {tmp_path} d", "echo a file > d", "mkfifo d", "mkdir d; chmod 0 d", "ln -s d d"):
         await sandbox.run("rm -rf d")
-        assert (await sandbox.run(command)).code == 0
+        assert (await sandbox.run(command)).exit_code == 0
         await asyncio.wait_for(sandbox.write({"d/e/t.py": "right\n"}), 10)
         assert (await sandbox.run("cat d/e/t.py")).output == "right\n"
     assert list(tmp_path.iterdir()) == []
@@ -311,20 +311,23 @@ async def test_a_lost_directory_is_told_and_nothing_is_written_elsewhere(sandbox
     """Where commands are confined, the directory cannot be lost, only what is in it."""
     await sandbox.write({"shop.py": "x\n"})
     ran = await sandbox.run(LOSE_DIRECTORY[how].format(elsewhere=tmp_path))
-    if "--keep-caps" in sandbox.isolated:
-        assert ran.lost == ""
+    if "--keep-caps" in sandbox.isolation_prefix:
+        assert ran.reset_reason == ""
     else:
-        assert "[the working directory was removed or replaced: an empty directory took its place]" in ran.told()
-        assert (await sandbox.run("ls -A")).told() == "[exit code 0]"
+        assert (
+            "[the working directory was removed or replaced: an empty directory took its place]"
+            in ran.format_for_policy()
+        )
+        assert (await sandbox.run("ls -A")).format_for_policy() == "[exit code 0]"
     await sandbox.write({"test.py": "y\n"})
-    assert (await sandbox.run("cat test.py")).told() == "y\n[exit code 0]"
+    assert (await sandbox.run("cat test.py")).format_for_policy() == "y\n[exit code 0]"
     assert list(tmp_path.iterdir()) == []
 
 
 async def test_no_depth_of_directories_stays_or_hides_what_is_in_it(sandbox):
     deep = "import os\nfor _ in range(3000): os.mkdir('deep'); os.chdir('deep')"
     ran = await sandbox.run(f'python -c "{deep}"')
-    assert "[directories in each other without end: an empty directory took its place]" in ran.told()
+    assert "[directories in each other without end: an empty directory took its place]" in ran.format_for_policy()
     await _only_folders(sandbox)
 
 
@@ -333,27 +336,27 @@ async def test_files_of_all_commands_together_are_bounded(sandbox):
     sandbox.limits = msgspec.structs.replace(sandbox.limits, disk_mib=2)
     filling = "n=0; while true; do n=$((n+1)); head -c 500000 /dev/zero > $TMPDIR/$n; done"
     ran = await sandbox.run(filling)
-    assert ran.told() == (
+    assert ran.format_for_policy() == (
         "[ended: more than 2 MiB of files]\n[more than 2 MiB of files: an empty directory took its place]"
     )
     await _only_folders(sandbox)
     quick = [await sandbox.run(f"head -c 1000000 /dev/zero > {n}") for n in range(3)]
-    assert [ran.lost for ran in quick] == ["", "", "more than 2 MiB of files"]
+    assert [ran.reset_reason for ran in quick] == ["", "", "more than 2 MiB of files"]
     empty = await sandbox.run("mkdir many; cd many; seq 5000 | xargs touch; sleep 60", seconds=60)
-    assert empty.limit == "ended: more than 2 MiB of files"
+    assert empty.ended_by == "ended: more than 2 MiB of files"
 
 
 async def test_processes_without_end_are_ended_also_for_root(sandbox):
     mark = f"600.{os.getpid()}{id(sandbox)}"
     ran = await sandbox.run(f"while true; do sleep {mark} & done; wait")
-    assert ran.limit == "ended: more than 32 processes" or "fork" in ran.output
+    assert ran.ended_by == "ended: more than 32 processes" or "fork" in ran.output
     await _none_of(mark)
 
 
 async def test_a_confined_command_writes_in_its_sandbox_only():
     sandbox = await Sandbox.open(CommandLimits(seconds=10, memory_mib=256))
     try:
-        if "--keep-caps" not in sandbox.isolated:
+        if "--keep-caps" not in sandbox.isolation_prefix:
             pytest.skip("this machine lets no mounts be made")
         name = f"r3async-{os.getpid()}-{id(sandbox)}"
         places = [Path(folder, name) for folder in (Path.cwd(), "/dev/shm", "/tmp", "/var/tmp", Path.home())]
@@ -363,14 +366,14 @@ async def test_a_confined_command_writes_in_its_sandbox_only():
         assert (await sandbox.run(f"ls /tmp/{name} /dev/shm")).output.strip() == f"/tmp/{name}\n\n/dev/shm:"
         full = await sandbox.run("for n in 1 2; do head -c 200000000 /dev/zero > /dev/shm/$n; done")
         assert "No space left on device" in full.output
-        assert (await sandbox.run("mount -o remount,rw /")).code != 0
+        assert (await sandbox.run("mount -o remount,rw /")).exit_code != 0
     finally:
         await sandbox.close()
 
 
 async def test_a_command_ends_when_its_shell_does_and_not_what_it_left_in_the_background(sandbox):
     ran = await sandbox.run("echo begun; sleep 600 & echo done")
-    assert ran.told() == "begun\ndone\n[exit code 0]"
+    assert ran.format_for_policy() == "begun\ndone\n[exit code 0]"
 
 
 async def _only_folders(sandbox):
@@ -389,18 +392,18 @@ async def _none_of(mark):
 async def test_an_isolated_command_reaches_no_network_and_its_session_ends_with_it():
     sandbox = await Sandbox.open(CommandLimits(seconds=10))
     try:
-        if "--net" not in sandbox.isolated:
+        if "--net" not in sandbox.isolation_prefix:
             pytest.skip("this machine lets no network namespace be made")
         code = "import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
         server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1")
         port = server.sockets[0].getsockname()[1]
         connect = f'python -c "{code.format(port=port)}"'
-        assert (await sandbox.run(connect)).code == 1
-        sandbox.isolated = ()
-        assert (await sandbox.run(connect)).code == 0
+        assert (await sandbox.run(connect)).exit_code == 1
+        sandbox.isolation_prefix = ()
+        assert (await sandbox.run(connect)).exit_code == 0
         server.close()
-        sandbox.isolated = await isolation()
-        if "--pid" in sandbox.isolated:
+        sandbox.isolation_prefix = await find_isolation()
+        if "--pid" in sandbox.isolation_prefix:
             mark = f"r3-escape-{os.getpid()}"
             await sandbox.run(f"setsid python -c 'import time; time.sleep(600) # {mark}' & sleep 1", seconds=0.5)
             await _none_of(mark)
@@ -409,7 +412,7 @@ async def test_an_isolated_command_reaches_no_network_and_its_session_ends_with_
 
 
 async def test_a_repository_is_mended_by_commands_and_rewarded_by_its_tests():
-    make = environment_factory(EnvConfig(name="docs.examples.mend_repository:MendRepository"))
+    make = build_environment_factory(EnvConfig(name="docs.examples.mend_repository:MendRepository"))
     for seed in range(3):
         environment = make()
         await environment.reset(seed)
@@ -430,7 +433,7 @@ async def test_a_repository_is_mended_by_commands_and_rewarded_by_its_tests():
 
 def test_the_words_of_a_command():
     limits = CommandLimits(seconds=5, memory_mib=64, processes=7, file_mib=2)
-    words = local_command("echo hi", limits, ("unshare", "--user", "--net", "--"), Path("/d"))
+    words = build_local_command("echo hi", limits, ("unshare", "--user", "--net", "--"), Path("/d"))
     assert words[:5] == ["unshare", "--user", "--net", "--", sys.executable]
     settings = json.loads(words[-4])
     assert settings["root"] == ""
@@ -441,11 +444,13 @@ def test_the_words_of_a_command():
         "RLIMIT_CORE": 0,
         "RLIMIT_NPROC": 7,
     }
-    plain = json.loads(local_command("echo hi", limits, (), Path("/d"))[-4])
+    plain = json.loads(build_local_command("echo hi", limits, (), Path("/d"))[-4])
     assert "RLIMIT_NPROC" not in plain["limits"], "it would count all of our user's"
-    confined = json.loads(local_command("echo hi", limits, ("unshare", "--user", "--keep-caps", "--"), Path("/d"))[-4])
+    confined = json.loads(
+        build_local_command("echo hi", limits, ("unshare", "--user", "--keep-caps", "--"), Path("/d"))[-4]
+    )
     assert (confined["root"], confined["shm_bytes"]) == ("/d", 64 * 2**20)
-    docker = docker_command("echo hi", limits, "python:3.12", Path("/d"), "r3-1")
+    docker = build_docker_command("echo hi", limits, "python:3.12", Path("/d"), "r3-1")
     text = " ".join(docker)
     for part in (
         "--rm",
@@ -459,11 +464,11 @@ def test_the_words_of_a_command():
     ):
         assert part in text
     assert docker[-4:] == ["python:3.12", "/bin/sh", "-c", "echo hi"]
-    assert "--network bridge" in " ".join(docker_command("x", CommandLimits(network=True), "i", Path("/d"), "n"))
+    assert "--network bridge" in " ".join(build_docker_command("x", CommandLimits(network=True), "i", Path("/d"), "n"))
     with pytest.raises(ValueError, match="`seconds` = 0 must be above 0"):
         CommandLimits(seconds=0)
 
 
 async def test_a_machine_without_unshare_runs_commands_all_the_same(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda *a, **k: None)
-    assert await isolation() == ()
+    assert await find_isolation() == ()

@@ -7,7 +7,7 @@ import pytest
 
 from r3async.config import config_from_dict
 from r3async.data.records import Sample, TokenTable, Trajectory, Turn
-from r3async.record.steps import Devices, StepRows, episode_metrics
+from r3async.record.steps import DeviceCounts, StepWriter, compute_episode_metrics
 
 
 def played(group: int, lengths: list[int], reward: float, *, cut: bool = False, ended: str = "env_done") -> Trajectory:
@@ -18,7 +18,7 @@ def played(group: int, lengths: list[int], reward: float, *, cut: bool = False, 
         for i, (start, stop) in enumerate(itertools.pairwise(edges))
     ]
     name = f"g{group:08d}e0000"
-    samples = [Sample(f"{name}/0", TokenTable.of_tokens(np.arange(max(sum(lengths), 1))))]
+    samples = [Sample(f"{name}/0", TokenTable.from_tokens(np.arange(max(sum(lengths), 1))))]
     return Trajectory(name, group, 0, group, "", ended, turns, samples)
 
 
@@ -30,7 +30,7 @@ def test_lengths_and_spreads_are_over_the_episodes_that_were_played():
         played(1, [50], 0.5, ended="length"),
         played(1, [], 0.0, ended="error"),
     ]
-    row = episode_metrics(episodes)
+    row = compute_episode_metrics(episodes)
     assert row["episode/tokens_mean"] == 35
     assert row["episode/tokens_p95"] == pytest.approx(np.percentile([20, 30, 40, 50], 95))
     assert row["episode/tokens_max"] == 50
@@ -42,7 +42,7 @@ def test_lengths_and_spreads_are_over_the_episodes_that_were_played():
 
 
 def test_a_step_in_which_everything_failed_rewards_nobody_and_counts_its_endings():
-    row = episode_metrics([played(0, [], 0.0, ended="error")])
+    row = compute_episode_metrics([played(0, [], 0.0, ended="error")])
     assert all(np.isnan(row[name]) for name in row if "/ended_" not in name)  # not 0, which would be a reward
     assert row["episode/ended_error"] == 1
 
@@ -52,13 +52,13 @@ def test_rates_of_a_device_are_of_the_side_that_it_is_on(tmp_path):
     config = config_from_dict(
         {"generator": {"count": 3, "engine_args": {"tensor_parallel_size": 2}}, "learner": {"parallel": parallel}}
     )
-    devices = Devices.of(config)
+    devices = DeviceCounts.from_config(config)
     assert devices == (6, 4)
     now = iter([0.0, 10.0]).__next__
-    rows = StepRows(tmp_path, lambda event, **fields: None, devices, clock=now)
+    rows = StepWriter(tmp_path, lambda event, **fields: None, devices, clock=now)
     rows.add(1, 1, {"batch/trained_tokens": 80}, [])
-    rows.delivered(1, 600, {})
-    (row,) = rows.since(0)
+    rows.write_delivered(1, 600, {})
+    (row,) = rows.rows_after(0)
     assert row["throughput/generated_tokens_per_second"] == 60.0
     assert row["throughput/generated_tokens_per_second_per_device"] == 10.0
     assert row["throughput/trained_tokens_per_second_per_device"] == 2.0

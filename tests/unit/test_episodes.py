@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from r3async.config import ConfigError, EpisodeConfig, load_config
-from r3async.envs import Action, Message, StepResult, WrongEnvironment
+from r3async.envs import Action, EnvironmentProtocolError, Message, StepResult
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import GenerationRequest
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, PromptTooLong
+from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, PromptTooLongError
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
-from r3async.tools.init_model import byte_tokenizer
-from r3async.tools.preflight import try_environment
+from r3async.tools.init_model import build_byte_tokenizer
+from r3async.tools.preflight import try_environments
 from r3async.weights.manifest import WeightManifest
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 
@@ -23,22 +23,22 @@ SETTINGS = EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, ma
 
 @pytest.fixture(scope="module")
 def chat():
-    return ChatRenderer(byte_tokenizer())
+    return ChatRenderer(build_byte_tokenizer())
 
 
 def encode(chat, text, end=True):
-    return [*chat.tokenizer.encode(text, add_special_tokens=False), *([chat.end_id] if end else [])]
+    return [*chat.tokenizer.encode(text, add_special_tokens=False), *([chat.eos_token_id] if end else [])]
 
 
 async def ready(script, **options):
     engine = ScriptedEngine(script, **options)
     await engine.start()
-    await engine.install(WeightManifest(version=5, path="", tensors={}, nbytes=0), timeout=1)
+    await engine.install_version(WeightManifest(version=5, path="", tensors={}, nbytes=0), timeout=1)
     return engine
 
 
 async def play(chat, engine, settings=SETTINGS, env=None):
-    return await EpisodePlayer(TASK, env or ReverseText(4, 3), engine, chat, settings, generator_id="g").play()
+    return await EpisodePlayer(TASK, env or ReverseText(4, 3), engine, chat, settings, generator_id="g").play_episode()
 
 
 class Talker:
@@ -75,14 +75,16 @@ class Growing(Talker):
 @pytest.mark.parametrize("answers", [False, True])
 async def test_an_environment_that_tells_all_messages_again_is_refused(chat, answers):
     engine = await ready([encode(chat, "a")] * 3)
-    with pytest.raises(WrongEnvironment, match=r"the 1 messages of the call before again.*return only what is new"):
+    with pytest.raises(
+        EnvironmentProtocolError, match=r"the 1 messages of the call before again.*return only what is new"
+    ):
         await play(chat, engine, env=Growing(answers))
 
 
 async def test_such_an_environment_is_refused_before_anything_starts():
     config = load_config("quickstart", ["env.name=tests.unit.test_episodes:Growing", "env.args={answers = true}"])
     with pytest.raises(ConfigError, match=r"cannot be played: .*return only what is new"):
-        await try_environment(config)
+        await try_environments(config)
 
 
 async def test_an_environment_may_tell_all_messages_again_to_rewrite_them_and_the_same_words_twice(chat):
@@ -120,7 +122,7 @@ async def test_each_turn_extends_the_tokens_of_the_turn_before_exactly(chat):
         chat, engine, EpisodeConfig(max_turns=3, max_new_tokens=2, max_total_tokens=128, max_prompt_tokens=64)
     )
     whole = trajectory.samples[0].table["token_ids"].tolist()
-    for call in engine.calls:
+    for call in engine.requests:
         assert call.prompt_ids.tolist() == whole[: len(call.prompt_ids)]
 
 
@@ -132,7 +134,7 @@ async def test_routes_are_asked_for_once_per_position_and_cover_all_but_the_last
     for position in range(len(table) - 1):
         expected = scripted_routes(position, 5, int(table["token_ids"][position]), SCRIPTED_ROUTING)
         assert (table["routed_experts"][position] == expected).all()
-    asked = [call.routes_from for call in engine.calls]
+    asked = [call.routes_from for call in engine.requests]
     fed = [turn.stop - 1 for turn in trajectory.turns]
     assert asked == [0, *fed[:-1]]
 
@@ -142,7 +144,7 @@ async def test_an_answer_that_was_cut_is_ended_outside_of_the_loss(chat):
     trajectory = await play(chat, engine)
     table, first = trajectory.samples[0].table, trajectory.turns[0]
     assert first.stop_reason == "length"
-    assert table["token_ids"][first.stop] == chat.end_id
+    assert table["token_ids"][first.stop] == chat.eos_token_id
     assert not table["loss_mask"][first.stop]
     assert first.reward < 1
 
@@ -153,7 +155,7 @@ async def test_the_budget_of_a_turn_respects_the_context_left(chat):
     trajectory = await play(chat, engine, settings, ReverseText(4, 9))
     assert (
         [c.max_tokens for c in engine.calls] == [8, 22 - len(engine.calls[1].prompt_ids)]
-        if len(engine.calls) > 1
+        if len(engine.requests) > 1
         else [8]
     )
     assert trajectory.stop_reason == "length"
@@ -162,9 +164,9 @@ async def test_the_budget_of_a_turn_respects_the_context_left(chat):
 
 async def test_a_first_prompt_that_is_too_long_is_an_error_that_names_the_setting(chat):
     engine = await ready([encode(chat, "a")])
-    with pytest.raises(PromptTooLong, match=r"episode\.max_prompt_tokens = 64"):
+    with pytest.raises(PromptTooLongError, match=r"episode\.max_prompt_tokens = 64"):
         await play(chat, engine, env=Talker("x" * 100))
-    assert engine.calls == []
+    assert engine.requests == []
 
 
 async def test_turns_run_out(chat):
@@ -183,7 +185,7 @@ async def test_an_engine_without_routes_gives_samples_without_route_columns(chat
 
 
 async def test_rows_that_never_came_are_marked_and_hold_distinct_experts(chat):
-    table = (await play(chat, await ready([encode(chat, "a")], rows="none"))).samples[0].table
+    table = (await play(chat, await ready([encode(chat, "a")], returned_routes="none"))).samples[0].table
     assert not table["routing_recorded"].any()
     assert (table["routed_experts"] == np.arange(2)).all()
 
@@ -196,7 +198,7 @@ async def test_a_slow_episode_times_out_with_the_setting(chat):
 
     settings = EpisodeConfig(max_turns=1, max_new_tokens=4, max_prompt_tokens=64, max_total_tokens=128, timeout=0.05)
     with pytest.raises(EpisodeError, match=r"episode\.timeout"):
-        await play(chat, await ready([encode(chat, "a")], pace=never), settings)
+        await play(chat, await ready([encode(chat, "a")], before_token=never), settings)
 
 
 class Flaky(Talker):
@@ -226,7 +228,7 @@ def player(chat, engine, factory, delivered, reports, settings=SETTINGS):
         renderer=chat,
         settings=settings,
         generator_id="g",
-        deliver=deliver,
+        deliver_trajectory=deliver,
         report=lambda event, **fields: reports.append((event, fields)),
     )
 
@@ -235,7 +237,7 @@ async def test_a_group_plays_the_episodes_of_its_lease_and_retries_what_failed(c
     delivered, reports = [], []
     Flaky.failures = 1
     engine = await ready([encode(chat, "a")])
-    await player(chat, engine, Flaky, delivered, reports).play(GroupLease(4, 9, (1, 3)))
+    await player(chat, engine, Flaky, delivered, reports).play_lease(GroupLease(4, 9, (1, 3)))
     assert sorted(delivered) == ["g00000004e0001", "g00000004e0003"]
     assert [event for event, _ in reports] == ["episode_failed"]
 
@@ -247,7 +249,7 @@ async def test_an_episode_that_always_fails_stops_the_group_with_the_cause(chat,
     Flaky.failures = 99
     engine = await ready([encode(chat, "a")])
     with pytest.raises(ExceptionGroup) as caught:
-        await player(chat, engine, factory, [], []).play(GroupLease(4, 9, (0,)))
+        await player(chat, engine, factory, [], []).play_lease(GroupLease(4, 9, (0,)))
     assert message in str(caught.value.exceptions[0])
     assert "episode.retries = 2" in str(caught.value.exceptions[0])
 
@@ -255,9 +257,9 @@ async def test_an_episode_that_always_fails_stops_the_group_with_the_cause(chat,
 async def test_request_ids_differ_between_turns(chat):
     engine = await ready([encode(chat, "a")])
     await play(chat, engine)
-    ids = [call.request_id for call in engine.calls]
+    ids = [call.request_id for call in engine.requests]
     assert len(set(ids)) == 3
-    assert all(isinstance(call, GenerationRequest) for call in engine.calls)
+    assert all(isinstance(call, GenerationRequest) for call in engine.requests)
 
 
 class Closes(Talker):
@@ -279,6 +281,6 @@ async def test_an_environment_is_closed_however_the_episode_ends(chat, kind, tur
     engine = await ready([encode(chat, "a")])
     limits = EpisodeConfig(max_turns=turns, max_new_tokens=4, max_prompt_tokens=64, max_total_tokens=128)
     await play(chat, engine, limits, kind())
-    with pytest.raises(PromptTooLong):
+    with pytest.raises(PromptTooLongError):
         await play(chat, engine, limits, kind("x" * 100))
     assert Closes.closed == 2

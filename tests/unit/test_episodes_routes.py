@@ -18,7 +18,7 @@ from r3async.rollout.engines import Generation, GenerationRequest
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import SampleBuilder
-from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.init_model import build_byte_tokenizer
 from r3async.weights.manifest import WeightManifest
 
 SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
@@ -127,22 +127,22 @@ def test_rows_equal_a_position_by_position_reference(history):
     for seed, (what, value) in enumerate([("observe", 4), *history]):
         builder, reference = builders[-1], references[-1]
         if what == "observe":
-            builder.observe([seed] * value)
+            builder.append_context([seed] * value)
             reference.tokens += [seed] * value
         elif what == "answer":
             generation = answer(value, len(builder), builder.routes_from, seed)
-            builder.answer(seed, generation)
+            builder.append_answer(seed, generation)
             reference.take(seed, generation)
         else:  # The row that is left behind stays as it is, whatever the new one does.
             length = round(value * len(builder))
-            builders.append(builder.branch(length))
+            builders.append(builder.branch_at(length))
             references.append(reference.branch(length))
         if len(builders) > 1 and seed % 3 == 0:  # Several rows grow in turns.
             builders.insert(0, builders.pop())
             references.insert(0, references.pop())
     for builder, reference in zip(builders, references, strict=True):
         if reference.sampled:  # a prompt that never got its answer is no row of training
-            reference.check(builder.build())
+            reference.check(builder.build_table())
 
 
 class Told:
@@ -185,9 +185,9 @@ turns = st.lists(st.tuples(st.integers(0, 9), calls.filter(lambda call: call.sam
 def test_whole_episodes_equal_a_position_by_position_reference(told):
     engine = Recorded([call for _, call in told])
     limits = EpisodeConfig(max_turns=9, max_new_tokens=8, max_prompt_tokens=1000, max_total_tokens=1024)
-    chat = ChatRenderer(byte_tokenizer())
+    chat = ChatRenderer(build_byte_tokenizer())
     trajectory = asyncio.run(
-        EpisodePlayer(EpisodeTask(0, 0, 0), Told([length for length, _ in told]), engine, chat, limits).play()
+        EpisodePlayer(EpisodeTask(0, 0, 0), Told([length for length, _ in told]), engine, chat, limits).play_episode()
     )
     assert len(trajectory.turns) == len(engine.requests) == len(told)
     engine.reference.check(trajectory.samples[0].table)
@@ -197,49 +197,49 @@ async def test_a_long_episode_moves_and_holds_each_row_once():
     """300 turns: all rows that the engine returned, and all that the builder holds, are the positions that were fed."""
     engine = ScriptedEngine([[7] * 5])
     await engine.start()
-    await engine.install(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
+    await engine.install_version(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
     builder, moved, returned = SampleBuilder(SCRIPTED_ROUTING), 0, []
     for turn in range(300):
-        builder.observe([3] * 4)
+        builder.append_context([3] * 4)
         prompt = np.asarray(builder.token_ids, np.int32)
         request = GenerationRequest(f"t{turn}", prompt, 5, routes_from=builder.routes_from)
         generation = await engine.generate(request)
-        builder.answer(turn, generation)
+        builder.append_answer(turn, generation)
         moved += len(generation.routed_experts)
         returned.append(generation.routed_experts)
     assert moved == len(builder) - 1
-    held = [rows for _, rows in builder.trace._blocks]
+    held = [rows for _, rows in builder.routing_trace._blocks]
     assert sum(len(rows) for rows in held) == moved
     assert all(np.shares_memory(mine, theirs) for mine, theirs in zip(held, returned, strict=True))
-    recorded = builder.build()["routing_recorded"]
+    recorded = builder.build_table()["routing_recorded"]
     assert recorded[:-1].all()
     assert not recorded[-1]
 
 
 def test_a_call_that_sampled_nothing_leaves_its_prompt_to_the_next_call():
     builder = SampleBuilder(SHAPE)
-    builder.observe([1, 2, 3, 4])
-    assert builder.answer(0, answer(Call(sampled=0, returned="none"), 4, 0, seed=0)) == (4, 4)
+    builder.append_context([1, 2, 3, 4])
+    assert builder.append_answer(0, answer(Call(sampled=0, returned="none"), 4, 0, seed=0)) == (4, 4)
     assert builder.routes_from == 0
-    builder.answer(0, answer(Call(sampled=0, missing=3), 4, 0, seed=1))  # it came as far as one row
+    builder.append_answer(0, answer(Call(sampled=0, missing=3), 4, 0, seed=1))  # it came as far as one row
     assert builder.routes_from == 0
-    builder.answer(0, answer(Call(sampled=2), 4, 0, seed=2))
-    table = builder.build()
+    builder.append_answer(0, answer(Call(sampled=2), 4, 0, seed=2))
+    table = builder.build_table()
     assert table["routing_recorded"].tolist() == [True] * 5 + [False]
     assert len(table) == 6
 
 
 def test_a_branch_trains_only_what_it_samples_itself():
     builder = SampleBuilder(SHAPE)
-    builder.observe([1, 2])
-    builder.answer(0, answer(Call(), 2, 0, seed=0))
-    builder.reward(4, 1.0)
-    branch = builder.branch(4)
-    branch.observe([9])
+    builder.append_context([1, 2])
+    builder.append_answer(0, answer(Call(), 2, 0, seed=0))
+    builder.add_reward(4, 1.0)
+    branch = builder.branch_at(4)
+    branch.append_context([9])
     same = msgspec.structs.replace(answer(Call(), 5, branch.routes_from, seed=1), version_spans=[VersionSpan(0, 0, 3)])
-    start, stop = branch.answer(1, same)
-    branch.reward(stop - 1, 0.5)
-    whole, part = builder.build(), branch.build()
+    start, stop = branch.append_answer(1, same)
+    branch.add_reward(stop - 1, 0.5)
+    whole, part = builder.build_table(), branch.build_table()
     assert np.flatnonzero(whole["loss_mask"]).tolist() == [2, 3, 4]
     assert np.flatnonzero(part["loss_mask"]).tolist() == list(range(start, stop))
     assert part["rewards"].sum() == 0.5

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, EvaluationConfig, ServingConfig
-from r3async.envs.factory import environment_factory
-from r3async.rollout.evaluation import evaluate, evaluate_without_model, evaluation_tasks
-from r3async.rollout.outcomes import Outcome, figures_of, joined, pass_at_k, summarize_outcomes
+from r3async.envs.factory import build_environment_factory
+from r3async.rollout.evaluation import build_evaluation_tasks, evaluate_set, evaluate_without_model
+from r3async.rollout.outcomes import EpisodeOutcome, flatten_evaluation, join_sets, pass_at_k, summarize_outcomes
 from r3async.schedule.tasks import evaluation_seed, training_seed
-from r3async.tools.eval import describe
+from r3async.tools.eval import describe_result
 from tests.helpers.serving import answer_ids, ready, renderer
 
 EPISODE = EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128, retries=0)
@@ -32,9 +32,9 @@ def test_training_and_evaluation_never_pose_one_task_also_where_a_seed_is_used_m
 
 def test_the_figures_of_an_evaluation():
     outcomes = [
-        Outcome(1.0, 2, "env_done", 10, 3, 4),
-        Outcome(0.0, 4, "length", 30, 4, 5),
-        Outcome(0.5, 3, "env_done", 20, 4, 4),
+        EpisodeOutcome(1.0, 2, "env_done", 10, 3, 4),
+        EpisodeOutcome(0.0, 4, "length", 30, 4, 5),
+        EpisodeOutcome(0.5, 3, "env_done", 20, 4, 4),
     ]
     result = summarize_outcomes(outcomes, 2.0)
     assert (result.episodes, result.reward_mean, result.turns_mean, result.tokens_mean) == (3, 0.5, 3, 20)
@@ -42,11 +42,11 @@ def test_the_figures_of_an_evaluation():
     assert (result.version_min, result.version_max) == (3, 5)
     assert result.stop_reasons == {"env_done": (2, 0.75), "length": (1, 0.0)}
     assert summarize_outcomes(outcomes[:1], 1).reward_error is None
-    assert "mean reward 0.5000 ± 0.2887" in describe(result, "m", {"": REVERSE})[0]
+    assert "mean reward 0.5000 ± 0.2887" in describe_result(result, "m", {"": REVERSE})[0]
 
 
 async def test_the_oracle_earns_all_the_policy_what_its_answers_are_worth_and_all_play_the_same_tasks():
-    factory = environment_factory(REVERSE)
+    factory = build_environment_factory(REVERSE)
     oracle = await evaluate_without_model(REVERSE, factory, "oracle", EvaluationConfig(episodes=5, seed=1), max_turns=9)
     assert (oracle.reward_mean, oracle.turns_mean, oracle.stop_reasons) == (
         pytest.approx(1.0),
@@ -70,9 +70,9 @@ async def test_the_oracle_earns_all_the_policy_what_its_answers_are_worth_and_al
             return await self.env.step(action)
 
     engine = await ready(answer_ids(chat, "zzzz"))
-    values = {"trained": REVERSE, "concurrency": 2, "progress": said_so_far.append}
+    values = {"trained_env": REVERSE, "concurrency": 2, "progress": said_so_far.append}
     tasks = EvaluationConfig(episodes=5, seed=1)
-    result = await evaluate(REVERSE, Watched, engine, chat, EPISODE, ServingConfig(), tasks, **values)
+    result = await evaluate_set(REVERSE, Watched, engine, chat, EPISODE, ServingConfig(), tasks, **values)
     assert sorted(seeds) == sorted(evaluation_seed(1, i) for i in range(5))
     assert len(said_so_far) == result.episodes == 5
     assert 0.2 <= result.reward_mean < 0.5  # the end of each answer is right
@@ -90,10 +90,12 @@ async def test_an_environment_without_such_a_policy_is_named():
 
 @given(st.integers(1, 40), st.integers(0, 3), st.integers(1, 120))
 def test_evaluation_poses_each_of_a_number_of_tasks_once_at_most(size, seed, episodes):
-    seeds = [task.task_seed for task in evaluation_tasks(REVERSE, size, EvaluationConfig(episodes=episodes, seed=seed))]
+    seeds = [
+        task.task_seed for task in build_evaluation_tasks(REVERSE, size, EvaluationConfig(episodes=episodes, seed=seed))
+    ]
     assert set(seeds) <= set(range(size))
     assert len(set(seeds)) == len(seeds) == min(episodes, size)
-    longer = evaluation_tasks(REVERSE, size, EvaluationConfig(episodes=episodes + 7, seed=seed))
+    longer = build_evaluation_tasks(REVERSE, size, EvaluationConfig(episodes=episodes + 7, seed=seed))
     assert [task.task_seed for task in longer[: len(seeds)]] == seeds
 
 
@@ -110,7 +112,7 @@ def test_pass_at_more_answers_than_there_are_is_refused():
 
 
 def test_intervals_are_over_tasks_whose_episodes_depend_on_each_other():
-    outcomes = [Outcome(float(task < 5), 1, "env_done", task=task) for task in range(10) for _ in range(4)]
+    outcomes = [EpisodeOutcome(float(task < 5), 1, "env_done", task_seed=task) for task in range(10) for _ in range(4)]
     result = summarize_outcomes(outcomes, 1.0)
     error = math.sqrt(10 / 9 * 0.25 / 10)  # of ten tasks, and not of forty episodes
     assert (result.episodes, result.tasks, result.reward_mean) == (40, 10, 0.5)
@@ -118,13 +120,13 @@ def test_intervals_are_over_tasks_whose_episodes_depend_on_each_other():
     assert (result.reward_low, result.reward_high) == pytest.approx((0.5 - 1.96 * error, 0.5 + 1.96 * error))
     assert {k: p[0] for k, p in result.passes.items()} == {"1": 0.5, "2": 0.5, "4": 0.5}
     assert result.rewards["3"] == [1.0] * 4
-    text = "\n".join(describe(result, "m", {"": REVERSE}))
+    text = "\n".join(describe_result(result, "m", {"": REVERSE}))
     assert "avg@4 0.5000  (95 %: 0.1733 to 0.8267), over 10 tasks" in text
 
 
 def test_what_passes_is_a_setting_and_k_goes_as_far_as_every_task_has_episodes():
     rewards = {0: [0.1 + 0.2, 0.0, 0.0], 1: [0.0, 0.0, 0.3]}
-    outcomes = [Outcome(r, 1, "env_done", task=task) for task, of in rewards.items() for r in of]
+    outcomes = [EpisodeOutcome(r, 1, "env_done", task_seed=task) for task, of in rewards.items() for r in of]
     passes = summarize_outcomes(outcomes, 1.0, pass_reward=0.3).passes
     assert {k: round(p[0], 6) for k, p in passes.items()} == {"1": 0.333333, "2": 0.666667, "3": 1.0}
     assert summarize_outcomes(outcomes[:4], 1.0, pass_reward=0.3).passes.keys() == {"1"}
@@ -134,21 +136,31 @@ async def test_samples_and_temperature_of_a_set_reach_the_engine_and_its_tasks()
     chat = renderer()
     engine = await ready(answer_ids(chat, "zzzz"))
     tasks = EvaluationConfig(episodes=3, samples=4, temperature=0.5)
-    how = {"trained": REVERSE, "concurrency": 8}
-    made = await evaluate(REVERSE, environment_factory(REVERSE), engine, chat, EPISODE, ServingConfig(), tasks, **how)
+    how = {"trained_env": REVERSE, "concurrency": 8}
+    made = await evaluate_set(
+        REVERSE, build_environment_factory(REVERSE), engine, chat, EPISODE, ServingConfig(), tasks, **how
+    )
     assert (made.episodes, made.tasks, list(made.passes)) == (12, 3, ["1", "2", "4"])
-    assert {call.temperature for call in engine.calls} == {0.5}
-    assert len({call.request_id for call in engine.calls}) == len(engine.calls), "episodes of a task share no name"
+    assert {call.temperature for call in engine.requests} == {0.5}
+    assert len({call.request_id for call in engine.requests}) == len(engine.requests), (
+        "episodes of a task share no name"
+    )
     greedy = EvaluationConfig(episodes=3, temperature=0)
-    await evaluate(REVERSE, environment_factory(REVERSE), engine, chat, EPISODE, ServingConfig(), greedy, **how)
-    assert engine.calls[-1].temperature == 0
+    await evaluate_set(
+        REVERSE, build_environment_factory(REVERSE), engine, chat, EPISODE, ServingConfig(), greedy, **how
+    )
+    assert engine.requests[-1].temperature == 0
 
 
 def test_the_figures_of_several_sets_are_told_by_name_and_those_of_the_first_without():
-    one = summarize_outcomes([Outcome(1.0, 1, "env_done", version_min=3, version_max=3, task=t) for t in (1, 2)], 1.0)
-    two = summarize_outcomes([Outcome(0.0, 1, "env_done", version_min=3, version_max=5, task=t) for t in (1, 2)], 2.0)
-    assert joined({"": one}) is one
-    figures = figures_of(msgspec.to_builtins(joined({"greedy": one, "sampled": two})))
+    one = summarize_outcomes(
+        [EpisodeOutcome(1.0, 1, "env_done", version_min=3, version_max=3, task_seed=t) for t in (1, 2)], 1.0
+    )
+    two = summarize_outcomes(
+        [EpisodeOutcome(0.0, 1, "env_done", version_min=3, version_max=5, task_seed=t) for t in (1, 2)], 2.0
+    )
+    assert join_sets({"": one}) is one
+    figures = flatten_evaluation(msgspec.to_builtins(join_sets({"greedy": one, "sampled": two})))
     assert (figures["reward_mean"], figures["greedy/reward_mean"], figures["sampled/reward_mean"]) == (1.0, 1.0, 0.0)
     assert (figures["pass@1"], figures["sampled/pass@1"], figures["version_max"], figures["seconds"]) == (1, 0, 5, 3)
     assert not [name for name in figures if "rewards" in name]

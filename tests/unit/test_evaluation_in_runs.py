@@ -9,17 +9,17 @@ import pytest
 
 from r3async.actors import tasks
 from r3async.actors.fleet import Fleet
-from r3async.actors.generator import GeneratorActor, GeneratorParts
+from r3async.actors.generator import GeneratorActor, GeneratorFactories
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
-from r3async.actors.process import NotLoaded
+from r3async.actors.process import ActorNotLoaded
 from r3async.actors.tasks import Evaluator
-from r3async.checkpoint.evaluations import read_evaluation_files, write_evaluation
-from r3async.config import config_from_dict, load_config, to_dict
+from r3async.checkpoint.evaluations import read_evaluations, write_evaluation
+from r3async.config import config_from_dict, config_to_dict, load_config
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import training_seed
-from r3async.world import ActorLost
-from r3async.world.keys import new_keys
-from r3async.world.real import REAL
+from r3async.world import ActorLostError
+from r3async.world.keys import generate_keys
+from r3async.world.real import REAL_WORLD
 from tests.helpers.serving import ready, renderer
 from tests.helpers.transport import until
 from tests.helpers.world import StandIn
@@ -37,10 +37,10 @@ def evaluator(tmp_path, answer, dead=False, **settings):
     config = config_from_dict({"evaluation": {"every": 2, **settings}, "supervise": {"stop_grace_seconds": 0.3}})
     events = Events()
     fleet = Fleet(config, events, {"g": StandIn(evaluate=answer)})
-    fleet["g"].health.loaded()
-    fleet["g"].health.installed(0, 0)
+    fleet["g"].health.mark_loaded()
+    fleet["g"].health.mark_installed(0, 0)
     if dead:
-        fleet["g"].health.lost()
+        fleet["g"].health.mark_lost()
     return Evaluator(config, tmp_path, events, fleet), events
 
 
@@ -50,7 +50,7 @@ def lines(tmp_path):
 
 
 async def settle(it):
-    await asyncio.wait_for(it._wait(lambda: False), 5)
+    await asyncio.wait_for(it._wait_for_running(lambda: False), 5)
 
 
 async def test_a_run_that_has_loaded_begins_evaluations_without_reading_files(tmp_path, monkeypatch):
@@ -61,9 +61,9 @@ async def test_a_run_that_has_loaded_begins_evaluations_without_reading_files(tm
         raise OSError(errno.EMFILE, "Too many open files")
 
     it, _ = evaluator(tmp_path, answer, at_start=True)
-    monkeypatch.setattr("r3async.actors.tasks.read_evaluation_files", no_descriptors)
-    monkeypatch.setattr("r3async.actors.tasks.read_objects", no_descriptors)
-    it.start(0, 0)
+    monkeypatch.setattr("r3async.actors.tasks.read_evaluations", no_descriptors)
+    monkeypatch.setattr("r3async.actors.tasks.read_json_objects", no_descriptors)
+    it.resume_evaluations(0, 0)
     await settle(it)
     assert [line["step"] for line in lines(tmp_path)] == [0]
 
@@ -73,15 +73,15 @@ async def test_evaluations_are_due_every_so_many_steps_and_after_the_last(tmp_pa
         return {"reward_mean": 0.5, "version_min": 3, "version_max": 4, "episodes": 32}
 
     it, _ = evaluator(tmp_path, answer, at_start=True)
-    it.start(0, 0)
+    it.resume_evaluations(0, 0)
     await settle(it)
     for step in range(1, 6):
-        it.after(step, 0)
+        it.evaluate_if_due(step, 0)
         await settle(it)
     assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4]
-    await it.finish(5, 0, lambda: False)
+    await it.finish_evaluations(5, 0, lambda: False)
     assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4, 5]
-    await it.finish(5, 0, lambda: False)
+    await it.finish_evaluations(5, 0, lambda: False)
     assert len(lines(tmp_path)) == 4
     assert lines(tmp_path)[0]["evaluation/reward_mean"] == 0.5
     assert {"step", "time", "evaluation/version_min", "evaluation/version_max", "evaluation/episodes"} <= set(
@@ -99,25 +99,25 @@ async def test_the_result_is_kept_beside_the_checkpoints_and_a_failed_one_leaves
         return result
 
     it, _ = evaluator(tmp_path, answer)
-    it.after(2, 0)
+    it.evaluate_if_due(2, 0)
     await asyncio.wait_for(playing.wait(), 5)
-    found = read_evaluation_files(tmp_path / "checkpoints")
-    assert [(step, one.finished) for step, one in found.items()] == [(2, False)]
+    found = read_evaluations(tmp_path / "checkpoints")
+    assert [(step, one.is_finished) for step, one in found.items()] == [(2, False)]
     await settle(it)
-    (one,) = read_evaluation_files(tmp_path / "checkpoints").values()
+    (one,) = read_evaluations(tmp_path / "checkpoints").values()
     assert (one.step, one.result) == (2, result)
     assert one.figures == {"reward_mean": 0.5, "pass@1": 0.25, "version_min": 3}
     (row,) = lines(tmp_path)
     assert row == {"step": 2, "time": row["time"]} | {f"evaluation/{k}": v for k, v in one.figures.items()}
-    assert list(it.recent) == [row]
+    assert list(it.recent_rows) == [row]
 
     async def fails():
         raise RuntimeError("the environment is away")
 
     it, _ = evaluator(tmp_path, fails)
-    it.after(4, 0)
+    it.evaluate_if_due(4, 0)
     await settle(it)
-    assert list(read_evaluation_files(tmp_path / "checkpoints")) == [2]
+    assert list(read_evaluations(tmp_path / "checkpoints")) == [2]
 
 
 async def test_an_evaluation_waits_for_the_weights_of_its_step_and_prefers_who_has_them(tmp_path):
@@ -133,18 +133,18 @@ async def test_an_evaluation_waits_for_the_weights_of_its_step_and_prefers_who_h
     it, events = evaluator(tmp_path, None, timeout=1.0)
     it._fleet = fleet = Fleet(it.config, events, {name: generator(name) for name in "ab"})
     for member in fleet:
-        member.health.loaded()
-        member.health.installed(0, 0)
-    it.after(2, version=1)
+        member.health.mark_loaded()
+        member.health.mark_installed(0, 0)
+    it.evaluate_if_due(2, version=1)
     await asyncio.sleep(0.5)
     assert asked == []
-    fleet["b"].health.installed(1, 1)
+    fleet["b"].health.mark_installed(1, 1)
     await settle(it)
     assert asked == ["b"]
-    it.after(4, version=2)
+    it.evaluate_if_due(4, version=2)
     await asyncio.sleep(0.5)
     for member in fleet:  # it did not install them in time
-        member.health.lost()
+        member.health.mark_lost()
     await settle(it)
     assert asked == ["b"]
     assert [event for event, _ in events.reported] == ["evaluation_finished", "evaluation_failed"]
@@ -162,16 +162,16 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
         async def whereabouts():
             await asyncio.sleep(60 if frozen else 0)
 
-        return StandIn(evaluate=evaluate, whereabouts=whereabouts)
+        return StandIn(evaluate=evaluate, describe_process=whereabouts)
 
     it, events = evaluator(tmp_path, None, timeout=1.0)
     it.config = config_from_dict({"supervise": {"silence_seconds": 0.1}})
     fleet = Fleet(it.config, events, {name: generator(name, name != "c") for name in "abc"})
     for member in fleet:
-        member.health.loaded()
-        member.health.installed(0, 0)
+        member.health.mark_loaded()
+        member.health.mark_installed(0, 0)
     it._fleet = fleet
-    it.after(2, 0)
+    it.evaluate_if_due(2, 0)
     await settle(it)
     assert asked == ["a", "b", "c"]
     assert [(e, f["generator"]) for e, f in events.reported] == [
@@ -180,8 +180,8 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
         ("evaluation_finished", "c"),
     ]
     assert [line["step"] for line in lines(tmp_path)] == [2]
-    fleet["c"].health.lost()
-    it.after(4, 0)
+    fleet["c"].health.mark_lost()
+    it.evaluate_if_due(4, 0)
     await settle(it)
     error = "no generator was healthy and had version 0 of the weights within 1 s (evaluation.timeout)"
     assert events.reported[-1] == ("evaluation_failed", {"step": 4, "error": error})
@@ -195,7 +195,7 @@ async def test_a_generator_that_comes_back_plays_its_evaluation_again(tmp_path, 
     async def answer():
         tries.append(fleet["g"].version)
         if len(tries) == 1 and lost:
-            raise ActorLost("g: killed")
+            raise ActorLostError("g: killed")
         await asyncio.sleep(60 if len(tries) == 1 else 0)
         return {"reward_mean": 0.5}
 
@@ -205,23 +205,23 @@ async def test_a_generator_that_comes_back_plays_its_evaluation_again(tmp_path, 
 
     it, events = evaluator(tmp_path, None)
     it.config = config_from_dict({"supervise": {"silence_seconds": 0.1}})
-    it._fleet = fleet = Fleet(it.config, events, {"g": StandIn(evaluate=answer, whereabouts=whereabouts)})
-    it._revive = lambda generator: revived.append(generator.generator_id)
+    it._fleet = fleet = Fleet(it.config, events, {"g": StandIn(evaluate=answer, describe_process=whereabouts)})
+    it._revive_generator = lambda generator: revived.append(generator.generator_id)
     health = fleet["g"].health
-    health.loaded()
-    health.installed(3, 3)
-    it.after(2, version=3)
+    health.mark_loaded()
+    health.mark_installed(3, 3)
+    it.evaluate_if_due(2, version=3)
     await until(lambda: events.reported)
     await asyncio.sleep(0.3)
     assert tries == [3]
     if lost:
-        health.lost()
-        health.restarting()
-        health.loaded()
-        health.installed(2, 2)
+        health.mark_lost()
+        health.begin_restart()
+        health.mark_loaded()
+        health.mark_installed(2, 2)
         await asyncio.sleep(0.3)
         assert tries == [3]
-        health.installed(3, 3)
+        health.mark_installed(3, 3)
     back.set()
     await settle(it)
     assert tries == [3, 3]
@@ -239,7 +239,7 @@ async def test_a_result_waits_for_a_disk_that_does_not_take_it(tmp_path, monkeyp
         return {"reward_mean": 0.5}
 
     def write(directory, evaluation, **facts):
-        if evaluation.finished and len(refused) < 2:
+        if evaluation.is_finished and len(refused) < 2:
             refused.append(evaluation.step)
             raise OSError(errno.EMFILE, "Too many open files")
         return write_evaluation(directory, evaluation, **facts)
@@ -247,10 +247,10 @@ async def test_a_result_waits_for_a_disk_that_does_not_take_it(tmp_path, monkeyp
     refused = []
     monkeypatch.setattr(tasks, "write_evaluation", write)
     it, events = evaluator(tmp_path, answer)
-    it._disk._retry_seconds = 0.05
-    it.after(2, 0)
+    it._disk_wait._retry_seconds = 0.05
+    it.evaluate_if_due(2, 0)
     await settle(it)
-    (one,) = read_evaluation_files(tmp_path / "checkpoints").values()
+    (one,) = read_evaluations(tmp_path / "checkpoints").values()
     assert one.result == {"reward_mean": 0.5}
     assert refused == [2, 2]
     assert [event for event, _ in events.reported] == ["evaluation_finished", "evaluation_not_kept", "evaluation_kept"]
@@ -261,13 +261,13 @@ async def test_an_evaluation_that_fails_is_an_event_and_no_more(tmp_path):
         raise RuntimeError("the environment is away")
 
     it, events = evaluator(tmp_path, answer)
-    it.after(2, 0)
+    it.evaluate_if_due(2, 0)
     await settle(it)
-    await it.finish(2, 0, lambda: False)
+    await it.finish_evaluations(2, 0, lambda: False)
     assert [(e, f["step"]) for e, f in events.reported] == [("evaluation_failed", 2)]
     assert "the environment is away" in events.reported[0][1]["error"]
     it, events = evaluator(tmp_path, answer, dead=True, timeout=0.3)
-    it.after(2, 0)
+    it.evaluate_if_due(2, 0)
     await settle(it)
     assert events.reported[0][1]["error"].startswith("no generator was healthy and had version 0")
     assert lines(tmp_path) == []
@@ -278,21 +278,21 @@ async def test_one_that_takes_long_lets_the_next_one_out_and_a_stopped_run_waits
         await asyncio.sleep(60)
 
     it, events = evaluator(tmp_path, answer)
-    it.after(2, 0)
-    it.after(4, 0)
+    it.evaluate_if_due(2, 0)
+    it.evaluate_if_due(4, 0)
     assert events.reported == [("evaluation_skipped", {"step": 4, "running_since_step": 2})]
-    await asyncio.wait_for(it.finish(4, 0, lambda: True), 3)
+    await asyncio.wait_for(it.finish_evaluations(4, 0, lambda: True), 3)
     assert events.reported[-1][0] == "evaluation_abandoned"
-    await it.finish(4, 0, lambda: True)
+    await it.finish_evaluations(4, 0, lambda: True)
     assert len(events.reported) == 2
 
 
 async def test_a_run_without_evaluations_asks_for_none(tmp_path):
     it, events = evaluator(tmp_path, None, every=0)
-    it.start(0, 0)
+    it.resume_evaluations(0, 0)
     for step in range(1, 5):
-        it.after(step, 0)
-    await it.finish(4, 0, lambda: False)
+        it.evaluate_if_due(step, 0)
+    await it.finish_evaluations(4, 0, lambda: False)
     await it.cancel()
     assert (events.reported, it._task) == ([], None)
 
@@ -312,7 +312,7 @@ class Learner:
     def acked(self):
         return len(self.got)
 
-    async def send(self, trajectory, *, more):
+    async def send(self, trajectory, *, more_follow):
         self.got[trajectory.trajectory_id] = trajectory
 
     async def flush(self, timeout):
@@ -328,11 +328,11 @@ class Learner:
 @pytest.fixture
 def made(monkeypatch):
     """`made(directory, config, engine, chat, sender)`: a generator, in this process."""
-    monkeypatch.setattr("r3async.actors.generator.begin", lambda *args: None)
+    monkeypatch.setattr("r3async.actors.generator.prepare_process", lambda *args: None)
 
     def make(directory, config, engine, chat, sender=None):
-        parts = GeneratorParts(lambda *args: engine, lambda *args: chat, sender=lambda *args, **facts: sender)
-        return GeneratorActor(REAL, "g", "run", to_dict(config), "nowhere", str(directory), parts=parts)
+        parts = GeneratorFactories(lambda *args: engine, lambda *args: chat, make_sender=lambda *args, **facts: sender)
+        return GeneratorActor(REAL_WORLD, "g", "run", config_to_dict(config), "nowhere", str(directory), parts=parts)
 
     return make
 
@@ -345,12 +345,12 @@ async def play_run(made, directory, evaluations, groups=3):
     chat, sender = renderer(), Learner()
 
     def answer(request, index):  # of the request alone, as greedy sampling would be
-        return [int(t) for t in request.prompt_ids[-4:] % 256] + [chat.end_id]
+        return [int(t) for t in request.prompt_ids[-4:] % 256] + [chat.eos_token_id]
 
     engine = await ready(answer)
     actor = made(directory, config, engine, chat, sender)
     await actor.start()
-    await actor.connect("", "shared_memory", new_keys()[1])
+    await actor.connect_to_learner("", "shared_memory", generate_keys()[1])
     results = []
 
     async def lease(message):
@@ -368,7 +368,7 @@ async def play_run(made, directory, evaluations, groups=3):
         return msgspec.msgpack.encode(LeaseAnswer(leases, more=played < groups))
 
     lease.given = set()
-    await asyncio.wait_for(actor.run(StandIn(lease=lease)), 30)
+    await asyncio.wait_for(actor.run(StandIn(lease_groups=lease)), 30)
     evaluated = await asyncio.gather(*results)
     await actor.stop()
     return sender.got, evaluated, engine
@@ -389,16 +389,16 @@ async def test_training_data_is_the_same_with_and_without_evaluation_and_no_eval
         assert trajectory.task_seed == other.task_seed
         assert trajectory.turns == other.turns
         assert [s.table for s in trajectory.samples] == [s.table for s in other.samples]
-    asked = [call.request_id for call in engine.calls]
+    asked = [call.request_id for call in engine.requests]
     assert sum(name.startswith("evaluation") for name in asked) == 3 * 6 * 3
     assert len(asked) == 3 * 6 * 3 + 3 * 2 * 3
 
 
 async def test_a_generator_that_stops_gives_its_evaluations_up(made, tmp_path):
     never = asyncio.Event()
-    engine, chat = await ready([[1]], pace=never.wait), renderer()
+    engine, chat = await ready([[1]], before_token=never.wait), renderer()
     actor = made(tmp_path, load_config("quickstart", []), engine, chat)
-    with pytest.raises(NotLoaded, match="is not set up yet"):
+    with pytest.raises(ActorNotLoaded, match="is not set up yet"):
         await actor.evaluate()
     await actor.start()
     evaluating = asyncio.create_task(actor.evaluate())

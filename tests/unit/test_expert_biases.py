@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.checkpoint.tensors import LearnerParts, write_part
+from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
 from r3async.config import Config, ConfigError, config_from_dict
-from r3async.data.architectures import CHOICE_BIAS
+from r3async.data.architectures import EXPERT_BIAS_SUFFIX
 from r3async.learner import LearnerError, build_learner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import architectures as ha
@@ -69,7 +69,7 @@ def test_a_skipped_update_leaves_them(path, backend):
     learner = build_learner(settings(backend), path)
     before = biases_of(learner)
     micro_batches = [
-        changed(m, advantages=np.zeros(m.tokens, np.float32), loss_mask=np.zeros(m.tokens, bool))
+        changed(m, advantages=np.zeros(m.num_tokens, np.float32), loss_mask=np.zeros(m.num_tokens, bool))
         for m in recorded(path)
     ]
     assert train_minibatch(learner, micro_batches).metrics["optimizer/skipped"] == 1
@@ -96,16 +96,16 @@ def test_a_run_resumes_with_them(path, tmp_path, backend):
     config = settings(backend)
     first = build_learner(config, path)
     train_minibatch(first, recorded(path))
-    write_part(tmp_path, first.state())
+    write_rank_file(tmp_path, first.capture_state())
     train_minibatch(first, recorded(path, 4))
-    expected = first.export()
+    expected = first.export_weights()
     first.close()
     for later in (config, without(config)):
         second = build_learner(later, path)
-        second.restore(LearnerParts(hc.paths(tmp_path)))
+        second.restore_state(LearnerStateReader(hc.paths(tmp_path)))
         if later is config:
             train_minibatch(second, recorded(path, 4))
-            assert all(torch.equal(tensor, expected[name]) for name, tensor in second.export().items())
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in second.export_weights().items())
         else:  # and keeps them where they no longer move
             start = load_file(path / "model.safetensors")
             assert all(not torch.equal(tensor, start[name]) for name, tensor in biases_of(second).items())
@@ -124,14 +124,14 @@ def test_the_reference_model_has_those_of_the_start(path, backend):
     start = learner.logprobs(micro_batches)
     train_minibatch(learner, [with_reference(m, learner, i) for i, m in enumerate(micro_batches)])
     now = biases_of(learner)
-    again = learner.logprobs(micro_batches, reference=True)
+    again = learner.logprobs(micro_batches, use_reference=True)
     assert all((a == b).all() for a, b in zip(start, again, strict=True))
     assert all(torch.equal(now[name], tensor) for name, tensor in biases_of(learner).items())
     learner.close()
 
 
 def with_reference(micro_batch, learner, index):
-    return changed(micro_batch, reference_logprobs=learner.logprobs([micro_batch], reference=True)[0])
+    return changed(micro_batch, reference_logprobs=learner.logprobs([micro_batch], use_reference=True)[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -149,7 +149,7 @@ def test_what_leaves_routers_as_they_are_is_refused(other):
 
 
 def test_names_of_biases_are_those_of_the_checkpoint(path):
-    names = {name for name in load_file(path / "model.safetensors") if name.endswith(CHOICE_BIAS)}
+    names = {name for name in load_file(path / "model.safetensors") if name.endswith(EXPERT_BIAS_SUFFIX)}
     learner = build_learner(settings("megatron"), path)
-    assert {bias.name for bias in learner.biases} == names
+    assert {bias.name for bias in learner.expert_biases} == names
     learner.close()

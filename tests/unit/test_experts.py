@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from r3async.learner.experts import GatedUnit, Sent, grouped_linear
+from r3async.learner.experts import ExpertDispatch, WeightedSwiGLU, grouped_linear
 
 
 def loop(x, w1, w2, gates, chosen):
@@ -24,9 +24,11 @@ def loop(x, w1, w2, gates, chosen):
 
 
 def stacks(x, w1, w2, gates, chosen):
-    sent = Sent(chosen, int(chosen[0].sum()))
-    wide = grouped_linear(sent.rows(x), w1, sent.counts)
-    return sent.sums(grouped_linear(GatedUnit.apply(wide, sent.shares(gates)), w2, sent.counts))
+    sent = ExpertDispatch(chosen, int(chosen[0].sum()))
+    wide = grouped_linear(sent.dispatch_rows(x), w1, sent.expert_counts)
+    return sent.combine_outputs(
+        grouped_linear(WeightedSwiGLU.apply(wide, sent.gather_gates(gates)), w2, sent.expert_counts)
+    )
 
 
 def made(seed, tokens, experts, top_k, hidden, width, dtype):
@@ -84,21 +86,23 @@ class Asked(TorchDispatchMode):
 @pytest.mark.parametrize(("form", "times"), [(stacks, 0), (loop, 8)])
 def test_nothing_is_asked_of_the_device(form, times):
     inputs, chosen, grad = made(0, 20, 8, 2, 16, 8, torch.float32)
-    sent = Sent(chosen, 2)
+    sent = ExpertDispatch(chosen, 2)
     with Asked() as asked:
         if form is loop:
             passed(loop, inputs, chosen, grad)
         else:
-            wide = grouped_linear(sent.rows(inputs[0]), inputs[1], sent.counts)
-            sent.sums(grouped_linear(GatedUnit.apply(wide, sent.shares(inputs[3])), inputs[2], sent.counts))
+            wide = grouped_linear(sent.dispatch_rows(inputs[0]), inputs[1], sent.expert_counts)
+            sent.combine_outputs(
+                grouped_linear(WeightedSwiGLU.apply(wide, sent.gather_gates(inputs[3])), inputs[2], sent.expert_counts)
+            )
     assert asked.times == times
 
 
 def test_no_tokens_are_no_rows():
     inputs, chosen, grad = made(0, 1, 4, 2, 8, 8, torch.float32)
     inputs[0], chosen, grad = inputs[0][:0].detach().requires_grad_(), chosen[:0], grad[:0]
-    sent = Sent(chosen, 2)
-    out = sent.sums(grouped_linear(sent.rows(inputs[0]), inputs[1], sent.counts)[:, :8])
+    sent = ExpertDispatch(chosen, 2)
+    out = sent.combine_outputs(grouped_linear(sent.dispatch_rows(inputs[0]), inputs[1], sent.expert_counts)[:, :8])
     out.sum().backward()
     assert out.shape == (0, 8)
     assert not inputs[1].grad.any()

@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from r3async.config import EpisodeConfig
 from r3async.data.model_shape import RoutingShape
 from r3async.envs import Message, StepResult
-from r3async.learner.batch.packing import pack
-from r3async.learner.preparation import prepare
+from r3async.learner.batch.packing import pack_samples
+from r3async.learner.preparation import prepare_minibatches
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import train_minibatch
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import EngineError
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.rollout.episode import EngineAborted, EpisodeError, EpisodeTask, failed_trajectory
-from r3async.rollout.group import GroupPlayer, engine_failed
+from r3async.rollout.episode import EngineAbortError, EpisodeError, EpisodeTask, build_failed_trajectory
+from r3async.rollout.group import GroupPlayer, is_engine_failure
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.groups import GroupBuffer
-from r3async.schedule.tasks import FEWEST, RECENT, Cursor, EpisodeEnd, FailedTask, TaskFailures
-from r3async.schedule.validation import age_metrics, check_ages, validate_trajectory
-from r3async.tools.init_model import byte_tokenizer
+from r3async.schedule.tasks import MIN_COUNTED_TASKS, RECENT_TASKS, EpisodeEnd, FailedTask, TaskCursor, TaskFailures
+from r3async.schedule.validation import check_staleness, compute_staleness_metrics, validate_trajectory
+from r3async.tools.init_model import build_byte_tokenizer
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 from r3async.weights.manifest import WeightManifest
 from tests.helpers import torch as ht
@@ -55,29 +55,31 @@ def end_of(group, episode=0, by=None, task=None):
 
 def play_group(failures, group, by=None, episodes=SAMPLES):
     """What is quarantined, and whether there were too many failures at any time, when `episodes` of a group have ended so."""
-    ends = [failures.ended(end_of(group, e, by if e < episodes else None)) for e in range(SAMPLES)]
-    return [task.task_seed for task in ends if task], by is not None and failures.too_many(by)
+    ends = [failures.record_end(end_of(group, e, by if e < episodes else None)) for e in range(SAMPLES)]
+    return [task.task_seed for task in ends if task], by is not None and failures.exceeds_limit(by)
 
 
 def test_one_bad_task_among_many_costs_one_task_and_is_named():
     """It stopped the run at its eleventh failed episode."""
     failures = TaskFailures(0.1, 16)
     for group in range(60):
-        assert not any(failures.ended(end_of(group, e)) for e in range(16))
-    ends = [failures.ended(end_of(60, e, "environment")) for e in range(16)]
-    assert not failures.too_many("environment")
+        assert not any(failures.record_end(end_of(group, e)) for e in range(16))
+    ends = [failures.record_end(end_of(60, e, "environment")) for e in range(16)]
+    assert not failures.exceeds_limit("environment")
     assert [e for e in ends if e] == [FailedTask(160, 60, "environment", "why")]
 
 
 def test_an_environment_that_always_fails_stops_the_run_with_its_third_task():
     failures = TaskFailures(0.1, SAMPLES)
     assert [play_group(failures, g, "environment") for g in range(3)] == [([100], False), ([101], False), ([102], True)]
-    assert failures.describe("environment").startswith("24 episodes of 3 tasks, of the last 3 tasks, failed by the env")
-    assert "supervise.max_failed_fraction = 0.1 allows 16 of 8 a task" in failures.describe("environment")
+    assert failures.describe_failures("environment").startswith(
+        "24 episodes of 3 tasks, of the last 3 tasks, failed by the env"
+    )
+    assert "supervise.max_failed_fraction = 0.1 allows 16 of 8 a task" in failures.describe_failures("environment")
     first = TaskFailures(0.0, SAMPLES)
-    first.ended(end_of(0, by="engine"))
-    assert first.too_many("engine")
-    assert not first.too_many("environment")
+    first.record_end(end_of(0, by="engine"))
+    assert first.exceeds_limit("engine")
+    assert not first.exceeds_limit("environment")
     with pytest.raises(ValueError, match="in 0"):
         TaskFailures(1.5, 1)
 
@@ -91,23 +93,23 @@ def test_a_task_that_fails_in_part_or_by_the_engine_is_not_quarantined():
 
 def test_a_task_that_fails_is_known_however_many_others_end_while_it_is_played():
     """In a large fleet a group was forgotten before its last episode ended, and its task was posed again."""
-    others = 4 * RECENT
+    others = 4 * RECENT_TASKS
     failures = TaskFailures(0.1, SAMPLES, in_flight=others)
-    ends = [failures.ended(end_of(0, e, "environment")) for e in range(SAMPLES - 1)]
-    ends += [failures.ended(end_of(group)) for group in range(1, others + 1)]
+    ends = [failures.record_end(end_of(0, e, "environment")) for e in range(SAMPLES - 1)]
+    ends += [failures.record_end(end_of(group)) for group in range(1, others + 1)]
     assert not any(ends)
-    assert failures.ended(end_of(0, SAMPLES - 1, "environment")) == FailedTask(100, 0, "environment", "why")
+    assert failures.record_end(end_of(0, SAMPLES - 1, "environment")) == FailedTask(100, 0, "environment", "why")
 
 
 def test_parts_of_a_group_on_several_generators_count_once_and_the_last_word_on_an_episode_counts():
     failures = TaskFailures(0.1, 2)
-    assert failures.ended(end_of(0, 0, "environment")) is None
-    assert failures.ended(end_of(0, 0, "environment")) is None  # played again: its generator was lost
-    assert failures.ended(end_of(0, 1, "environment")) is not None
-    assert failures.ended(end_of(0, 1, "environment")) is None
-    assert failures.describe("environment").startswith("2 episodes of 1 tasks, of the last 1 tasks")
-    failures.ended(end_of(0, 0))  # another generator could play it
-    assert failures.describe("environment").startswith("1 episodes of 1 tasks")
+    assert failures.record_end(end_of(0, 0, "environment")) is None
+    assert failures.record_end(end_of(0, 0, "environment")) is None  # played again: its generator was lost
+    assert failures.record_end(end_of(0, 1, "environment")) is not None
+    assert failures.record_end(end_of(0, 1, "environment")) is None
+    assert failures.describe_failures("environment").startswith("2 episodes of 1 tasks, of the last 1 tasks")
+    failures.record_end(end_of(0, 0))  # another generator could play it
+    assert failures.describe_failures("environment").startswith("1 episodes of 1 tasks")
 
 
 ends_of_runs = st.lists(
@@ -121,48 +123,48 @@ def test_it_stops_exactly_when_the_share_of_recent_tasks_is_over_the_limit(ends,
     failures = TaskFailures(limit, 3)
     groups: dict[int, dict[int, str | None]] = {}
     for group, episode, by in ends:
-        failures.ended(end_of(group, episode, by))
+        failures.record_end(end_of(group, episode, by))
         groups.setdefault(group, {})[episode] = by
-        groups = dict(list(groups.items())[-RECENT:])
+        groups = dict(list(groups.items())[-RECENT_TASKS:])
         for who in ("environment", "engine", "learner"):
             share = sum(sum(b == who for b in g.values()) for g in groups.values()) / 3
-            allowed = limit * max(len(groups), FEWEST)
-            assert failures.too_many(who) == (share > allowed + 1e-9), (share, allowed)
+            allowed = limit * max(len(groups), MIN_COUNTED_TASKS)
+            assert failures.exceeds_limit(who) == (share > allowed + 1e-9), (share, allowed)
 
 
 @given(st.integers(1, 30), st.dictionaries(st.integers(0, 29), st.integers(0, 100), max_size=12), st.integers(0, 9))
 def test_no_group_poses_a_quarantined_task_and_what_was_leased_before_stays(size, quarantined, seed):
     quarantined = {task: group for task, group in quarantined.items() if task < size}
-    plain, cursor = Cursor(seed, size), Cursor(seed, size, quarantined)
+    plain, cursor = TaskCursor(seed, size), TaskCursor(seed, size, quarantined)
     for group in range(100):
         left = [t for t in range(size) if quarantined.get(t, 1000) > group]
         if not left:
             with pytest.raises(ValueError, match=f"all {size} tasks of the environment are quarantined"):
-                cursor.task_seed(group)
+                cursor.pick_task(group)
             continue
-        task = cursor.task_seed(group)
+        task = cursor.pick_task(group)
         assert task in left
-        assert task == Cursor(seed, size, dict(quarantined)).task_seed(group)
-        if plain.task_seed(group) in left:
-            assert task == plain.task_seed(group)
+        assert task == TaskCursor(seed, size, dict(quarantined)).pick_task(group)
+        if plain.pick_task(group) in left:
+            assert task == plain.pick_task(group)
     # One that is quarantined later changes nothing before that.
-    later = Cursor(seed, size, {**quarantined, **{t: 50 for t in range(size) if t not in quarantined}})
+    later = TaskCursor(seed, size, {**quarantined, **{t: 50 for t in range(size) if t not in quarantined}})
     for group in range(50):
         if any(quarantined.get(t, 1000) > group for t in range(size)):
-            assert later.task_seed(group) == cursor.task_seed(group)
+            assert later.pick_task(group) == cursor.pick_task(group)
 
 
 def test_without_a_size_a_quarantined_task_is_not_posed_either():
-    plain = Cursor(3)
-    cursor = Cursor(3, quarantined={plain.task_seed(7): 5})
-    assert [g for g in range(20) if cursor.task_seed(g) != plain.task_seed(g)] == [7]
+    plain = TaskCursor(3)
+    cursor = TaskCursor(3, quarantined={plain.pick_task(7): 5})
+    assert [g for g in range(20) if cursor.pick_task(g) != plain.pick_task(g)] == [7]
 
 
 async def test_a_group_with_a_failed_episode_is_complete_and_arrives_whole():
     delivered, reports, ends = [], [], []
     engine = ScriptedEngine([[65, 257]])
     await engine.start()
-    await engine.install(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
+    await engine.install_version(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
     Away.tries = 0
 
     async def deliver(trajectory):
@@ -171,15 +173,15 @@ async def test_a_group_with_a_failed_episode_is_complete_and_arrives_whole():
     player = GroupPlayer(
         factory=Away,
         engine=engine,
-        renderer=ChatRenderer(byte_tokenizer()),
+        renderer=ChatRenderer(build_byte_tokenizer()),
         settings=LIMITS,
         generator_id="g",
-        deliver=deliver,
+        deliver_trajectory=deliver,
         report=lambda event, **fields: reports.append(event),
-        over=ends.append,
+        on_episode_end=ends.append,
     )
-    await player.play(GroupLease(0, 9, (0,)))
-    await player.play(GroupLease(0, 9, (1, 2)))
+    await player.play_lease(GroupLease(0, 9, (0,)))
+    await player.play_lease(GroupLease(0, 9, (1, 2)))
     assert reports == ["episode_failed", "episode_abandoned"]
     assert [t.stop_reason for t in delivered] == ["error", "env_done", "env_done"]
     assert [(e.group_index, e.episode_index, e.task_seed) for e in ends] == [(0, i, 9) for i in range(3)]
@@ -188,7 +190,7 @@ async def test_a_group_with_a_failed_episode_is_complete_and_arrives_whole():
     for trajectory in delivered:
         validate_trajectory(trajectory, vocab_size=300, learner_version=0, max_tokens=100, routing=SCRIPTED_ROUTING)
         assert buffer.add(trajectory, 1)
-    assert buffer.missing(0) == []
+    assert buffer.missing_in_group(0) == []
 
 
 def test_failed_episodes_are_not_trained_and_compared_with_nobody(tmp_path):
@@ -196,16 +198,16 @@ def test_failed_episodes_are_not_trained_and_compared_with_nobody(tmp_path):
     path = ht.make_model(tmp_path / "model", "qwen3", vocab_size=272)
     shape = RoutingShape(layers=2, top_k=ht.TOP_K, num_experts=ht.EXPERTS)
     config = ht.settings()
-    group = [failed_trajectory(EpisodeTask(0, i, 1), shape, 5) for i in range(2)]
-    check_ages([group], 3, 1)
-    assert age_metrics([group], 3, 1, 0.0)["staleness/max"] == 0
-    minibatches, figures = prepare([group], config)
+    group = [build_failed_trajectory(EpisodeTask(0, i, 1), shape, 5) for i in range(2)]
+    check_staleness([group], 3, 1)
+    assert compute_staleness_metrics([group], 3, 1, 0.0)["staleness/max"] == 0
+    minibatches, figures = prepare_minibatches([group], config)
     assert figures["advantage/zero_variance_groups"] == 1
-    learner = TorchLearner.load(config, path)
-    before = {n: t.clone() for n, t in learner.export().items()}
-    result = train_minibatch(learner, pack(minibatches[0], 400))
+    learner = TorchLearner.from_pretrained(config, path)
+    before = {n: t.clone() for n, t in learner.export_weights().items()}
+    result = train_minibatch(learner, pack_samples(minibatches[0], 400))
     assert result.metrics["batch/trained_tokens"] == 0
-    assert all(np.array_equal(before[n].numpy(), t.numpy()) for n, t in learner.export().items())
+    assert all(np.array_equal(before[n].numpy(), t.numpy()) for n, t in learner.export_weights().items())
 
 
 class Unwell:
@@ -239,16 +241,16 @@ class Unwell:
         player = GroupPlayer(
             factory=lambda: environment,
             engine=self.engine,
-            renderer=ChatRenderer(byte_tokenizer()),
+            renderer=ChatRenderer(build_byte_tokenizer()),
             settings=EpisodeConfig(max_turns=1, max_new_tokens=8, **settings),
             generator_id="g",
-            deliver=deliver,
+            deliver_trajectory=deliver,
             report=lambda event, **fields: reports.append((event, fields.get("by"))),
-            over=self.ends.append if tolerant else None,
+            on_episode_end=self.ends.append if tolerant else None,
         )
-        await player.play(GroupLease(0, 9, (0,)))
+        await player.play_lease(GroupLease(0, 9, (0,)))
         ending, failed = delivered[0].stop_reason, [event for event, _ in reports].count("episode_failed")
-        assert player.ended == failed + 1
+        assert player.attempt_count == failed + 1
         return ending, reports
 
 
@@ -256,7 +258,7 @@ class Unwell:
 async def engine():
     engine = ScriptedEngine([[65, 257]])
     await engine.start()
-    await engine.install(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
+    await engine.install_version(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
     return engine
 
 
@@ -318,14 +320,14 @@ async def play_broken(engine, environment, retries):
     player = GroupPlayer(
         factory=lambda: environment,
         engine=engine,
-        renderer=ChatRenderer(byte_tokenizer()),
+        renderer=ChatRenderer(build_byte_tokenizer()),
         settings=EpisodeConfig(max_turns=1, max_new_tokens=8, retries=retries),
         generator_id="g",
-        deliver=deliver,
+        deliver_trajectory=deliver,
         report=lambda event, **fields: reports.append((event, fields)),
-        over=ends.append,
+        on_episode_end=ends.append,
     )
-    await player.play(GroupLease(35, 7, (0,)))
+    await player.play_lease(GroupLease(35, 7, (0,)))
     return environment.steps, reports, ends
 
 
@@ -380,6 +382,6 @@ async def test_an_environment_that_exits_fails_its_episode_and_not_the_process(e
 
 async def test_an_aborted_answer_is_the_engines_failure(engine):
     error = EpisodeError("given up")
-    error.__cause__ = EngineAborted("aborted")
-    assert engine_failed(error)
-    assert not engine_failed(EpisodeError("ended without an answer"))
+    error.__cause__ = EngineAbortError("aborted")
+    assert is_engine_failure(error)
+    assert not is_engine_failure(EpisodeError("ended without an answer"))

@@ -10,34 +10,34 @@ import msgspec
 import pytest
 
 from r3async.actors.conductor import Conductor
-from r3async.actors.delivery import choose_backend
-from r3async.actors.leasing import Dispatch, LeaseAnswer, LeaseCall
-from r3async.actors.members import Members
-from r3async.actors.process import NotLoaded, RunFailed
-from r3async.config import load_config, to_dict
+from r3async.actors.delivery import choose_weight_backend
+from r3async.actors.leasing import LeaseAnswer, LeaseCall, LeaseDispatcher
+from r3async.actors.members import FleetMembership
+from r3async.actors.process import ActorNotLoaded, RunFailed
+from r3async.config import config_to_dict, load_config
 from r3async.rollout.engines import InstallReport
-from r3async.weights.manifest import Difference, WeightManifest
-from r3async.weights.probe import KEPT
-from r3async.weights.publish import Publication
-from r3async.world import ActorLost
-from r3async.world.disk_waits import DiskWait
-from r3async.world.real import REAL
+from r3async.weights.manifest import TensorMismatch, WeightManifest
+from r3async.weights.probe import FAILED_MODEL_DIRECTORY
+from r3async.weights.publish import TransferOffer
+from r3async.world import ActorLostError
+from r3async.world.disk_waits import DiskRetrier
+from r3async.world.real import REAL_WORLD
 from tests.helpers.fleet import TOKENS, deliver, loaded, published, sampled, scores
 from tests.helpers.world import StandIn
 
 
-@pytest.mark.parametrize("loss", [ActorLost("it was killed"), NotLoaded("generator-1 was lost")])
+@pytest.mark.parametrize("loss", [ActorLostError("it was killed"), ActorNotLoaded("generator-1 was lost")])
 async def test_one_that_is_lost_before_it_has_weights_is_left_to_its_supervisor_and_the_others_begin(handles, loss):
     installer = await loaded(handles)
     fleet = installer.fleet
-    handles["generator-1"].wrong["install"] = loss
-    await installer.begin()
+    handles["generator-1"].wrong["install_version"] = loss
+    await installer.install_first_version()
     assert [g.state.value for g in fleet] == ["healthy", "lost"]
     assert sorted(fleet.events.names()) == ["generator_lost", "probe", "probe_sampled"]
 
 
 async def test_a_failed_installation_is_the_loss_of_its_generator_whose_process_is_ended(installer, fleet, handles):
-    handles["generator-0"].wrong["install"] = RuntimeError("no kernel image")
+    handles["generator-0"].wrong["install_version"] = RuntimeError("no kernel image")
     assert await deliver(installer, 1) is not None
     assert [(g.state, g.version) for g in fleet] == [("lost", -1), ("healthy", 1)]
     assert installer._world.killed == [(handles["generator-0"], True)]
@@ -50,7 +50,7 @@ async def test_a_failed_installation_is_the_loss_of_its_generator_whose_process_
 
 
 async def test_a_failure_without_words_is_not_taken_for_silence(installer, fleet, handles):
-    handles["generator-0"].wrong["install"] = AssertionError()
+    handles["generator-0"].wrong["install_version"] = AssertionError()
     await deliver(installer, 1)
     (failed,) = [facts for event, facts in fleet.events.seen if event == "install_failed"]
     assert failed["error"] == "generator-0: AssertionError()"
@@ -60,51 +60,51 @@ async def test_a_version_that_every_generator_refuses_also_when_it_was_restarted
     installer, fleet, handles
 ):
     for handle in handles.values():
-        handle.wrong["install"] = RuntimeError("tensor 'a' is corrupt")
+        handle.wrong["install_version"] = RuntimeError("tensor 'a' is corrupt")
     assert await deliver(installer, 1) is None
-    fleet["generator-0"].health.restarting()
-    fleet["generator-0"].health.loaded()
-    with pytest.raises(ActorLost, match="generator-0: tensor 'a' is corrupt"):
-        await installer.settle(fleet["generator-0"])
-    fleet["generator-1"].health.restarting()
-    fleet["generator-1"].health.loaded()
+    fleet["generator-0"].health.begin_restart()
+    fleet["generator-0"].health.mark_loaded()
+    with pytest.raises(ActorLostError, match="generator-0: tensor 'a' is corrupt"):
+        await installer.install_until_current(fleet["generator-0"])
+    fleet["generator-1"].health.begin_restart()
+    fleet["generator-1"].health.mark_loaded()
     with pytest.raises(RunFailed, match=r"generator-1: tensor 'a' is corrupt \(no generator can install version 1"):
-        await installer.settle(fleet["generator-1"])
+        await installer.install_until_current(fleet["generator-1"])
 
 
 async def test_what_does_not_come_in_time_is_no_refusal_however_often(installer, fleet, handles):
     generator = fleet["generator-0"]
     for handle in handles.values():
-        handle.wrong["install"] = TimeoutError("version 1 did not arrive within 120 s")
+        handle.wrong["install_version"] = TimeoutError("version 1 did not arrive within 120 s")
     await deliver(installer, 1)
     for _ in range(5):
-        generator.health.lost()
+        generator.health.mark_lost()
         generator.health._max_restarts = 9
-        generator.health.restarting()
-        generator.health.loaded()
-        with pytest.raises(ActorLost, match="did not arrive"):
-            await installer.settle(generator)
+        generator.health.begin_restart()
+        generator.health.mark_loaded()
+        with pytest.raises(ActorLostError, match="did not arrive"):
+            await installer.install_until_current(generator)
 
 
 @pytest.fixture
 def soon(monkeypatch):
     """A disk is tried again at once."""
-    monkeypatch.setattr("r3async.actors.installer.DiskWait", partial(DiskWait, retry_seconds=0.01))
+    monkeypatch.setattr("r3async.actors.installer.DiskRetrier", partial(DiskRetrier, retry_seconds=0.01))
 
 
 async def test_a_restarted_generator_waits_for_its_hosts_disk_and_is_named(installer, fleet, handles, soon):
     handle, generator = handles["generator-0"], fleet["generator-0"]
-    handle.wrong["install"] = OSError(errno.ENOSPC, "No space left on device")
-    generator.health.lost()
-    reviving = asyncio.create_task(installer._revive(generator))
-    while len(handle.asked("install")) < 5:  # noqa: ASYNC110
+    handle.wrong["install_version"] = OSError(errno.ENOSPC, "No space left on device")
+    generator.health.mark_lost()
+    reviving = asyncio.create_task(installer._restart_generator(generator))
+    while len(handle.asked("install_version")) < 5:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     generator.health._clock.now += 10_000
-    assert generator.waits_for_disk
+    assert generator.is_waiting_for_disk
     assert await deliver(installer, 1) is not None, "the other one does not wait for it"
-    del handle.wrong["install"]
+    del handle.wrong["install_version"]
     await asyncio.wait_for(reviving, 10)
-    assert (generator.state, generator.version, generator.restarts, generator.waits_for_disk) == (
+    assert (generator.state, generator.version, generator.restarts, generator.is_waiting_for_disk) == (
         "healthy",
         1,
         1,
@@ -117,12 +117,12 @@ async def test_a_restarted_generator_waits_for_its_hosts_disk_and_is_named(insta
 async def test_a_restarted_generator_that_does_not_load_is_lost_once_more(installer, fleet, handles):
     handle, generator = handles["generator-0"], fleet["generator-0"]
     handle.wrong["start"] = RuntimeError("CUDA error: device unavailable")
-    generator.health.lost()
-    with pytest.raises(ActorLost, match="generator-0 was restarted and did not load: CUDA error"):
-        await installer._revive(generator)
-    fleet.lose(generator)
+    generator.health.mark_lost()
+    with pytest.raises(ActorLostError, match="generator-0 was restarted and did not load: CUDA error"):
+        await installer._restart_generator(generator)
+    fleet.mark_lost(generator)
     del handle.wrong["start"]
-    await installer._revive(generator)
+    await installer._restart_generator(generator)
     assert (generator.state, generator.restarts) == ("healthy", 2)
 
 
@@ -130,16 +130,18 @@ async def test_a_run_goes_on_without_a_generator_that_was_lost_too_often_and_end
     installer, fleet, handles
 ):
     for handle in handles.values():
-        handle.wrong["run"] = ActorLost("it was killed")
+        handle.wrong["run"] = ActorLostError("it was killed")
 
     async def lost(generator):
         return []
 
     ended, forgotten = [], []
-    dispatch = StandIn(lost=forgotten.append)
+    dispatch = StandIn(forget_generator=forgotten.append)
     known = installer._config, fleet.events, fleet, dispatch
-    members = Members(*known, lost, lambda: None, lambda: False, ended.append, fleet["generator-0"].health._clock)
-    members.begin(installer, StandIn(), {}, set())
+    members = FleetMembership(
+        *known, lost, lambda: None, lambda: False, ended.append, fleet["generator-0"].health._clock
+    )
+    members.begin_membership(installer, StandIn(), {}, set())
     fleet["generator-1"].health._max_restarts = 4
     with pytest.raises(RunFailed, match=r"generator-1 was lost 5 times .*, the last time by: it was killed"):
         await asyncio.wait_for(members.run(), 30)
@@ -153,9 +155,9 @@ async def test_a_run_goes_on_without_a_generator_that_was_lost_too_often_and_end
 async def test_one_that_plays_is_lost_if_its_disk_does_not_take_a_version_in_time(installer, fleet, handles, soon):
     """Its groups are played by others then."""
     handle = handles["generator-0"]
-    handle.wrong["install"] = OSError(errno.EMFILE, "Too many open files")
+    handle.wrong["install_version"] = OSError(errno.EMFILE, "Too many open files")
     delivering = asyncio.create_task(deliver(installer, 1))
-    while len(handle.asked("install")) < 4:  # noqa: ASYNC110
+    while len(handle.asked("install_version")) < 4:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     assert [g.state for g in fleet] == ["healthy", "healthy"]
     fleet["generator-0"].health._clock.now += 121
@@ -164,23 +166,23 @@ async def test_one_that_plays_is_lost_if_its_disk_does_not_take_a_version_in_tim
     (failed,) = [facts for event, facts in fleet.events.seen if event == "install_failed"]
     assert "Too many open files" in failed["error"]
     for gone in ("its connection is gone", "it was killed"):
-        fleet.report_lost(fleet["generator-0"], ActorLost(gone), [])
+        fleet.report_lost(fleet["generator-0"], ActorLostError(gone), [])
     told = [facts["error"] for event, facts in fleet.events.seen if event == "generator_lost"]
     assert "Too many open files" in told[0], "the cause, and not what it looks like from here"
-    assert told[1] == fleet["generator-0"].trouble == "it was killed"
+    assert told[1] == fleet["generator-0"].last_loss_reason == "it was killed"
 
 
 async def test_the_first_installation_of_a_process_has_the_time_that_its_bytes_take(installer, fleet, handles):
     whole = 61 * 10**9
     first = published(1)
     manifest = msgspec.structs.replace(first.publication.manifest, nbytes=whole)
-    installer.published = msgspec.structs.replace(first, publication=Publication(manifest))
+    installer.newest_published = msgspec.structs.replace(first, publication=TransferOffer(manifest))
     generator = fleet["generator-0"]
-    await installer.deliver()
-    assert generator.answers_in == pytest.approx(120 + 122)
-    generator.health.lost()
-    await installer._revive(generator)
-    assert generator.answers_in == pytest.approx(120 + 305)
+    await installer.deliver_newest()
+    assert generator.answer_seconds == pytest.approx(120 + 122)
+    generator.health.mark_lost()
+    await installer._restart_generator(generator)
+    assert generator.answer_seconds == pytest.approx(120 + 305)
 
 
 async def test_a_generator_that_lags_gets_the_newest_version_only(installer, fleet, handles):
@@ -188,15 +190,15 @@ async def test_a_generator_that_lags_gets_the_newest_version_only(installer, fle
     slow.may_install.clear()
     first = asyncio.create_task(deliver(installer, 1))
     await asyncio.sleep(0.01)
-    installer.published = published(2)
-    assert installer.reading == [1]
-    installer.published = published(3)
+    installer.newest_published = published(2)
+    assert installer.versions_in_use == [1]
+    installer.newest_published = published(3)
     slow.may_install.set()
     await first
-    await installer.deliver()
-    assert installer.reading == []
+    await installer.deliver_newest()
+    assert installer.versions_in_use == []
     for handle in handles.values():
-        assert [v for _, v in handle.asked("install")] == [0, 1, 3]
+        assert [v for _, v in handle.asked("install_version")] == [0, 1, 3]
     assert {g.version for g in fleet} == {3}
 
 
@@ -206,38 +208,38 @@ async def test_a_restarted_generator_installs_the_newest_version_only_and_is_pro
     fresh = handles["generator-0"]
     fresh.calls, fresh.version = [], -1
     generator = fleet["generator-0"]
-    generator.health.lost()
-    generator.probed = -1
-    await installer._revive(generator)
-    assert fresh.asked("install") == [("install", 5)]
-    assert fresh.asked("score")
+    generator.health.mark_lost()
+    generator.probed_version = -1
+    await installer._restart_generator(generator)
+    assert fresh.asked("install_version") == [("install_version", 5)]
+    assert fresh.asked("score_tokens")
     assert (generator.state, generator.version) == ("healthy", 5)
 
 
 async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others_have(installer, fleet, handles):
     fresh, generator = handles["generator-0"], fleet["generator-0"]
-    generator.health.lost()
+    generator.health.mark_lost()
     fresh.may_install.clear()
-    reviving = asyncio.create_task(installer._revive(generator))
+    reviving = asyncio.create_task(installer._restart_generator(generator))
     await asyncio.sleep(0.1)
     await deliver(installer, 1)
-    assert (generator.state, generator.health.may_lease) == ("stale", False)
+    assert (generator.state, generator.health.can_lease) == ("stale", False)
     fresh.may_install.set()
     await reviving
-    assert [v for _, v in fresh.asked("install")] == [0, 0, 1]
+    assert [v for _, v in fresh.asked("install_version")] == [0, 0, 1]
     assert generator.version == 1
 
 
 async def test_a_generator_that_is_lost_in_a_delivery_is_left_to_its_supervisor(installer, fleet, handles):
-    handles["generator-0"].wrong["install"] = ActorLost("it was killed")
+    handles["generator-0"].wrong["install_version"] = ActorLostError("it was killed")
     assert await deliver(installer, 1) is not None
     assert fleet["generator-0"].state == "lost"
-    handles["generator-1"].wrong["score"] = ActorLost("it was killed")
+    handles["generator-1"].wrong["score_tokens"] = ActorLostError("it was killed")
     assert await deliver(installer, 3) is None
 
 
 async def test_a_generator_that_missed_an_update_is_named(installer, handles):
-    handles["generator-1"].wrong["install"] = InstallReport(0, 0.1, 0.1)
+    handles["generator-1"].wrong["install_version"] = InstallReport(0, 0.1, 0.1)
     message = "generator-1 was given version 1 of the weights, but it has version 0: it missed an update"
     with pytest.raises(RunFailed, match=message):
         await deliver(installer, 1)
@@ -246,12 +248,12 @@ async def test_a_generator_that_missed_an_update_is_named(installer, handles):
 async def test_the_probe_comes_at_the_start_and_every_so_many_versions(installer, handles):
     probed = []
     for version in (1, 2, 3, 4, 5, 8, 9):
-        before = len(handles["generator-0"].asked("score"))
+        before = len(handles["generator-0"].asked("score_tokens"))
         await deliver(installer, version)
-        if len(handles["generator-0"].asked("score")) > before:
+        if len(handles["generator-0"].asked("score_tokens")) > before:
             probed.append(version)
     assert probed == [3, 8]
-    assert len(handles["generator-0"].asked("cached_from_older")) == 3
+    assert len(handles["generator-0"].asked("count_stale_cached_tokens")) == 3
 
 
 def unscored(version):
@@ -261,48 +263,51 @@ def unscored(version):
 async def test_the_learner_scores_the_text_with_the_versions_that_are_probed_alone(installer, handles):
     scored = []
     for version in range(1, 14):
-        asked = installer.wants_scores(version)
+        asked = installer.needs_probe_scores(version)
         scored += [version] * asked
-        assert asked == installer.wants_scores(version), "of the steps that make a version, the last one counts"
-        installer.published = published(version) if asked else unscored(version)
-        await installer.deliver()
+        assert asked == installer.needs_probe_scores(version), "of the steps that make a version, the last one counts"
+        installer.newest_published = published(version) if asked else unscored(version)
+        await installer.deliver_newest()
     assert scored == [3, 6, 9, 12]
-    assert all(len(h.asked("score")) == 1 + 4 for h in handles.values())
+    assert all(len(h.asked("score_tokens")) == 1 + 4 for h in handles.values())
 
 
 async def test_while_a_scored_version_is_on_its_way_no_other_is_scored(installer, handles):
-    assert installer.wants_scores(3)
-    assert not installer.wants_scores(4), "3 is not published"
+    assert installer.needs_probe_scores(3)
+    assert not installer.needs_probe_scores(4), "3 is not published"
     handles["generator-0"].may_install.clear()
     delivering = asyncio.create_task(deliver(installer, 3))
     await asyncio.sleep(0.01)
     assert handles["generator-1"].asked("sample_probe")
-    assert not installer.wants_scores(5), "3 is being installed"
+    assert not installer.needs_probe_scores(5), "3 is being installed"
     handles["generator-0"].may_install.set()
     await delivering
-    assert not installer.wants_scores(5)
-    assert installer.wants_scores(6)
+    assert not installer.needs_probe_scores(5)
+    assert installer.needs_probe_scores(6)
 
 
 async def test_a_restarted_generator_is_probed_with_what_it_has_or_the_next_version(installer, fleet, handles):
     fresh, generator, learner = handles["generator-0"], fleet["generator-0"], installer._learner
     for learner.version, probed in ((2, 2), (3, -1)):
-        installer.published = unscored(2)
-        generator.health.lost()
-        generator.probed = -1
-        assert installer.wants_scores(3)
-        await installer._revive(generator)
-        assert (generator.state, generator.version, generator.probed) == ("healthy", 2, probed)
+        installer.newest_published = unscored(2)
+        generator.health.mark_lost()
+        generator.probed_version = -1
+        assert installer.needs_probe_scores(3)
+        await installer._restart_generator(generator)
+        assert (generator.state, generator.version, generator.probed_version) == ("healthy", 2, probed)
     fresh.calls.clear()
-    assert installer.wants_scores(4), "3 was published, and not asked to be scored in time"
+    assert installer.needs_probe_scores(4), "3 was published, and not asked to be scored in time"
     await deliver(installer, 4)
-    assert fresh.asked("score") == [("score",)]
+    assert fresh.asked("score_tokens") == [("score_tokens",)]
 
 
 async def test_a_failed_probe_names_generator_version_and_tensor(installer, fleet, handles):
     bad = handles["generator-1"]
-    bad.wrong["score"] = scores(2)
-    bad.wrong["differences"] = [Difference("model.a", "model.ab", 5), Difference("model.b", "model.ab", 6)]
+    bad.wrong["score_tokens"] = scores(2)
+    bad.wrong["find_weight_differences"] = [
+        TensorMismatch("model.a", "model.ab", 5),
+        TensorMismatch("model.b", "model.ab", 6),
+    ]
     message = (
         r"version 3 of the weights in generator-1 .* 'model\.a' \(5 elements of parameter 'model\.ab'\), 'model\.b'"
     )
@@ -310,11 +315,11 @@ async def test_a_failed_probe_names_generator_version_and_tensor(installer, flee
         await deliver(installer, 3)
     assert fleet["generator-1"].version == 0
     assert installer._learner.kept == [3]
-    assert ("version_kept", {"version": 3, "directory": KEPT}) in fleet.events.seen
+    assert ("version_kept", {"version": 3, "directory": FAILED_MODEL_DIRECTORY}) in fleet.events.seen
 
 
 async def test_a_version_that_cannot_be_kept_does_not_hide_why_the_probe_failed(installer, fleet, handles):
-    handles["generator-1"].wrong["score"] = scores(2)
+    handles["generator-1"].wrong["score_tokens"] = scores(2)
     installer._learner.disk_is_full = True
     with pytest.raises(RunFailed, match="version 3 of the weights in generator-1 does not answer like the learner's"):
         await deliver(installer, 3)
@@ -322,10 +327,10 @@ async def test_a_version_that_cannot_be_kept_does_not_hide_why_the_probe_failed(
 
 
 async def test_a_failed_probe_without_a_difference_says_so(installer, handles):
-    handles["generator-0"].wrong["score"] = scores(2)
+    handles["generator-0"].wrong["score_tokens"] = scores(2)
     with pytest.raises(RunFailed, match="holds what loading the published tensors again gives"):
         await deliver(installer, 3)
-    handles["generator-0"].wrong["differences"] = RuntimeError("lost")
+    handles["generator-0"].wrong["find_weight_differences"] = RuntimeError("lost")
     with pytest.raises(RunFailed, match="could not be found out: generator-0: lost"):
         await deliver(installer, 6)
 
@@ -338,14 +343,14 @@ async def test_log_probs_that_are_not_those_of_sampling_stop_the_run(installer, 
         await deliver(installer, 3)
 
 
-@pytest.mark.parametrize("method", ["score", "sample_probe"])
+@pytest.mark.parametrize("method", ["score_tokens", "sample_probe"])
 @pytest.mark.parametrize("fails_on", ["the first text", "both texts"])
 async def test_one_text_that_differs_is_a_tie_of_experts_and_two_are_a_fault(
     installer, fleet, handles, method, fails_on
 ):
     def answer(text):
         wrong = text == TOKENS or fails_on == "both texts"
-        return {"score": scores(2 if wrong else 3), "sample_probe": sampled(-1.5 if wrong else -2.0)}[method]
+        return {"score_tokens": scores(2 if wrong else 3), "sample_probe": sampled(-1.5 if wrong else -2.0)}[method]
 
     handles["generator-1"].wrong[method] = answer
     if fails_on == "both texts":
@@ -354,7 +359,7 @@ async def test_one_text_that_differs_is_a_tie_of_experts_and_two_are_a_fault(
         assert "probe_tie" not in fleet.events.names()
         return
     await deliver(installer, 3)
-    assert fleet["generator-1"].version == fleet["generator-1"].probed == 3
+    assert fleet["generator-1"].version == fleet["generator-1"].probed_version == 3
     (tie,) = [facts for event, facts in fleet.events.seen if event == "probe_tie"]
     assert (tie["generator"], tie["version"]) == ("generator-1", 3)
     assert tie["mean_difference"] > tie["tolerance"]
@@ -362,15 +367,15 @@ async def test_one_text_that_differs_is_a_tie_of_experts_and_two_are_a_fault(
 
 async def test_an_engine_that_lacks_a_published_tensor_is_not_asked_for_a_second_text(installer, handles):
     bad = handles["generator-1"]
-    bad.wrong["score"] = lambda text: scores(2 if text == TOKENS else 3)
-    bad.wrong["differences"] = [Difference("model.a", "model.ab", 5)]
+    bad.wrong["score_tokens"] = lambda text: scores(2 if text == TOKENS else 3)
+    bad.wrong["find_weight_differences"] = [TensorMismatch("model.a", "model.ab", 5)]
     with pytest.raises(RunFailed, match=r"'model\.a'"):
         await deliver(installer, 3)
-    assert len(bad.asked("score")) == 2  # at the start, and now
+    assert len(bad.asked("score_tokens")) == 2  # at the start, and now
 
 
 async def test_a_stale_prefix_cache_stops_the_run(installer, handles):
-    handles["generator-0"].wrong["cached_from_older"] = 128
+    handles["generator-0"].wrong["count_stale_cached_tokens"] = 128
     with pytest.raises(
         RunFailed, match="generator-0: a new request under version 3 took 128 positions from a prefix cache"
     ):
@@ -379,7 +384,7 @@ async def test_a_stale_prefix_cache_stops_the_run(installer, handles):
 
 async def test_the_figures_are_those_of_the_slowest_and_the_share_is_of_all_time(installer):
     for generator in installer.fleet:  # two, 0.1 s each at the start
-        generator.since -= 100
+        generator.first_weights_at -= 100
     figures = await deliver(installer, 1)
     assert figures["weights/pause_seconds"] == 0.1
     assert figures["weights/load_seconds"] == 0.05
@@ -389,7 +394,7 @@ async def test_the_figures_are_those_of_the_slowest_and_the_share_is_of_all_time
 
 def test_the_backend_follows_from_the_hosts_unless_it_is_named():
     def chosen(hosts, *overrides):
-        return choose_backend(load_config("quickstart", list(overrides)), hosts)
+        return choose_weight_backend(load_config("quickstart", list(overrides)), hosts)
 
     assert chosen({"a"}) == "shared_memory"
     assert chosen({"a", "b"}) == "tcp"
@@ -409,9 +414,9 @@ def test_equal_contents_have_equal_digests():
 
 
 async def test_one_that_has_nothing_more_to_play_is_not_missed(fleet):
-    fleet["generator-0"].finished = True
+    fleet["generator-0"].is_finished = True
     fleet["generator-0"].health._clock.now += 100
-    fleet.tick()
+    fleet.check_silence()
     assert [g.state.value for g in fleet] == ["healthy", "suspect"]
 
 
@@ -420,30 +425,30 @@ async def test_a_generator_that_is_lost_again_and_again_waits_longer_each_time_a
 ):
     generator = fleet["generator-0"]
     for _ in range(2):
-        generator.health.lost()
-        await installer._revive(generator)
+        generator.health.mark_lost()
+        await installer._restart_generator(generator)
     waits = [facts["waited"] for event, facts in fleet.events.seen if event == "generator_restarted"]
     assert waits == [0.02, 0.04]
-    generator.health.lost()
-    fleet.report_lost(generator, ActorLost("no kernel image"), [])
+    generator.health.mark_lost()
+    fleet.report_lost(generator, ActorLostError("no kernel image"), [])
     message = r"generator-0 was lost 3 times \(generator\.max_restarts = 2\), the last time by: no kernel image"
     with pytest.raises(RunFailed, match=message):
-        await installer._revive(generator)
+        await installer._restart_generator(generator)
 
 
 async def test_one_whose_connection_broke_goes_on_with_its_process_and_nothing_was_restarted(installer, fleet, handles):
     generator, handle = fleet["generator-0"], handles["generator-0"]
     handle.lives, generator.generated_tokens = True, 30
     for _ in range(3):  # more often than a process may be restarted
-        fleet.lose(generator)
-        await installer._revive(generator)
+        fleet.mark_lost(generator)
+        await installer._restart_generator(generator)
         assert (generator.state, generator.version, generator.restarts) == ("healthy", 0, 0)
         assert (generator.generated_tokens, fleet.generated_tokens) == (30, 30)
     ended = [event for event in fleet.events.names() if event.startswith("generator_")]
     assert ended == ["generator_recovered"] * 3
     handle.lives = False
-    fleet.lose(generator)
-    await installer._revive(generator)
+    fleet.mark_lost(generator)
+    await installer._restart_generator(generator)
     assert (generator.restarts, generator.generated_tokens, fleet.generated_tokens) == (1, 0, 30)
 
 
@@ -457,7 +462,7 @@ async def test_one_that_leaves_while_weights_are_delivered_ends_neither_the_deli
     async def stopping(name, *args):
         if name != "stop":
             return await answer(name, *args)
-        handle.wrong["install"] = RuntimeError("the engine was stopped")
+        handle.wrong["install_version"] = RuntimeError("the engine was stopped")
         handle.may_install.set()
         await asyncio.sleep(0.01)
 
@@ -465,13 +470,15 @@ async def test_one_that_leaves_while_weights_are_delivered_ends_neither_the_deli
         return []
 
     handle.answer = stopping
-    dispatch = StandIn(retire=lambda name: None, lost=lambda name: None)
+    dispatch = StandIn(stop_leasing=lambda name: None, forget_generator=lambda name: None)
     known = installer._config, fleet.events, fleet, dispatch
-    members = Members(*known, lost, lambda: None, lambda: False, ended.append, fleet["generator-0"].health._clock)
-    members._begun.set()
+    members = FleetMembership(
+        *known, lost, lambda: None, lambda: False, ended.append, fleet["generator-0"].health._clock
+    )
+    members._playing_begun.set()
     delivering = asyncio.create_task(deliver(installer, 1))
     await asyncio.sleep(0.01)
-    await members.leave("generator-0")
+    await members.remove_generator("generator-0")
     assert await delivering is not None
     assert ended == [handle]
     assert [(g.generator_id, g.version) for g in fleet] == [("generator-1", 1)]
@@ -482,32 +489,32 @@ async def test_weights_that_a_generator_confirmed_before_it_was_lost_are_not_its
     handle.may_install.clear()
     delivering = asyncio.create_task(deliver(installer, 1))
     await asyncio.sleep(0.01)
-    generator.health.lost()  # its supervisor knows
+    generator.health.mark_lost()  # its supervisor knows
     handle.may_install.set()
     assert await delivering is not None  # the other one has it
     assert (generator.state, generator.version) == ("lost", -1)
 
 
 async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monkeypatch):
-    monkeypatch.setattr("r3async.actors.conductor.begin", lambda *args: None)
-    conductor = Conductor(REAL, "run", to_dict(fleet.config), str(tmp_path), StandIn(), {})
+    monkeypatch.setattr("r3async.actors.conductor.prepare_process", lambda *args: None)
+    conductor = Conductor(REAL_WORLD, "run", config_to_dict(fleet.config), str(tmp_path), StandIn(), {})
     conductor.fleet, generator = fleet, fleet["generator-0"]
-    conductor.dispatch = Dispatch(conductor.admission, fleet, lambda: False)
+    conductor.dispatcher = LeaseDispatcher(conductor.admission, fleet, lambda: False)
     stats = dict.fromkeys(("generated_tokens", "places_empty", "places_all", "engine_idle", "engine_all", "playing"), 0)
 
     async def leases():
         call = msgspec.msgpack.encode(LeaseCall("generator-0", generator.process, 8, {**stats, "limit": 8}))
-        return len(msgspec.msgpack.decode(await conductor.lease(call), type=LeaseAnswer).leases)
+        return len(msgspec.msgpack.decode(await conductor.lease_groups(call), type=LeaseAnswer).leases)
 
     assert await leases() == 1
     generator.health._clock.now += 11
-    fleet.tick()
+    fleet.check_silence()
     assert await leases() == 1  # by asking, it answered
-    generator.health.lost()
+    generator.health.mark_lost()
     assert await leases() == 0
-    generator.health.restarting()
+    generator.health.begin_restart()
     assert await leases() == 0
-    generator.health.loaded()
+    generator.health.mark_loaded()
     assert await leases() == 0
-    generator.health.installed(0, 0)
+    generator.health.mark_installed(0, 0)
     assert await leases() == 1

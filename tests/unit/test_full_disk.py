@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from r3async.config import ConfigError
-from r3async.rollout.agents.agents import _write_private
+from r3async.rollout.agents.agents import _write_private_file
 from r3async.tools.chaos.filling import top_up
 from r3async.tools.chaos.scenarios import FullDisk
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 from r3async.world.threads import dump_stacks
 
 
@@ -78,7 +78,7 @@ async def test_the_address_of_an_endpoint_is_written_as_soon_as_the_disk_takes_i
         failed.set()
 
     path = tmp_path / "not there yet" / "serving-g0.json"
-    writing = asyncio.create_task(_write_private(path, b"{}", report, REAL))
+    writing = asyncio.create_task(_write_private_file(path, b"{}", report, REAL_WORLD))
     async with asyncio.timeout(60):
         await failed.wait()
         path.parent.mkdir()

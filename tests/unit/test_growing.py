@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from r3async.data.model_shape import RoutingShape
 from r3async.envs import Message
 from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError
-from r3async.rollout.growing import GrowingText, TemplateHabits
+from r3async.rollout.growing import GrowingText, TemplateAnalysis
 from tests.helpers.templates import FAMILIES, GROUPS_TOOLS, renderer
 
 SHAPE = RoutingShape(layers=1, top_k=2, num_experts=8)
@@ -71,14 +71,14 @@ def renderers(name):
 def two_of(name):
     """The second renders every conversation whole; neither has seen any."""
     for chat in renderers(name):
-        chat.habits = TemplateHabits(chat.tokenizer.chat_template)
-    chat.habits.render_whole("the test compares with it")
+        chat.template_analysis = TemplateAnalysis(chat.tokenizer.chat_template)
+    chat.template_analysis.require_full_render("the test compares with it")
     return renderers(name)
 
 
 def prompt_of(talk):
     try:
-        return talk.prompt().token_ids.tolist()
+        return talk.build_prompt().token_ids.tolist()
     except TemplateError as error:
         return str(error)
 
@@ -94,11 +94,13 @@ def test_every_prompt_is_that_of_the_whole_rendering(name, first, played, tools)
         assert prompts[0] == prompts[1]
         if isinstance(prompts[0], str):
             return
-        ids = [*part.encode(event["answer"] or "x"), *([part.end_id] if event["ended"] else [])]
+        ids = [*part.encode(event["answer"] or "x"), *([part.eos_token_id] if event["ended"] else [])]
         said = Message("assistant", "", tool_calls=[call]) if event["calls"] else None
         for talk in talks:
-            talk.answered(ids, said)
-            (talk.rewrite if event["rewrites"] else talk.observe)(event["then"] or [Message("user", "on")])
+            talk.add_answer(ids, said)
+            (talk.replace_messages if event["rewrites"] else talk.add_messages)(
+                event["then"] or [Message("user", "on")]
+            )
     assert prompt_of(talks[0]) == prompt_of(talks[1])
 
 
@@ -115,10 +117,10 @@ def rendered_by(tokenizer, turns, answer, then):
     chat = Counts(tokenizer)
     talk = Conversation(chat, [Message("system", "be brief"), Message("user", "go")])
     for turn in range(turns):
-        talk.prompt()
-        talk.answered([*chat.encode(answer), chat.end_id], turn=turn)
-        talk.observe(then(turn))
-    return chat.rendered, chat.habits
+        talk.build_prompt()
+        talk.add_answer([*chat.encode(answer), chat.eos_token_id], turn=turn)
+        talk.add_messages(then(turn))
+    return chat.rendered, chat.template_analysis
 
 
 def asks(turn):
@@ -148,7 +150,7 @@ THOUGHT = "<think>\nhm\n</think>\n\nadd"
 def test_a_turn_renders_as_many_messages_late_as_early(template, answer, then):
     tokenizer = renderer(template).tokenizer
     (few, _), (many, habits) = (rendered_by(tokenizer, turns, answer, then) for turns in (100, 400))
-    assert not habits.whole
+    assert not habits.full_render_reason
     assert many < 5 * few
     assert many < 400 * 25
 
@@ -156,7 +158,7 @@ def test_a_turn_renders_as_many_messages_late_as_early(template, answer, then):
 def test_thoughts_between_tool_calls_are_rendered_in_part_until_the_user_speaks():
     """The user's message takes them out of every earlier answer: then, and only then, the whole is rendered."""
     rendered, habits = rendered_by(renderer(FAMILIES["qwen3"]).tokenizer, 200, THOUGHT, results)
-    assert not habits.whole
+    assert not habits.full_render_reason
     whole = sum(3 * 25 * spoken for spoken in range(1, 9))
     assert rendered < 2 * whole + 200 * 30
 
@@ -174,14 +176,14 @@ def test_a_template_that_needs_the_whole_gets_it_and_the_reason_is_logged_once(t
     with caplog.at_level(logging.WARNING, logger="r3async.rollout.growing"):
         caplog.clear()
         _, habits = rendered_by(tokenizer, 40, "yes", asks)
-    assert reason in habits.whole
+    assert reason in habits.full_render_reason
     assert [reason in record.message for record in caplog.records] == [True]
 
 
 def test_the_tag_that_only_transformers_knows_is_no_reason():
-    habits = TemplateHabits("{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% endfor %}")
-    assert not habits.whole
-    assert "cannot be read" in TemplateHabits("{% for m in messages %}").whole
+    habits = TemplateAnalysis("{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% endfor %}")
+    assert not habits.full_render_reason
+    assert "cannot be read" in TemplateAnalysis("{% for m in messages %}").full_render_reason
 
 
 def test_a_thought_of_long_ago_is_taken_out_as_from_the_whole():
@@ -191,25 +193,27 @@ def test_a_thought_of_long_ago_is_taken_out_as_from_the_whole():
     for chat in (part, whole):
         talk = Conversation(chat, [Message("user", "go")])
         for turn in range(40):
-            talk.prompt()
-            talk.answered([*chat.encode(THOUGHT if turn == 3 else "add"), chat.end_id])
-            talk.observe([Message("user" if turn == 1 else "tool", "7")])
-        assert "hm" in chat.decode(talk.prompt().token_ids)
-        talk.answered([*chat.encode("add"), chat.end_id])
-        talk.observe([Message("user", "and now?")])
-        prompts.append(talk.prompt().token_ids.tolist())
+            talk.build_prompt()
+            talk.add_answer([*chat.encode(THOUGHT if turn == 3 else "add"), chat.eos_token_id])
+            talk.add_messages([Message("user" if turn == 1 else "tool", "7")])
+        assert "hm" in chat.decode(talk.build_prompt().token_ids)
+        talk.add_answer([*chat.encode("add"), chat.eos_token_id])
+        talk.add_messages([Message("user", "and now?")])
+        prompts.append(talk.build_prompt().token_ids.tolist())
     assert prompts[0] == prompts[1]
     assert "hm" not in part.decode(prompts[0])
 
 
 def test_what_no_window_shows_the_audit_finds():
     """A template that begins otherwise where there are more than 50 messages: seen when their number has doubled."""
-    habits = TemplateHabits("{% for m in messages %}{{ m.content }}{% endfor %}")
+    habits = TemplateAnalysis("{% for m in messages %}{{ m.content }}{% endfor %}")
     text = GrowingText(
         lambda messages: ("<many>" if len(messages) > 50 else "") + "".join(m.content for m in messages), habits
     )
-    text.begin([Message("user", "go")])
-    extends = [text.follow([Message("assistant", f"a{turn}"), Message("user", f"b{turn}")])[1] for turn in range(60)]
+    text.render_first([Message("user", "go")])
+    extends = [
+        text.render_next([Message("assistant", f"a{turn}"), Message("user", f"b{turn}")])[1] for turn in range(60)
+    ]
     assert False in extends[25:50]
-    assert "long before" in habits.whole
+    assert "long before" in habits.full_render_reason
     assert text.text.startswith("<many>goa0b0")

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from r3async.rollout.held_up import LIMIT_SECONDS, HeldUp
+from r3async.rollout.held_up import BLOCKING_SECONDS, BlockingDetector
 
 
 class Clock:
@@ -41,13 +41,13 @@ def reported():
 
 @pytest.fixture
 def held_up(reported):
-    return HeldUp(lambda event, **fields: reported.append((event, fields)), Clock())
+    return BlockingDetector(lambda event, **fields: reported.append((event, fields)), Clock())
 
 
 def test_who_blocks_is_named_with_how_long_and_again_only_when_it_is_twice_as_long(held_up, reported):
     env = Blocks(held_up._clock)
     for seconds in (0.4, 1.0, 1.5, 1.9, 2.5, 0.6):
-        assert asyncio.run(held_up.watched(env, "step", env.step(seconds))) == "done"
+        assert asyncio.run(held_up.run(env, "step", env.step(seconds))) == "done"
     assert [fields["seconds"] for _, fields in reported] == [1.0, 2.5]
     event, fields = reported[0]
     assert (event, fields["environment"], fields["method"]) == ("environment_blocks", f"{__name__}:Blocks", "step")
@@ -56,7 +56,7 @@ def test_who_blocks_is_named_with_how_long_and_again_only_when_it_is_twice_as_lo
 
 def test_one_that_waits_as_long_is_not(held_up, reported):
     env = Blocks(held_up._clock)
-    assert asyncio.run(held_up.watched(env, "step", env.waits(4 * LIMIT_SECONDS))) == "done"
+    assert asyncio.run(held_up.run(env, "step", env.waits(4 * BLOCKING_SECONDS))) == "done"
     assert reported == []
 
 
@@ -75,24 +75,24 @@ def test_errors_and_cancellations_pass(held_up):
             cleaned.append(True)
 
     async def cancelled() -> None:
-        task = asyncio.ensure_future(held_up.watched(None, "step", hangs()))
+        task = asyncio.ensure_future(held_up.run(None, "step", hangs()))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     with pytest.raises(KeyError, match="its own"):
-        asyncio.run(held_up.watched(None, "step", fails()))
+        asyncio.run(held_up.run(None, "step", fails()))
     asyncio.run(cancelled())
     assert cleaned == [True]
 
 
 def test_on_the_real_clock(reported):
-    held_up = HeldUp(lambda event, **fields: reported.append(fields["seconds"]))
+    held_up = BlockingDetector(lambda event, **fields: reported.append(fields["seconds"]))
 
     async def sleeps() -> None:
-        time.sleep(LIMIT_SECONDS + 0.05)  # noqa: ASYNC251
+        time.sleep(BLOCKING_SECONDS + 0.05)  # noqa: ASYNC251
 
-    asyncio.run(held_up.watched(None, "step", sleeps()))
+    asyncio.run(held_up.run(None, "step", sleeps()))
     assert len(reported) == 1
-    assert reported[0] >= LIMIT_SECONDS
+    assert reported[0] >= BLOCKING_SECONDS

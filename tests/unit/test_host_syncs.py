@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3async.learner import build_learner
-from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.learner.batch.packing import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import settings
@@ -63,7 +63,7 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def micro_batches(count: int) -> list[MicroBatch]:
-    made = pack(hm.make_samples(1, [40] * count, temperature=0.8), 48)
+    made = pack_samples(hm.make_samples(1, [40] * count, temperature=0.8), 48)
     assert len(made) == count
     return made
 

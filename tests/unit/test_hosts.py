@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from r3async.config import TransportConfig, config_from_dict, is_loopback
+from r3async.config import TransportConfig, config_from_dict, is_loopback_host
 from tests.helpers.serving import answer_ids, ready, renderer, serving
 from tests.helpers.transport import LIMIT, Inbox, make_trajectory, receiving, send_all, sending
 
@@ -32,19 +32,20 @@ needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1"
     "host", ["localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]", "::ffff:127.0.0.1", "[::ffff:127.0.0.1]"]
 )
 def test_every_section_takes_the_same_hosts_for_loopback(host):
-    assert is_loopback(host)
+    assert is_loopback_host(host)
     config_from_dict({"serving": {"host": host}, "transport": {"host": host}})
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "*", "10.0.0.1", "::ffff:10.0.0.1", "localhost.example", ""])
 def test_what_others_can_reach_is_not_loopback(host):
-    assert not is_loopback(host)
+    assert not is_loopback_host(host)
 
 
 def test_there_is_one_is_loopback():
     def defines(path: Path) -> bool:
         return any(
-            isinstance(n, ast.FunctionDef) and n.name == "is_loopback" for n in ast.walk(ast.parse(path.read_text()))
+            isinstance(n, ast.FunctionDef) and n.name == "is_loopback_host"
+            for n in ast.walk(ast.parse(path.read_text()))
         )
 
     homes = [p for room in ("r3async", "actors", "tools") for p in (ROOT / room).rglob("*.py") if defines(p)]

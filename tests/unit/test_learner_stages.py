@@ -7,29 +7,29 @@ import time
 
 import pytest
 
-from r3async.learner.batch.packing import pack
+from r3async.learner.batch.packing import pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
-from r3async.learner.trainer import train_share
+from r3async.learner.trainer import train_minibatches
 from r3async.record.catalogue import METRICS
-from r3async.record.timeline import LagMeter, StageSeconds
-from r3async.world.real import REAL
+from r3async.record.timeline import LagMeter, StageTimer
+from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm
 from tests.helpers.learner import LENGTHS, settings
 
 
 def test_a_step_is_accounted_for_by_stage(tmp_path):
-    learner = MegatronLearner.load(settings(), hm.make_hf_model(tmp_path / "model"))
-    micro_batches = pack(hm.make_samples(1, LENGTHS), 64)
+    learner = MegatronLearner.from_pretrained(settings(), hm.make_hf_model(tmp_path / "model"))
+    micro_batches = pack_samples(hm.make_samples(1, LENGTHS), 64)
 
     async def run() -> tuple[dict[str, float], float]:
-        meter, lane, seconds = LagMeter(), REAL.threads.lane("torch"), StageSeconds("learner")
+        meter, lane, seconds = LagMeter(), REAL_WORLD.threads.new_worker("torch"), StageTimer("learner")
         meter.start()
         try:
-            seconds.take()
+            seconds.read_increment()
             before = time.process_time()
             for version in range(3):
-                await lane.run(train_share, learner, [micro_batches], version=version)
-            return seconds.take(), time.process_time() - before
+                await lane.run(train_minibatches, learner, [micro_batches], version=version)
+            return seconds.read_increment(), time.process_time() - before
         finally:
             meter.stop()
             await lane.close()

@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 
 from r3async.envs import Message
-from r3async.envs.forms import ShownAnswer
+from r3async.envs.forms import MaskedAnswer
 from r3async.rollout.chat import ChatRenderer, TemplateError
-from r3async.rollout.demonstrations import demonstrate
-from r3async.tools.init_model import byte_tokenizer
+from r3async.rollout.demonstrations import build_demonstration
+from r3async.tools.init_model import build_byte_tokenizer
 
 
 def renderer(template, end="<|im_end|>", special=(), stops=(), **template_args):
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     tokenizer.add_special_tokens({"eos_token": end})
     tokenizer.add_tokens(["<|im_start|>", "<think>", "</think>", *special, *stops], special_tokens=True)
     tokenizer.chat_template = template
@@ -22,12 +22,12 @@ def renderer(template, end="<|im_end|>", special=(), stops=(), **template_args):
 
 def learnt(chat, messages):
     """Text of the one row, and of what is trained in it."""
-    ((ids, mask),) = demonstrate(chat, messages).rows
+    ((ids, mask),) = build_demonstration(chat, messages).rows
     return chat.decode(ids), chat.decode([i for i, m in zip(ids, mask, strict=True) if m])
 
 
 def written(chat, messages):
-    return chat.tokenizer.apply_chat_template([m.for_template() for m in messages], tokenize=False)
+    return chat.tokenizer.apply_chat_template([m.to_template_dict() for m in messages], tokenize=False)
 
 
 # -- thoughts ----------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def test_a_row_is_what_the_template_writes_whatever_a_prompt_opens(opens, messag
 def test_what_a_prompt_opens_is_no_part_of_what_is_learnt(opens, messages, trained, unasked):
     chat = renderer(KEEPS_THOUGHTS, opens=opens)
     assert learnt(chat, messages)[1] == trained
-    assert demonstrate(chat, messages).unasked == unasked
+    assert build_demonstration(chat, messages).unwritten_prompt_end == unasked
 
 
 def test_a_prompt_and_an_answer_part_between_tokens():
@@ -154,13 +154,15 @@ REFUSED = {
 def test_an_answer_that_the_template_would_not_write_is_refused(case):
     template, answer, message = REFUSED[case]
     with pytest.raises(TemplateError, match=message):
-        demonstrate(renderer(template, special=["<S>"]), [Message("user", "Q"), Message("assistant", answer)])
+        build_demonstration(renderer(template, special=["<S>"]), [Message("user", "Q"), Message("assistant", answer)])
 
 
 @pytest.mark.parametrize("field", [{"reasoning_content": "why"}, {"tool_calls": [ADD]}])
 def test_what_the_template_does_not_read_is_refused(field):
     with pytest.raises(TemplateError, match=r"reasoning_content|`tool_calls`"):
-        demonstrate(renderer(CHATML, special=["<S>"]), [Message("user", "Q"), Message("assistant", "A", **field)])
+        build_demonstration(
+            renderer(CHATML, special=["<S>"]), [Message("user", "Q"), Message("assistant", "A", **field)]
+        )
 
 
 def test_calls_are_learnt_as_the_template_writes_them():
@@ -177,7 +179,7 @@ def test_calls_are_learnt_as_the_template_writes_them():
 
 def test_an_answer_that_is_only_shown_stands_in_the_prompt():
     chat = renderer(CHATML, special=["<S>"])
-    messages = [Message("user", "q"), ShownAnswer("assistant", "BAD"), *TALK[2:]]
+    messages = [Message("user", "q"), MaskedAnswer("assistant", "BAD"), *TALK[2:]]
     text, trained = learnt(chat, messages)
     assert trained == "b<|im_end|>"
     assert text == written(chat, messages).rstrip("\n")

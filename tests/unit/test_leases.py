@@ -11,11 +11,11 @@ import pytest
 
 import r3async.actors.conductor
 from r3async.actors.conductor import Conductor
-from r3async.actors.leasing import HEARTBEAT_SECONDS, Gate, LeaseAnswer, LeaseCall, Leasing
-from r3async.config import load_config, to_dict
+from r3async.actors.leasing import HEARTBEAT_SECONDS, LeaseAnswer, LeaseCall, LeaseClient, VersionGate
+from r3async.config import config_to_dict, load_config
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 from tests.helpers.world import Clock, StandIn
 
 LIMIT = 20.0
@@ -25,30 +25,30 @@ COUNTERS = ("generated_tokens", "places_all", "places_empty", "engine_all", "eng
 class Lacks(StandIn):
     """A learner that has nothing."""
 
-    async def missing(self, groups: list[int]) -> dict[int, list[int]]:
+    async def missing_episodes(self, groups: list[int]) -> dict[int, list[int]]:
         return {group: [0, 1] for group in groups}
 
-    async def interrupt(self) -> None:
+    async def interrupt_wait(self) -> None:
         pass
 
 
 @pytest.fixture
 def conductor(tmp_path, monkeypatch) -> Conductor:
     """Of two generators with weights, and one slot."""
-    monkeypatch.setattr(r3async.actors.conductor, "begin", lambda *args: None)
+    monkeypatch.setattr(r3async.actors.conductor, "prepare_process", lambda *args: None)
     settings = ["schedule.groups_per_step=1", "schedule.samples_per_group=2", "schedule.max_staleness=0", "steps=9"]
     made = Conductor(
-        REAL,
+        REAL_WORLD,
         "run",
-        to_dict(load_config("quickstart", settings)),
+        config_to_dict(load_config("quickstart", settings)),
         str(tmp_path),
         Lacks(),
         {"a": StandIn(), "b": StandIn()},
     )
     for generator in made.fleet:
-        generator.health.loaded()
-        generator.health.installed(0, 0)
-    made.admission.published(0)
+        generator.health.mark_loaded()
+        generator.health.mark_installed(0, 0)
+    made.admission.version_published(0)
     return made
 
 
@@ -58,7 +58,7 @@ async def lease(
     """Groups, and whether there may be more."""
     stats = dict.fromkeys(COUNTERS, 0.0) | {"limit": 2.0, "playing": playing}
     call = msgspec.msgpack.encode(LeaseCall(who, process or (conductor.fleet[who].pid, ""), room, stats, wait=wait))
-    answer = msgspec.msgpack.decode(await asyncio.wait_for(conductor.lease(call), LIMIT), type=LeaseAnswer)
+    answer = msgspec.msgpack.decode(await asyncio.wait_for(conductor.lease_groups(call), LIMIT), type=LeaseAnswer)
     return [x.group_index for x in answer.leases], answer.more
 
 
@@ -71,10 +71,10 @@ async def waiting(conductor: Conductor, who: str, **what: int) -> asyncio.Task[t
 
 
 def train(conductor: Conductor, version: int) -> None:
-    conductor.admission.trained(version, [version - 1])
+    conductor.admission.step_trained(version, [version - 1])
     for generator in conductor.fleet:
-        generator.health.installed(version, version)
-    conductor.admission.published(version)
+        generator.health.mark_installed(version, version)
+    conductor.admission.version_published(version)
 
 
 async def test_who_waits_is_given_what_becomes_free(conductor):
@@ -92,22 +92,22 @@ async def test_a_later_call_ends_an_earlier_one_which_leases_nothing(conductor):
     assert await asyncio.wait_for(first, LIMIT) == ([], True)
     train(conductor, 1)
     assert await asyncio.wait_for(second, LIMIT) == ([1], True)
-    assert conductor.admission.leases("b") == [1]
+    assert conductor.admission.list_leased_groups("b") == [1]
 
 
 async def test_what_returns_from_a_lost_one_goes_to_who_waits_and_not_to_its_own_call(conductor):
     assert (await lease(conductor, "a"))[0] == [0]
     of_the_dead, b = await waiting(conductor, "a"), await waiting(conductor, "b")
-    await conductor._lose(conductor.fleet["a"])
+    await conductor._requeue_leases(conductor.fleet["a"])
     assert await asyncio.wait_for(b, LIMIT) == ([0], True)
     assert (await asyncio.wait_for(of_the_dead, LIMIT))[0] == []
-    assert (conductor.admission.leases("a"), conductor.admission.leases("b")) == ([], [0])
+    assert (conductor.admission.list_leased_groups("a"), conductor.admission.list_leased_groups("b")) == ([], [0])
 
 
 async def test_who_waits_is_answered_at_the_end(conductor):
     await lease(conductor, "a")
     b = await waiting(conductor, "b")
-    await conductor.stop()
+    await conductor.request_stop()
     assert await asyncio.wait_for(b, LIMIT) == ([], False)
 
 
@@ -125,10 +125,10 @@ async def test_whoever_waits_longest_is_served_first(conductor):
 async def test_who_waits_is_served_before_it_has_the_weights(conductor):
     await lease(conductor, "a")
     b = await waiting(conductor, "b")
-    conductor.admission.trained(1, [0])
+    conductor.admission.step_trained(1, [0])
     await asyncio.sleep(0)
     assert not b.done()
-    conductor.admission.published(1)
+    conductor.admission.version_published(1)
     assert await asyncio.wait_for(b, LIMIT) == ([1], True)
     assert {generator.version for generator in conductor.fleet} == {0}
 
@@ -142,9 +142,9 @@ class Held(SimpleNamespace):
 
 async def test_what_is_leased_for_weights_that_the_engine_does_not_have_waits_for_them():
     engine = Held(version=3)
-    gate = Gate(engine)
+    gate = VersionGate(engine)
     for group, version in ((7, 3), (8, 4), (9, 5)):
-        gate.leased(GroupLease(group, 0, (0, 1), version))
+        gate.require_version(GroupLease(group, 0, (0, 1), version))
     ids = ["g7e0t0", "g8e0t0", "g8e1t0", "g9e0t0", "probe"]
     calls = {name: asyncio.create_task(gate.generate(SimpleNamespace(request_id=name))) for name in ids}
 
@@ -153,22 +153,22 @@ async def test_what_is_leased_for_weights_that_the_engine_does_not_have_waits_fo
             await asyncio.sleep(0)
         return {name: call.result() for name, call in calls.items() if call.done()}
 
-    assert (await answered(), gate.held) == ({"g7e0t0": 3, "probe": 3}, 3)
-    gate.look()
+    assert (await answered(), gate.waiting) == ({"g7e0t0": 3, "probe": 3}, 3)
+    gate.release_ready()
     assert len(await answered()) == 2
     engine.version = 4
-    gate.look()
-    assert (await answered(), gate.held) == ({"g7e0t0": 3, "probe": 3, "g8e0t0": 4, "g8e1t0": 4}, 1)
+    gate.release_ready()
+    assert (await answered(), gate.waiting) == ({"g7e0t0": 3, "probe": 3, "g8e0t0": 4, "g8e1t0": 4}, 1)
     calls["g9e0t0"].cancel()
     await asyncio.sleep(0)
-    assert gate.held == 0
+    assert gate.waiting == 0
 
 
 async def test_a_call_that_has_waited_for_as_long_as_it_may_is_answered_and_leased_nothing_later(conductor):
     await lease(conductor, "a")
     assert await lease(conductor, "b", wait=0.01) == ([], True)
     train(conductor, 1)
-    assert conductor.admission.leases("b") == []
+    assert conductor.admission.list_leased_groups("b") == []
 
 
 async def test_a_group_is_shared_among_the_idle(conductor):
@@ -176,7 +176,7 @@ async def test_a_group_is_shared_among_the_idle(conductor):
     b, a = await waiting(conductor, "b", playing=0), await waiting(conductor, "a", playing=0)
     train(conductor, 1)
     assert await asyncio.wait_for(b, LIMIT) == await asyncio.wait_for(a, LIMIT) == ([1], True)
-    assert conductor.admission.snapshot()["owners"] == [[1, [("a", (1,)), ("b", (0,))]]]
+    assert conductor.admission.state_dict()["owners"] == [[1, [("a", (1,)), ("b", (0,))]]]
 
 
 class Asked(StandIn):
@@ -187,7 +187,7 @@ class Asked(StandIn):
         self.calls: list[LeaseCall] = []
         self.answers: list[asyncio.Future[bytes]] = []
 
-    async def lease(self, message: bytes) -> bytes:
+    async def lease_groups(self, message: bytes) -> bytes:
         self.calls.append(msgspec.msgpack.decode(message, type=LeaseCall))
         self.answers.append(asyncio.get_running_loop().create_future())
         return await self.answers[-1]
@@ -204,27 +204,27 @@ class Playing:
     """A generator that leases from `asked`; an episode is over when the test says so."""
 
     def __init__(self, *settings: str):
-        self.asked, self.clock, self.playing = Asked(), Clock(), 0
+        self.asked, self.clock, self.playing_count = Asked(), Clock(), 0
         config = load_config("quickstart", ["generator.concurrency=4", "schedule.samples_per_group=2", *settings])
         self._ended: list[EpisodeEnd] = []
         self._ends: dict[tuple[int, int], asyncio.Event] = {}
-        self.leasing = Leasing(
+        self.leasing = LeaseClient(
             config,
             self.clock,
-            Gate(SimpleNamespace(stats=lambda: {"running": self.playing}, version=0)),  # type: ignore[arg-type]
+            VersionGate(SimpleNamespace(collect_stats=lambda: {"running": self.playing_count}, version=0)),  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
             generator_id="g",
             process=(1, "host"),
             conductor=self.asked,
-            play=self.play,
-            ended=self._ended,
-            told=[],
-            load=lambda: {"playing": self.playing},
-            check=lambda: None,
+            play_lease=self.play_lease,
+            ended_episodes=self._ended,
+            events=[],
+            collect_load=lambda: {"playing": self.playing_count},
+            raise_failure=lambda: None,
         )
 
-    def play(self, lease: GroupLease):
-        self.playing += len(lease.episode_indices)
+    def play_lease(self, lease: GroupLease):
+        self.playing_count += len(lease.episode_indices)
         return self._play(lease)
 
     async def _play(self, lease: GroupLease) -> None:
@@ -233,9 +233,9 @@ class Playing:
 
     def end(self, group: int, index: int) -> None:
         self._ends.setdefault((group, index), asyncio.Event()).set()
-        self.playing -= 1
+        self.playing_count -= 1
         self._ended.append(EpisodeEnd(group, index, 7))
-        self.leasing.wake()
+        self.leasing.wake_loop()
 
     async def looks(self, passed: float = 0.01) -> None:
         """Everything that follows from what has happened by `passed` seconds from now."""
@@ -278,7 +278,7 @@ async def test_a_generator_asks_when_there_is_room_for_a_group_and_no_call_waits
 
 
 async def report(g: Playing, answering: int) -> None:
-    reporting = asyncio.create_task(g.leasing.report())
+    reporting = asyncio.create_task(g.leasing.send_last_report())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     g.asked.reply(answering, [], more=False)
@@ -332,13 +332,13 @@ async def test_a_late_call_of_a_process_that_was_lost_is_leased_nothing_and_does
     lease that group again."""
     generator = conductor.fleet["a"]
     before = generator.process
-    generator.health.lost()
+    generator.health.mark_lost()
     assert await lease(conductor, "a", wait=10 * LIMIT, process=before) == ([], False)
-    generator.health.restarting()
+    generator.health.begin_restart()
     assert await lease(conductor, "a", wait=10 * LIMIT, process=before) == ([], False)
     generator.process = before[0] + 1, ""
-    generator.health.loaded()
-    generator.health.installed(0, 0)
+    generator.health.mark_loaded()
+    generator.health.mark_installed(0, 0)
     assert await lease(conductor, "a", wait=10 * LIMIT, process=before) == ([], False)
     groups, more = await lease(conductor, "a")
     assert (groups != [], more) == (True, True)

@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.actors.reception import Reception
+from r3async.actors.reception import TrajectoryInbox
 from r3async.config import BufferConfig, config_from_dict
 from r3async.data.model_shape import RoutingShape
-from r3async.data.records import Sample, TokenTable, Trajectory, trajectory_name
+from r3async.data.records import Sample, TokenTable, Trajectory, format_trajectory_id
 from r3async.data.versions import Lineage
-from r3async.record.events import open_events
-from r3async.record.reading import read_objects
+from r3async.record.events import open_event_log
+from r3async.record.reading import read_json_objects
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.spool import Spool
 from r3async.transport import wire
 from r3async.world.keys import ClientKeys
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 from tests.helpers.transport import LIMIT, sending
 from tests.unit.test_buffer import make_trajectory
 
@@ -37,10 +37,10 @@ def played(group: int, episode: int, version: int, lineage: int) -> Trajectory:
     made.samples[0].table = made.samples[0].table.with_columns(
         token_ids=np.array([1, 2, version % 100, lineage], np.int32)
     )
-    return msgspec.structs.replace(made, trajectory_id=trajectory_name(group, episode), lineage=lineage)
+    return msgspec.structs.replace(made, trajectory_id=format_trajectory_id(group, episode), lineage=lineage)
 
 
-class Heard(Reception):
+class Heard(TrajectoryInbox):
     """What a learner receives that has no model, and trains nothing."""
 
     version = 0
@@ -56,12 +56,12 @@ class Heard(Reception):
             }
         )
         made = cls(
-            REAL,
+            REAL_WORLD,
             "run",
             config,
             run_dir,
             lineage,
-            open_events(run_dir, "learner"),
+            open_event_log(run_dir, "learner"),
             buffer=GroupBuffer(2, 1, head=consumed),
             routing=EXPERTS,
             vocab_size=1000,
@@ -92,7 +92,7 @@ def waiting(actor: Heard) -> list[tuple[int, int, int]]:
 
 
 def named(run_dir: Path, event: str) -> list[dict[str, Any]]:
-    return [e for e in read_objects(run_dir / "events.jsonl") if e["event"] == event]
+    return [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == event]
 
 
 def spooled(run_dir: Path) -> int:
@@ -125,8 +125,8 @@ async def test_tokens_of_erased_weights_are_refused_also_when_their_number_is_re
         assert await send(way, [played(39, 0, 39, 2)]) == []
     refused = named(tmp_path, "trajectory_quarantined")
     assert [(e["trajectory_id"], e["lineage"]) for e in refused] == [
-        (trajectory_name(39, 0), 1),
-        (trajectory_name(40, 0), 1),
+        (format_trajectory_id(39, 0), 1),
+        (format_trajectory_id(40, 0), 1),
     ]
     assert "version 39 of lineage 1, which a resume took back" in refused[0]["reason"]
     assert [e["kept_as"] for e in refused] == sorted(str(p) for p in (tmp_path / "quarantine").glob("*.spool"))
@@ -135,8 +135,8 @@ async def test_tokens_of_erased_weights_are_refused_also_when_their_number_is_re
     async with learning(tmp_path, third, 39, consumed=38) as (actor, way):
         assert waiting(actor) == [(38, 1, 38)]
         reasons = dict(await send(way, [played(39, 0, 39, 1), played(39, 1, 39, 3), played(40, 0, 38, 2)]))
-        assert list(reasons) == [trajectory_name(39, 0)]
-        assert "version 39 of lineage 1" in reasons[trajectory_name(39, 0)]
+        assert list(reasons) == [format_trajectory_id(39, 0)]
+        assert "version 39 of lineage 1" in reasons[format_trajectory_id(39, 0)]
         assert waiting(actor) == [(38, 1, 38), (39, 3, 39), (40, 2, 38)]
     assert len(named(tmp_path, "trajectory_quarantined")) == 3
 
@@ -160,7 +160,7 @@ async def test_one_bad_trajectory_of_a_group_leaves_the_others_of_its_file(tmp_p
     spool = Spool(tmp_path / "spool", BufferConfig(durability="disk", fsync=True))
     for version, episode in ((4, 0), (5, 1)):
         trajectory = played(2, episode, version, 1)
-        await spool.put(trajectory, wire.encode_trajectory(trajectory), spill=False)
+        await spool.put_trajectory(trajectory, wire.encode_trajectory(trajectory), spill=False)
     await spool.close()
     second = Lineage(2, 1, 4, {1: 4})
     async with learning(tmp_path, second, 4, consumed=2) as (actor, way):
@@ -170,7 +170,7 @@ async def test_one_bad_trajectory_of_a_group_leaves_the_others_of_its_file(tmp_p
         assert actor.spool.nbytes == spooled(tmp_path)
     async with learning(tmp_path, Lineage(3, 1, 4, {1: 4, 2: 4}), 4, consumed=2) as (actor, _):
         assert waiting(actor) == [(2, 1, 4), (2, 2, 4)]
-        assert [t.samples[0].table["token_ids"].tolist() for t in actor.buffer.take([2])[0][0]] == [
+        assert [t.samples[0].table["token_ids"].tolist() for t in actor.buffer.take_groups([2])[0][0]] == [
             [1, 2, 4, 1],
             [1, 2, 4, 2],
         ]
@@ -183,7 +183,7 @@ def large(group: int, episode: int, lineage: int, reward: float = 1.0) -> Trajec
     table = played(0, 0, 5, 1).samples[0].table
     columns = {k: np.concatenate([np.resize(v[:1], (n - 4, *v.shape[1:])), v]) for k, v in table.items()}
     columns["token_ids"] = np.random.default_rng(1).integers(0, 900, n).astype(np.int32)
-    name = trajectory_name(group, episode)
+    name = format_trajectory_id(group, episode)
     made = msgspec.structs.replace(make_trajectory(group, episode), trajectory_id=name, lineage=lineage)
     turn = msgspec.structs.replace(made.turns[0], start=n - 2, stop=n, reward=reward)
     return msgspec.structs.replace(made, samples=[Sample(f"{name}s0", TokenTable(columns))], turns=[turn])
@@ -200,7 +200,7 @@ async def test_what_is_refused_was_never_stored_so_a_small_spool_is_not_wedged(t
         assert [len(each) for each in refused] == [1] * 40
         assert actor.spool.nbytes == spooled(tmp_path) == 0
         assert await send(way, [large(2, e, 1) for e in range(2)]) == []
-        assert actor.buffer.batch(1, 1, 0) == [2]
+        assert actor.buffer.choose_groups(1, 1, 0) == [2]
         one = actor.spool.nbytes
         assert 0 < one == spooled(tmp_path) < 1_000_000
     reasons = [why for ((_, why),) in refused]
@@ -213,7 +213,7 @@ async def test_what_is_refused_was_never_stored_so_a_small_spool_is_not_wedged(t
 
 async def test_an_episode_that_is_here_under_another_name_is_not_stored_again(tmp_path):
     async with learning(tmp_path, Lineage(1), 5, consumed=2) as (actor, way):
-        actor.receiver._claims = None
+        actor.receiver._is_expected = None
         assert await send(way, [played(2, 0, 5, 1)]) == []
         before = spooled(tmp_path)
         assert await send(way, [msgspec.structs.replace(played(2, 0, 5, 1), trajectory_id="other")]) == []
@@ -228,7 +228,7 @@ async def test_an_unexpected_failure_after_storing_leaves_nothing_in_the_spool(t
 
         actor.buffer.add = fail  # type: ignore[method-assign]
         ((name, reason),) = await send(way, [played(2, 0, 5, 1)])
-        assert (name, "a defect" in reason) == (trajectory_name(2, 0), True)
+        assert (name, "a defect" in reason) == (format_trajectory_id(2, 0), True)
         assert spooled(tmp_path) == 0
     assert len(named(tmp_path, "trajectory_quarantined")) == 1
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.checkpoint.resume import check_settings
+from r3async.checkpoint.resume import check_resume_settings
 from r3async.checkpoint.state import CheckpointError
-from r3async.config import ConfigError, config_from_dict, to_dict
+from r3async.config import ConfigError, config_from_dict, config_to_dict
 from r3async.learner import LearnerError, build_learner
 from tests.helpers import architectures as ha
 from tests.helpers import checkpoint as hc
@@ -64,20 +64,20 @@ def test_recomputed_layers_have_the_same_gradient(model_path, backend, recompute
 def test_the_start_is_the_base_and_only_targets_move(model_path, backend, dtype):
     config = hl.settings(backend, dtype=dtype)
     base = build_learner(config, model_path)
-    start = base.export()
+    start = base.export_weights()
     base.close()
     learner = build_learner(hl.with_lora(config, "q_proj", "experts"), model_path)
     try:
-        assert all(torch.equal(t, start[n]) for n, t in learner.export().items())
+        assert all(torch.equal(t, start[n]) for n, t in learner.export_weights().items())
         hc.train(learner, config, hc.batches(2))
-        moved = {n for n, t in learner.export().items() if not torch.equal(t, start[n])}
+        moved = {n for n, t in learner.export_weights().items() if not torch.equal(t, start[n])}
         assert all(".q_proj." in n or ".experts." in n for n in moved)
         assert sum(".q_proj." in n for n in moved) == 4
         # The optimizer has moments of adapters alone, and no weight keeps a gradient.
-        names = {held.places[0].name for held in learner.places()}
+        names = {held.places[0].name for held in learner.trained_slices()}
         assert all(".lora_" in n for n in names)
         assert all(p.grad is None for p in learner.model.parameters())
-        elements = sum(s["exp_avg"].numel() for s in learner.optimizer.states() if "exp_avg" in s)
+        elements = sum(s["exp_avg"].numel() for s in learner.optimizer.iter_states() if "exp_avg" in s)
         assert 0 < elements < sum(t.numel() for t in start.values()) / 2
     finally:
         learner.close()
@@ -89,9 +89,9 @@ def test_routers_stay_frozen(model_path, backend):
     config = msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, freeze_router=True))
     learner = build_learner(config, model_path)
     try:
-        start = learner.export()
+        start = learner.export_weights()
         hc.train(learner, config, hc.batches(1))
-        still = {n for n, t in learner.export().items() if torch.equal(t, start[n])}
+        still = {n for n, t in learner.export_weights().items() if torch.equal(t, start[n])}
         assert still == {n for n in start if n.endswith("mlp.gate.weight")}
     finally:
         learner.close()
@@ -131,7 +131,7 @@ def test_the_reference_is_the_start_model(model_path, backend):
         hl.randomize(learner)
         moved = learner.logprobs(step)
         assert max(abs(a - b).max() for a, b in zip(before, moved, strict=True)) > 1e-3
-        assert all((a == b).all() for a, b in zip(before, learner.logprobs(step, reference=True), strict=True))
+        assert all((a == b).all() for a, b in zip(before, learner.logprobs(step, use_reference=True), strict=True))
         assert all((a == b).all() for a, b in zip(moved, learner.logprobs(step), strict=True))
     finally:
         learner.close()
@@ -155,6 +155,6 @@ def test_settings_that_cannot_be():
 
 @pytest.mark.parametrize("change", [{"lora": {"rank": 4}}, {"freeze_router": True}])
 def test_a_run_keeps_what_it_trains(change):
-    saved = to_dict(config_from_dict({"learner": {"lora": {"rank": 2}}}))
+    saved = config_to_dict(config_from_dict({"learner": {"lora": {"rank": 2}}}))
     with pytest.raises(CheckpointError, match=rf"learner.{next(iter(change))}"):
-        check_settings(saved, config_from_dict({"learner": {"lora": {"rank": 2}} | change}))
+        check_resume_settings(saved, config_from_dict({"learner": {"lora": {"rank": 2}} | change}))

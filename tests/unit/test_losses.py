@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.config import POLICY_LOSSES as NAMES
+from r3async.config import BUILTIN_POLICY_LOSSES as NAMES
 from r3async.config import AlgorithmConfig, ConfigError, check_policy_loss, config_from_dict, load_config
 from r3async.learner.losses.policy_loss import (
     POLICY_LOSSES,
     LossInputs,
     PolicyLoss,
+    explain_gspo_clipping,
     needs_old_logprobs,
-    policy_loss,
-    rounding_clips,
+    resolve_policy_loss,
 )
 from tests.helpers.algorithms import algorithm, distance, make_samples, run
 
@@ -36,8 +36,8 @@ def inputs(config: AlgorithmConfig, ratios: list[float], advantages: list[float]
         old_logprobs=old,
         advantages=torch.tensor(advantages, dtype=torch.float64),
         mask=torch.ones(len(ratios), dtype=torch.bool),
-        sequence=torch.zeros(len(ratios), dtype=torch.int64),
-        sequences=1,
+        episode_index=torch.zeros(len(ratios), dtype=torch.int64),
+        num_episodes=1,
         config=config,
     )
 
@@ -48,7 +48,7 @@ def slopes(given: LossInputs, loss: PolicyLoss) -> list[float]:
 
 def test_names_of_the_configuration_are_those_of_the_registry():
     assert set(NAMES) == set(POLICY_LOSSES)
-    assert all(policy_loss(name) is POLICY_LOSSES[name] for name in NAMES)
+    assert all(resolve_policy_loss(name) is POLICY_LOSSES[name] for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -171,7 +171,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 def test_a_loss_of_one_s_own(module):
     config = algorithm(policy_loss="made_up_losses:reinforce", loss_args={"scale": 2.0})
-    assert policy_loss(config.policy_loss) is module.reinforce
+    assert resolve_policy_loss(config.policy_loss) is module.reinforce
     samples = make_samples(3, [5, 4])
     got = run([samples], config, torch.float64, coef=0.0)
     want = [np.where(s.mask, -2 * s.advantages * s.weights, 0) for s in samples]
@@ -193,7 +193,7 @@ def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
     assert got.loss == pytest.approx(sum(float(w @ x.logprobs) for w, x in zip(want, samples, strict=True)))
     kept, trained = sum(k.sum() for k in keeps), sum(s.mask.sum() for s in samples)
     assert 0 < kept < trained < 14
-    assert got.sums.metrics()["rollout_corr/clipped_fraction"] == pytest.approx(kept / trained)
+    assert got.sums.to_metrics()["rollout_corr/clipped_fraction"] == pytest.approx(kept / trained)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_equal_weights_in_bf16_are_outside_gspos_range_and_inside_the_one_that_n
         seen = LossInputs(torch.from_numpy(delta), zeros, zeros, None, advantages, mask, sequence, len(lengths), config)
         clipped[given] = float(POLICY_LOSSES["gspo"](seen).clipped.double().mean())
         metrics = {"rollout_corr/clipped_fraction": clipped[given], "rollout_kl/k3_age_0": noise**2 / 2}
-        assert ("gspo.noise=0.01" in rounding_clips(config, metrics)) == (given == 0)
+        assert ("gspo.noise=0.01" in explain_gspo_clipping(config, metrics)) == (given == 0)
     assert clipped[0.0] > 0.35  # of one side each
     assert clipped[noise] < 0.01
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import LearnerConfig, load_config
-from r3async.learner.optimizer import MasterAdamW, learning_rate, total_updates
+from r3async.learner.optimizer import MasterAdamW, compute_learning_rate, count_updates
 
 
 def rates(total: int, **settings) -> list[float]:
     config = LearnerConfig(lr=1.0, **settings)
-    return [learning_rate(config, made, total) for made in range(total)]
+    return [compute_learning_rate(config, made, total) for made in range(total)]
 
 
 def test_by_hand():
@@ -34,7 +34,7 @@ def test_by_hand():
 )
 def test_it_rises_to_lr_and_never_rises_after_or_falls_below_its_end(schedule, total, warm_up, ratio):
     config = LearnerConfig(lr=0.5, lr_schedule=schedule, warmup_steps=warm_up, min_lr_ratio=ratio)
-    of = [learning_rate(config, made, total) for made in range(max(total, warm_up) + 5)]
+    of = [compute_learning_rate(config, made, total) for made in range(max(total, warm_up) + 5)]
     top = max(0, warm_up - 1)
     assert of[top] == 0.5
     assert all(a <= b for a, b in itertools.pairwise(of[: top + 1]))
@@ -52,13 +52,13 @@ def test_a_restored_optimizer_goes_on_bit_by_bit(schedule):
     def trained(stop: int) -> tuple[torch.Tensor, list[float]]:
         generator = torch.Generator().manual_seed(3)
         weight = torch.nn.Parameter(torch.randn(4, 4, generator=generator))
-        optimizer, used = MasterAdamW([weight], config, total=8), []
+        optimizer, used = MasterAdamW([weight], config, updates_total=8), []
         for made in range(8):
             if made == stop:
-                saved = [{name: tensor.clone() for name, tensor in state.items()} for state in optimizer.states()]
+                saved = [{name: tensor.clone() for name, tensor in state.items()} for state in optimizer.iter_states()]
                 weight = torch.nn.Parameter(torch.zeros(4, 4))
-                optimizer = MasterAdamW([weight], config, total=8)
-                optimizer.restore(saved, made)
+                optimizer = MasterAdamW([weight], config, updates_total=8)
+                optimizer.load_states(saved, made)
             weight.grad = torch.randn(4, 4, generator=generator)
             used.append(optimizer.step().lr)
         return weight.detach(), used
@@ -73,4 +73,4 @@ def test_a_restored_optimizer_goes_on_bit_by_bit(schedule):
 
 def test_every_minibatch_is_an_update():
     config = load_config("quickstart", ["steps=10", "schedule.minibatches_per_step=4"])
-    assert total_updates(config) == 40
+    assert count_updates(config) == 40

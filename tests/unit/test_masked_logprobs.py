@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.data.supports import Supports
-from r3async.learner.logprobs import Mask, supports_of, token_logprobs
+from r3async.data.supports import SupportSets
+from r3async.learner.logprobs import SupportMask, select_supports, token_logprobs
 
 
 def case(vocab_size: int, tokens: int, seed: int):
@@ -18,10 +18,10 @@ def case(vocab_size: int, tokens: int, seed: int):
     dense = rng.random((tokens, vocab_size)) < rng.choice([0.0, 0.03, 0.5, 0.97, 1.0], (tokens, 1))
     targets = rng.integers(0, vocab_size, tokens)
     dense[np.arange(tokens), targets] = True
-    sets = Supports.of_bits(np.packbits(dense, axis=1, bitorder="little"), vocab_size)
+    sets = SupportSets.from_bitmaps(np.packbits(dense, axis=1, bitorder="little"), vocab_size)
     bare = rng.random(tokens) < 0.2  # nobody recorded one: all could be sampled
     dense[bare] = True
-    sets = Supports.placed(tokens, [(int(i), sets[i : i + 1]) for i in np.flatnonzero(~bare)])
+    sets = SupportSets.from_parts(tokens, [(int(i), sets[i : i + 1]) for i in np.flatnonzero(~bare)])
     hidden, matrix = rng.standard_normal((tokens, 4)), 3 * rng.standard_normal((vocab_size, 4))
     floats = (torch.tensor(x, requires_grad=True) for x in (hidden, matrix))
     return *floats, torch.from_numpy(targets), torch.from_numpy(0.5 + rng.random(tokens)), dense, sets
@@ -61,7 +61,7 @@ def test_renormalised_over_the_support_as_a_dense_softmax_is(vocab_size, tokens,
 @pytest.mark.parametrize(("first", "columns"), [(0, 300), (0, 150), (150, 150), (3, 7), (297, 3), (299, 0)])
 def test_a_rank_masks_its_own_part_of_the_vocabulary(first, columns):
     *_, dense, sets = case(300, 40, 5)
-    mask = Mask(sets, torch.device("cpu"), first, columns).left_out()
+    mask = SupportMask(sets, torch.device("cpu"), first, columns).build_excluded()
     assert np.array_equal(mask.numpy(), ~dense[:, first : first + columns])
 
 
@@ -75,7 +75,7 @@ def test_what_is_left_out_has_no_gradient():
 
 
 def test_without_supports_nothing_is_masked():
-    assert supports_of(None, np.arange(3)) is None
-    assert supports_of(Supports.none(5), np.arange(3)) is None
+    assert select_supports(None, np.arange(3)) is None
+    assert select_supports(SupportSets.unrecorded(5), np.arange(3)) is None
     *_, sets = case(33, 9, 1)
-    assert supports_of(sets, np.arange(4)) == sets[:4]
+    assert select_supports(sets, np.arange(4)) == sets[:4]

@@ -12,9 +12,9 @@ import torch
 
 from r3async.config import config_from_dict
 from r3async.data.records import Sample
-from r3async.data.supports import Supports
+from r3async.data.supports import SupportSets
 from r3async.learner import build_learner
-from r3async.learner.batch.packing import aligned, pack, padding_like
+from r3async.learner.batch.packing import make_padding_batch, pack_samples, pad_to_multiple
 from r3async.learner.torch.backend import TorchLearner
 from tests.helpers import models as hm
 from tests.helpers import torch as ht
@@ -29,8 +29,8 @@ def with_supports(samples: Sequence[Sample], vocab_size: int, seed: int = 0) -> 
         (rows,) = np.nonzero(sample.table["loss_mask"])
         dense = rng.random((len(rows), vocab_size)) < rng.choice([0.02, 0.3, 0.97, 1.0], (len(rows), 1))
         dense[np.arange(len(rows)), sample.table["token_ids"][rows]] = True
-        sets = Supports.of_bits(np.packbits(dense, axis=1, bitorder="little"), vocab_size)
-        column = Supports.placed(len(sample.table), [(int(at), sets[i : i + 1]) for i, at in enumerate(rows)])
+        sets = SupportSets.from_bitmaps(np.packbits(dense, axis=1, bitorder="little"), vocab_size)
+        column = SupportSets.from_parts(len(sample.table), [(int(at), sets[i : i + 1]) for i, at in enumerate(rows)])
         out.append(Sample(sample.sample_id, sample.table.with_columns(support=column), sample.temperature))
     return out
 
@@ -42,10 +42,10 @@ def test_loss_and_all_gradients_equal_transformers_with_masked_logits(tmp_path, 
     samples = with_supports(ht.recorded_samples(layers, temperature=0.8), ht.VOCAB)
     settings = ht.settings(learner__recompute=recompute)
     losses, expected = ht.reference_step(path, samples, settings)
-    micro_batches = pack(samples, ht.BUDGET)
-    micro_batches[1] = aligned(micro_batches[1], 7)
-    learner = TorchLearner.load(settings, path)
-    result, gradients = ht.gradients_of_step(learner, [*micro_batches, padding_like(micro_batches[0])])
+    micro_batches = pack_samples(samples, ht.BUDGET)
+    micro_batches[1] = pad_to_multiple(micro_batches[1], 7)
+    learner = TorchLearner.from_pretrained(settings, path)
+    result, gradients = ht.gradients_of_step(learner, [*micro_batches, make_padding_batch(micro_batches[0])])
     for key, value in losses.items():
         assert result.metrics[key] == pytest.approx(value, rel=1e-5), key
     error, worst = ht.worst_error(gradients, expected)
@@ -64,20 +64,20 @@ def test_log_probs_are_those_of_masked_logits(tmp_path, backend):
     }
     learner = build_learner(config_from_dict(data), path)
     samples = with_supports(hm.make_families(1), hm.VOCAB)
-    micro_batches = pack(samples, 4096, share_prefixes=True)
-    assert sum(m.shared_tokens for m in micro_batches) > 60
+    micro_batches = pack_samples(samples, 4096, share_prefixes=True)
+    assert sum(m.num_shared_tokens for m in micro_batches) > 60
     model, by_name = hm.load_hf(path), {s.sample_id: s for s in samples}
-    found = learner.logprobs(micro_batches, replay=False, trained=True)
-    of_reference = learner.logprobs(micro_batches, replay=False, trained=True, reference=True)
+    found = learner.logprobs(micro_batches, replay=False, trained_only=True)
+    of_reference = learner.logprobs(micro_batches, replay=False, trained_only=True, use_reference=True)
     for m, values, reference in zip(micro_batches, found, of_reference, strict=True):
         np.testing.assert_allclose(values, reference, atol=1e-6)  # the start model's, over the same supports
-        whole, edges = m.unfolded
+        whole, edges = m.expanded_samples
         for s, name in enumerate(m.sample_ids):
             table = by_name[name].table
             ids = torch.from_numpy(table["token_ids"].astype(np.int64))
             with torch.no_grad():
                 logits = model(ids[None]).logits[0, :-1].double() / by_name[name].temperature
-            left = torch.from_numpy(table["support"].dense(hm.VOCAB)[1:])
+            left = torch.from_numpy(table["support"].to_dense_mask(hm.VOCAB)[1:])
             exact = logits.masked_fill(~left, -torch.inf).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
             mask = table["loss_mask"][1:]
             np.testing.assert_allclose(values[whole[edges[s] : edges[s + 1]]][1:][mask], exact[mask], atol=3e-5)
@@ -93,7 +93,11 @@ def test_megatron_has_the_same_gradient_however_samples_are_packed(tmp_path):
         }
     )
     samples = with_supports(hm.make_families(0), hm.VOCAB)
-    packed = [pack(samples, 4096, share_prefixes=True), pack(samples, 80), pack(hm.make_families(0), 4096)]
+    packed = [
+        pack_samples(samples, 4096, share_prefixes=True),
+        pack_samples(samples, 80),
+        pack_samples(hm.make_families(0), 4096),
+    ]
     one, other, bare = (gradients_of_rank(str(path), settings, m)["gradients"] for m in packed)
     for name, gradient in one.items():
         assert np.linalg.norm(other[name] - gradient) <= 1e-5 * max(np.linalg.norm(gradient), 1e-6), name

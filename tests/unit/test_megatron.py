@@ -13,8 +13,8 @@ from r3async.config import Config
 from r3async.data.records import Sample
 from r3async.learner import LearnerError
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch.packing import collate, pack
-from r3async.learner.figures import ObjectiveSums
+from r3async.learner.batch.packing import collate_samples, pack_samples
+from r3async.learner.figures import LossSums
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import architectures as ha
@@ -38,7 +38,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture
 def learner(model_path):
-    return MegatronLearner.load(settings(), model_path)
+    return MegatronLearner.from_pretrained(settings(), model_path)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def learner(model_path):
 )
 def test_logits_and_all_gradients_equal_transformers(tmp_path, changes):
     path = hm.make_hf_model(tmp_path / "m", **changes)
-    learner = MegatronLearner.load(settings(), path)
+    learner = MegatronLearner.from_pretrained(settings(), path)
     moe = sum(learner.shape.moe_pattern)
     assert moe == {"mlp_only_layers": 2, "decoder_sparse_step": 1}.get(next(iter(changes), ""), 3)
     samples = fully_recorded(hm.make_samples(1, LENGTHS, layers=moe))
@@ -67,7 +67,7 @@ def test_score_equals_transformers_with_own_routing(learner, model_path, tempera
     with torch.no_grad():
         theirs = torch.log_softmax(hm.load_hf(model_path)(torch.from_numpy(ids)[None]).logits[0] / temperature, -1)
     expected = theirs[:-1].gather(1, torch.from_numpy(ids)[1:, None])[:, 0].numpy()
-    got = learner.score(ids.astype(np.int32), temperature)
+    got = learner.score_sequence(ids.astype(np.int32), temperature)
     assert got.dtype == np.float32
     assert np.abs(got - expected).max() < 1e-4
     assert all(p.grad is None for p in learner.model.parameters())
@@ -79,12 +79,12 @@ def test_save_then_load_gives_the_same_bits(tmp_path, dtype, tied):
     from transformers import Qwen3MoeForCausalLM
 
     path = hm.make_hf_model(tmp_path / "m", tie_word_embeddings=tied, mlp_only_layers=[0])
-    learner = MegatronLearner.load(settings(learner__dtype=dtype), path)
-    train_minibatch(learner, pack(hm.make_samples(2, LENGTHS, layers=2), 64))
-    assert learner.version == 1
-    exported = learner.export()
+    learner = MegatronLearner.from_pretrained(settings(learner__dtype=dtype), path)
+    train_minibatch(learner, pack_samples(hm.make_samples(2, LENGTHS, layers=2), 64))
+    assert learner.update_count == 1
+    exported = learner.export_weights()
     for _ in range(2):  # the second replaces the first
-        learner.save(tmp_path / "out")
+        learner.save_pretrained(tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
     assert json.loads((tmp_path / "out/tokenizer.json").read_text()) == {"stand": "in"}
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == dtype
@@ -92,7 +92,7 @@ def test_save_then_load_gives_the_same_bits(tmp_path, dtype, tied):
     loaded, info = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     assert loaded.dtype == getattr(torch, dtype)
-    again = MegatronLearner.load(settings(learner__dtype=dtype), tmp_path / "out").export()
+    again = MegatronLearner.from_pretrained(settings(learner__dtype=dtype), tmp_path / "out").export_weights()
     assert set(again) == set(exported)
     for name, tensor in exported.items():
         assert torch.equal(again[name], tensor), name
@@ -107,11 +107,11 @@ def test_save_then_load_gives_the_same_bits(tmp_path, dtype, tied):
 
 
 def test_export_is_a_snapshot(learner):
-    before = learner.export()
+    before = learner.export_weights()
     kept = {name: tensor.clone() for name, tensor in before.items()}
-    train_minibatch(learner, pack(hm.make_samples(2, LENGTHS), 4096))
+    train_minibatch(learner, pack_samples(hm.make_samples(2, LENGTHS), 4096))
     assert all(torch.equal(before[name], kept[name]) for name in kept)
-    after = learner.export()
+    after = learner.export_weights()
     assert all(not torch.equal(after[name], kept[name]) for name in kept if "experts" not in name)
 
 
@@ -145,7 +145,7 @@ def test_step_equals_the_reference(learner, model_path):
     rollout[[5, 7]] = np.nan, -np.inf
     samples[0] = replace_columns(samples[0], rollout_logprobs=rollout)
     policy, kl, norm = reference_step(model_path, samples, settings())
-    metrics = train_minibatch(learner, pack(samples, 64)).metrics
+    metrics = train_minibatch(learner, pack_samples(samples, 64)).metrics
     assert metrics["loss/policy"] == pytest.approx(policy, rel=1e-4)
     assert metrics["loss/rollout_kl"] == pytest.approx(kl, rel=1e-4)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -157,7 +157,7 @@ def test_step_equals_the_reference(learner, model_path):
     assert metrics["batch/fill"] == pytest.approx(tokens / (2 * 16384))
     assert metrics["lr"] == pytest.approx(1e-2)
     assert metrics["optimizer/skipped"] == 0
-    assert learner.version == 1
+    assert learner.update_count == 1
 
 
 def test_metric_names_are_those_of_the_protocol(learner):
@@ -172,8 +172,8 @@ def test_metric_names_are_those_of_the_protocol(learner):
         "optimizer/updates", "optimizer/no_contrast", "optimizer/broken", "rollout_kl/coef", "loss/router_aux",
         "optimizer/step_share",
     }  # fmt: skip
-    names |= set(ObjectiveSums.zero().metrics())
-    for batch in ([], pack(hm.make_samples(0, [8]), 64)):
+    names |= set(LossSums.zeros().to_metrics())
+    for batch in ([], pack_samples(hm.make_samples(0, [8]), 64)):
         metrics = train_minibatch(backend, batch).metrics
         in_parts = {f"rollout_kl/k3_{part}_0" for part in ("age", "turn", "position")} if batch else set()
         agreement = {"routing/agreement", "routing/agreement_min"} if batch else set()
@@ -185,12 +185,12 @@ def test_gradient_does_not_depend_on_packing(model_path):
     samples = hm.make_samples(13, LENGTHS)
     results = []
     for budget in (4096, 64, 40):
-        learner = MegatronLearner.load(settings(), model_path)
+        learner = MegatronLearner.from_pretrained(settings(), model_path)
         taken = {}
         learner.optimizer._adam.register_step_pre_hook(
             lambda *a, learner=learner, taken=taken: taken.update(gradients(learner))
         )
-        metrics = train_minibatch(learner, pack(samples, budget)).metrics
+        metrics = train_minibatch(learner, pack_samples(samples, budget)).metrics
         results.append((metrics, {n: g.clone() for n, g in taken.items()}))
     assert [m["batch/micro_batches"] for m, _ in results] == [1, 2, 3]
     whole, whole_grads = results[0]
@@ -202,73 +202,79 @@ def test_gradient_does_not_depend_on_packing(model_path):
 
 
 def test_too_few_recorded_routes_stop_the_step_before_any_forward(model_path):
-    learner = MegatronLearner.load(settings(routing__min_recorded_fraction=0.9), model_path)
+    learner = MegatronLearner.from_pretrained(settings(routing__min_recorded_fraction=0.9), model_path)
     learner.model.register_forward_pre_hook(lambda *a: pytest.fail("forward"))
     samples = [replace_columns(s, routing_recorded=np.arange(len(s.table)) < 5) for s in hm.make_samples(14, [12, 12])]
     with pytest.raises(
         LearnerError, match=r"only 0\.333 of the trained tokens .* routing\.min_recorded_fraction is 0\.9"
     ):
-        train_minibatch(learner, pack(samples, 64))
-    off = MegatronLearner.load(settings(routing__min_recorded_fraction=0.9, routing__replay="off"), model_path)
-    assert train_minibatch(off, pack(samples, 64)).metrics["routing/recorded_fraction"] == pytest.approx(1 / 3)
+        train_minibatch(learner, pack_samples(samples, 64))
+    off = MegatronLearner.from_pretrained(
+        settings(routing__min_recorded_fraction=0.9, routing__replay="off"), model_path
+    )
+    assert train_minibatch(off, pack_samples(samples, 64)).metrics["routing/recorded_fraction"] == pytest.approx(1 / 3)
 
 
 def test_recorded_fraction_is_that_of_the_inputs(model_path):
     """Tokens 3 to 11 are trained, so rows 2 to 10 must be recorded; row 11 is never used."""
-    learner = MegatronLearner.load(settings(routing__min_recorded_fraction=1.0), model_path)
-    assert train_minibatch(learner, pack(hm.make_samples(15, [12]), 64)).metrics["routing/recorded_fraction"] == 1.0
+    learner = MegatronLearner.from_pretrained(settings(routing__min_recorded_fraction=1.0), model_path)
+    assert (
+        train_minibatch(learner, pack_samples(hm.make_samples(15, [12]), 64)).metrics["routing/recorded_fraction"]
+        == 1.0
+    )
 
 
 def test_a_step_without_trained_tokens_changes_nothing(learner):
     samples = [replace_columns(s, loss_mask=np.zeros(len(s.table), bool)) for s in hm.make_samples(16, [8, 8])]
-    before = learner.export()
-    metrics = train_minibatch(learner, pack(samples, 64)).metrics
+    before = learner.export_weights()
+    metrics = train_minibatch(learner, pack_samples(samples, 64)).metrics
     assert metrics["batch/trained_tokens"] == 0
     assert metrics["optimizer/skipped"] == 1
     assert all(np.isfinite(v) for v in metrics.values())
-    assert learner.version == 0
-    assert all(torch.equal(before[n], t) for n, t in learner.export().items())
+    assert learner.update_count == 0
+    assert all(torch.equal(before[n], t) for n, t in learner.export_weights().items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gradient_that_is_not_finite_changes_nothing(model_path, dtype):
-    learner = MegatronLearner.load(settings(learner__dtype=dtype), model_path)
+    learner = MegatronLearner.from_pretrained(settings(learner__dtype=dtype), model_path)
     (sample,) = hm.make_samples(17, [12])
     advantages = sample.table["advantages"].copy()
     advantages[6] = np.inf
-    before = learner.export()
-    metrics = train_minibatch(learner, [collate([replace_columns(sample, advantages=advantages)])]).metrics
+    before = learner.export_weights()
+    metrics = train_minibatch(learner, [collate_samples([replace_columns(sample, advantages=advantages)])]).metrics
     assert metrics["optimizer/skipped"] == 1
     assert not np.isfinite(metrics["grad_norm"])
-    assert learner.version == 0
-    assert all(torch.equal(before[n], t) for n, t in learner.export().items())
-    assert train_minibatch(learner, [collate([sample])]).metrics["optimizer/skipped"] == 0
+    assert learner.update_count == 0
+    assert all(torch.equal(before[n], t) for n, t in learner.export_weights().items())
+    assert train_minibatch(learner, [collate_samples([sample])]).metrics["optimizer/skipped"] == 0
 
 
 def test_unusable_batches_name_the_sample(learner):
     (sample,) = hm.make_samples(18, [12])
     with pytest.raises(LearnerError, match="s0: column 'advantages' is missing"):
-        train_minibatch(learner, [collate([Sample("s0", sample.table.without("advantages"))])])
+        train_minibatch(learner, [collate_samples([Sample("s0", sample.table.without_columns("advantages"))])])
     with pytest.raises(LearnerError, match="sample s0: its first token"):
-        train_minibatch(learner, [collate([replace_columns(sample, loss_mask=np.ones(12, bool))])])
+        train_minibatch(learner, [collate_samples([replace_columns(sample, loss_mask=np.ones(12, bool))])])
 
 
 def test_training_raises_the_probability_of_what_was_good(model_path):
     """Also from a thread that is not the main one, where grad mode and such have their own state."""
-    learner = MegatronLearner.load(settings(routing__replay="off"), model_path)
+    learner = MegatronLearner.from_pretrained(settings(routing__replay="off"), model_path)
     (sample,) = hm.make_samples(19, [20])
     ids = sample.table["token_ids"]
-    before = learner.score(ids)[2:].mean()
+    before = learner.score_sequence(ids)[2:].mean()
 
     def train() -> None:
         for _ in range(5):
-            mu = np.concatenate([[0.0], learner.score(ids)]).astype(np.float32)
+            mu = np.concatenate([[0.0], learner.score_sequence(ids)]).astype(np.float32)
             train_minibatch(
-                learner, [collate([replace_columns(sample, rollout_logprobs=mu, advantages=np.ones(20, np.float32))])]
+                learner,
+                [collate_samples([replace_columns(sample, rollout_logprobs=mu, advantages=np.ones(20, np.float32))])],
             )
 
     thread = threading.Thread(target=train)
     thread.start()
     thread.join()
-    assert learner.version == 5
-    assert learner.score(ids)[2:].mean() > before + 0.5
+    assert learner.update_count == 5
+    assert learner.score_sequence(ids)[2:].mean() > before + 0.5

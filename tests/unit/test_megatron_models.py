@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from r3async.data.architectures import ARCHITECTURES
-from r3async.data.model_shape import read_shape
-from r3async.learner.batch.packing import pack
+from r3async.data.model_shape import parse_model_shape
+from r3async.learner.batch.packing import pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import architectures as ha
@@ -28,7 +28,7 @@ def path(request, tmp_path_factory):
 @pytest.fixture
 def learner(path):
     off = {} if ha.mixtures(path) else {"routing__replay": "off"}
-    learner = MegatronLearner.load(settings(**off), path)
+    learner = MegatronLearner.from_pretrained(settings(**off), path)
     yield learner
     learner.close()
 
@@ -53,27 +53,27 @@ def test_own_routes_are_those_of_transformers(learner, path):
     with torch.no_grad():
         theirs = torch.log_softmax(ha.load_plain(path)(torch.from_numpy(ids)[None]).logits[0], -1)
     expected = theirs[:-1].gather(1, torch.from_numpy(ids)[1:, None])[:, 0].numpy()
-    assert np.abs(learner.score(ids) - expected).max() < 1e-4
+    assert np.abs(learner.score_sequence(ids) - expected).max() < 1e-4
 
 
 def test_export_gives_every_bit_back(learner, path):
-    source, out = load_file(path / "model.safetensors"), learner.export()
-    if learner.shape.tied:
+    source, out = load_file(path / "model.safetensors"), learner.export_weights()
+    if learner.shape.tied_embeddings:
         source.pop("lm_head.weight", None)
-    assert set(out) == set(source) == set(learner.shape.tensor_shapes())
+    assert set(out) == set(source) == set(learner.shape.list_tensor_shapes())
     assert all(out[name].dtype == tensor.dtype and torch.equal(out[name], tensor) for name, tensor in source.items())
 
 
 def test_numbers_of_the_plan_are_those_of_the_model(learner, path):
-    shape = read_shape(json.loads((path / "config.json").read_text()))
-    assert shape.parameters == sum(p.numel() for p in ha.load_plain(path).parameters())
-    assert shape.of_rank(learner.config.learner, 0) == sum(p.numel() for p in learner.model.parameters())
+    shape = parse_model_shape(json.loads((path / "config.json").read_text()))
+    assert shape.num_parameters == sum(p.numel() for p in ha.load_plain(path).parameters())
+    assert shape.rank_parameters(learner.config.learner, 0) == sum(p.numel() for p in learner.model.parameters())
 
 
 def test_a_step_trains_every_weight(learner):
-    before = learner.export()
-    metrics = train_minibatch(learner, pack(samples_for(learner, 2), 64)).metrics
+    before = learner.export_weights()
+    metrics = train_minibatch(learner, pack_samples(samples_for(learner, 2), 64)).metrics
     assert metrics["optimizer/skipped"] == 0
-    after = learner.export()
+    after = learner.export_weights()
     same = [name for name, tensor in after.items() if torch.equal(before[name], tensor)]
     assert [name for name in same if not name.endswith("e_score_correction_bias")] == []

@@ -17,7 +17,7 @@ from r3async.learner.megatron import parallel
 from r3async.learner.megatron.attention import TorchRMSNorm
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.optimizer import MasterAdamW
-from r3async.learner.trained import read_model
+from r3async.learner.trained import read_model_shape
 from tests.helpers import models as hm
 from tests.helpers.learner import settings
 from tests.helpers.unheld import end_groups
@@ -40,8 +40,8 @@ def test_rms_norm_and_its_gradient_equal_torch():
 
 def test_process_groups_of_the_same_ranks_are_one():
     end_groups()
-    layout = parallel.start(ParallelConfig(), torch.device("cpu"))
-    made = len(layout.made)
+    layout = parallel.init_model_parallel(ParallelConfig(), torch.device("cpu"))
+    made = len(layout.created_groups)
     layout.close()
     assert made == 1
 
@@ -165,9 +165,9 @@ def test_unsupported_models_are_refused_with_the_reason(tmp_path):
     ]:
         rewrite(**changes)
         with pytest.raises(LearnerError, match=message):
-            MegatronLearner.load(settings(), path)
+            MegatronLearner.from_pretrained(settings(), path)
     with pytest.raises(LearnerError, match="has no config"):
-        read_model(tmp_path)
+        read_model_shape(tmp_path)
 
 
 def test_an_impossible_token_adds_nothing_to_the_entropy_and_has_no_gradient():

@@ -8,7 +8,7 @@ import torch
 
 from r3async.data.records import Sample
 from r3async.data.routes import RoutingError
-from r3async.learner.batch.packing import collate
+from r3async.learner.batch.packing import collate_samples
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
@@ -31,49 +31,51 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture
 def learner(model_path):
-    return MegatronLearner.load(settings(), model_path)
+    return MegatronLearner.from_pretrained(settings(), model_path)
 
 
 def assert_nothing_is_bound(learner) -> None:
-    assert learner.replay.current is None
-    assert learner.replay._open == []
+    assert learner.replay.current_routes is None
+    assert learner.replay._open_routes == []
 
 
 def test_replaying_own_routes_changes_no_bit(learner):
     samples = hm.make_samples(3, LENGTHS)
-    plain = logits(learner, collate(samples))
-    routes = own_routes(learner, collate(samples))
-    replayed = collate(with_routes(samples, routes[:, :, ::-1]))  # the order of a row's columns says nothing
-    with learner.replay.bound(replayed):
+    plain = logits(learner, collate_samples(samples))
+    routes = own_routes(learner, collate_samples(samples))
+    replayed = collate_samples(with_routes(samples, routes[:, :, ::-1]))  # the order of a row's columns says nothing
+    with learner.replay.bind_routes(replayed):
         assert torch.equal(logits(learner, replayed), plain)
-    counts = learner.replay.take_counts()
-    assert counts.agreed.tolist() == counts.compared.tolist() == [replayed.tokens] * hm.LAYERS
+    counts = learner.replay.pop_counts()
+    assert counts.agreeing_tokens.tolist() == counts.compared_tokens.tolist() == [replayed.num_tokens] * hm.LAYERS
     every_other = [
         replace_columns(s, routing_recorded=np.arange(len(s.table)) % 2 == 0) for s in with_routes(samples, routes)
     ]
-    with learner.replay.bound(collate(every_other)):
-        assert torch.equal(logits(learner, collate(every_other)), plain)
-    counts = learner.replay.take_counts()
-    assert counts.agreed.tolist() == counts.compared.tolist()
-    assert max(counts.compared.tolist()) < replayed.tokens
+    with learner.replay.bind_routes(collate_samples(every_other)):
+        assert torch.equal(logits(learner, collate_samples(every_other)), plain)
+    counts = learner.replay.pop_counts()
+    assert counts.agreeing_tokens.tolist() == counts.compared_tokens.tolist()
+    assert max(counts.compared_tokens.tolist()) < replayed.num_tokens
 
 
 def test_unrecorded_rows_route_by_themselves(learner):
     samples = hm.make_samples(4, LENGTHS)
-    micro_batch = collate(samples)
+    micro_batch = collate_samples(samples)
     plain = logits(learner, micro_batch)
-    nothing = collate([replace_columns(s, routing_recorded=np.zeros(len(s.table), bool)) for s in samples])
-    with learner.replay.bound(nothing):
+    nothing = collate_samples([replace_columns(s, routing_recorded=np.zeros(len(s.table), bool)) for s in samples])
+    with learner.replay.bind_routes(nothing):
         assert torch.equal(logits(learner, nothing), plain)
-    assert learner.replay.take_counts().compared.tolist() == [0] * hm.LAYERS
-    without = collate([Sample(s.sample_id, s.table.without("routed_experts", "routing_recorded")) for s in samples])
-    with learner.replay.bound(without):
+    assert learner.replay.pop_counts().compared_tokens.tolist() == [0] * hm.LAYERS
+    without = collate_samples(
+        [Sample(s.sample_id, s.table.without_columns("routed_experts", "routing_recorded")) for s in samples]
+    )
+    with learner.replay.bind_routes(without):
         assert torch.equal(logits(learner, without), plain)
 
     # A record from position 4 on changes nothing before it, and something behind it.
     late = [replace_columns(s, routing_recorded=np.arange(len(s.table)) >= 4) for s in samples]
-    with learner.replay.bound(collate(late)):
-        mixed = logits(learner, collate(late))
+    with learner.replay.bind_routes(collate_samples(late)):
+        mixed = logits(learner, collate_samples(late))
     early = micro_batch.positions < 4
     assert torch.equal(mixed[early], plain[early])
     assert not torch.equal(mixed[~early], plain[~early])
@@ -82,11 +84,11 @@ def test_unrecorded_rows_route_by_themselves(learner):
 def test_agreement_is_measured_with_replay_on_and_off(model_path):
     samples = fully_recorded(hm.make_samples(5, [12, 30]))
     for mode in ("rollout", "off"):
-        learner = MegatronLearner.load(settings(routing__replay=mode), model_path)
-        routes = own_routes(learner, collate(samples))
+        learner = MegatronLearner.from_pretrained(settings(routing__replay=mode), model_path)
+        routes = own_routes(learner, collate_samples(samples))
         routes[:21, 0] = routes[:21, 0] + 1 & 7  # half of the 42 rows of one of three layers: some other set
-        same = (np.sort(routes, -1) == np.sort(own_routes(learner, collate(samples)), -1)).all(-1)[:, 0].sum()
-        metrics = train_minibatch(learner, [collate(with_routes(samples, routes))]).metrics
+        same = (np.sort(routes, -1) == np.sort(own_routes(learner, collate_samples(samples)), -1)).all(-1)[:, 0].sum()
+        metrics = train_minibatch(learner, [collate_samples(with_routes(samples, routes))]).metrics
         if mode == "off":
             assert metrics["routing/agreement"] == pytest.approx((42 * 2 + same) / 126)
         else:  # replaying other experts in the first layer changes what the later ones see
@@ -95,7 +97,7 @@ def test_agreement_is_measured_with_replay_on_and_off(model_path):
 
 
 def test_nothing_is_left_behind_after_an_exception(learner):
-    micro_batch = collate(hm.make_samples(6, LENGTHS))
+    micro_batch = collate_samples(hm.make_samples(6, LENGTHS))
     plain = logits(learner, micro_batch)
     last = learner.model.decoder.layers[-1]
     calls = iter([None, RuntimeError("broken expert")])  # the second micro-batch's forward
@@ -105,26 +107,26 @@ def test_nothing_is_left_behind_after_an_exception(learner):
             raise error
 
     handle = last.mlp.experts.register_forward_pre_hook(break_once)
-    before = learner.export()
+    before = learner.export_weights()
     with pytest.raises(RuntimeError, match="broken expert"):
-        train_minibatch(learner, [collate(hm.make_samples(7, [8])), micro_batch])
+        train_minibatch(learner, [collate_samples(hm.make_samples(7, [8])), micro_batch])
     handle.remove()
     assert_nothing_is_bound(learner)
     assert all(p.grad is None for p in learner.model.parameters())
     assert torch.equal(logits(learner, micro_batch), plain)
-    assert all(torch.equal(before[n], t) for n, t in learner.export().items())
-    assert learner.version == 0
+    assert all(torch.equal(before[n], t) for n, t in learner.export_weights().items())
+    assert learner.update_count == 0
 
 
 def test_replay_can_not_outlive_or_overlap_its_micro_batch(learner):
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     samples = hm.make_samples(8, LENGTHS)
-    micro_batch = collate(samples)
+    micro_batch = collate_samples(samples)
     plain = logits(learner, micro_batch)
-    with learner.replay.bound(micro_batch):
+    with learner.replay.bind_routes(micro_batch):
         assert not torch.equal(logits(learner, micro_batch), plain)
-        with pytest.raises(RoutingError, match="still bound"), learner.replay.bound(micro_batch):
+        with pytest.raises(RoutingError, match="still bound"), learner.replay.bind_routes(micro_batch):
             pass
         assert not torch.equal(logits(learner, micro_batch), plain)
     assert torch.equal(logits(learner, micro_batch), plain)
@@ -133,9 +135,9 @@ def test_replay_can_not_outlive_or_overlap_its_micro_batch(learner):
 
 @pytest.mark.parametrize("other", [[30], [5, 5]])
 def test_more_or_fewer_rows_than_tokens_raise(learner, other):
-    bound, fed = collate(hm.make_samples(9, [20])), collate(hm.make_samples(9, other))
+    bound, fed = collate_samples(hm.make_samples(9, [20])), collate_samples(hm.make_samples(9, other))
     with pytest.raises(RoutingError, match=rf"routes of 20 tokens are bound, but {sum(other)} tokens are fed forward"):
-        with learner.replay.bound(bound):
+        with learner.replay.bind_routes(bound):
             logits(learner, fed)
     assert_nothing_is_bound(learner)
 
@@ -152,15 +154,15 @@ def test_more_or_fewer_rows_than_tokens_raise(learner, other):
 def test_invalid_records_are_refused_before_the_forward(learner, spoil, message):
     (sample,) = hm.make_samples(10, [12])
     rows = spoil(sample.table["routed_experts"].copy())
-    bad = collate([replace_columns(sample, routed_experts=rows)])
-    with pytest.raises(RoutingError, match=message), learner.replay.bound(bad):
+    bad = collate_samples([replace_columns(sample, routed_experts=rows)])
+    with pytest.raises(RoutingError, match=message), learner.replay.bind_routes(bad):
         pytest.fail("entered")
 
 
 def test_routes_are_bound_by_layer_number(tmp_path):
     path = hm.make_hf_model(tmp_path / "m", num_hidden_layers=4, mlp_only_layers=[0, 2])
-    learner = MegatronLearner.load(settings(), path)
-    assert learner.replay.columns == [0, 1]
+    learner = MegatronLearner.from_pretrained(settings(), path)
+    assert learner.replay.moe_layer_indices == [0, 1]
     routers = [getattr(layer.mlp, "router", None) for layer in learner.model.decoder.layers]
     assert [r and r.router_replay._index for r in routers] == [None, 0, None, 1]
 
@@ -168,13 +170,13 @@ def test_routes_are_bound_by_layer_number(tmp_path):
 def test_recomputed_forward_replays_the_same_routes(learner, monkeypatch):
     from megatron.core.tensor_parallel import checkpoint
 
-    micro_batch = collate(hm.make_samples(11, LENGTHS))
+    micro_batch = collate_samples(hm.make_samples(11, LENGTHS))
 
     def grads() -> dict[str, torch.Tensor]:
-        with learner.replay.bound(micro_batch) as routes:
-            routes.follow(logits(learner, micro_batch)).square().sum().backward()
+        with learner.replay.bind_routes(micro_batch) as routes:
+            routes.track_backward(logits(learner, micro_batch)).square().sum().backward()
         taken = {n: g.clone() for n, g in gradients(learner).items()}
-        learner.optimizer.clear()
+        learner.optimizer.zero_grad()
         return taken
 
     plain = grads()

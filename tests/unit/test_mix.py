@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.config import Config, ConfigError, environments, load_config, to_toml
-from r3async.config.read import with_overrides
-from r3async.data.mixed import INNER_BITS, joint, parted
+from r3async.config import Config, ConfigError, config_to_toml, load_config, resolve_envs
+from r3async.config.read import apply_overrides
+from r3async.data.mixed import ENV_SEED_BITS, join_seed, split_seed
 from r3async.data.records import Sample, TokenTable, Trajectory, Turn
 from r3async.envs import Action, Message
-from r3async.envs.factory import environment_factory
-from r3async.envs.mix import Mixed, evaluate_each
-from r3async.record.catalogue import metric
-from r3async.record.steps import environment_metrics
-from r3async.rollout.evaluation import check_environment, task_counts
-from r3async.schedule.mix import PERIOD, MixedCursor, Order
-from r3async.tools.preflight import try_environment
-from r3async.tools.rows import note_rows
+from r3async.envs.factory import build_environment_factory
+from r3async.envs.mix import MixedEnvironment, add_default_evaluation_sets
+from r3async.record.catalogue import find_metric
+from r3async.record.steps import compute_environment_metrics
+from r3async.rollout.evaluation import check_environment, count_tasks_by_part
+from r3async.schedule.mix import MAX_PERIOD, EnvironmentOrder, MixedTaskCursor
+from r3async.tools.preflight import try_environments
+from r3async.tools.rows import add_row_digests
 
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
 
@@ -30,12 +30,12 @@ WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
 @settings(max_examples=60)
 @given(WEIGHTS, st.integers(0, 5000), st.integers(1, 300))
 def test_any_stretch_of_groups_has_each_environment_s_share(weights, start, length):
-    order = Order(weights)
+    order = EnvironmentOrder(weights)
     for entry, weight in enumerate(weights):
-        share = order.count(entry, order.period) / order.period
-        assert abs(share - weight / sum(weights)) <= max(1 / PERIOD, len(weights) / PERIOD)
-        found = order.count(entry, start + length) - order.count(entry, start)
-        assert found == sum(order.entry(group) == entry for group in range(start, start + length))
+        share = order.count_before(entry, order.period) / order.period
+        assert abs(share - weight / sum(weights)) <= max(1 / MAX_PERIOD, len(weights) / MAX_PERIOD)
+        found = order.count_before(entry, start + length) - order.count_before(entry, start)
+        assert found == sum(order.environment_of(group) == entry for group in range(start, start + length))
         assert abs(found - share * length) <= 2
 
 
@@ -43,40 +43,40 @@ def test_any_stretch_of_groups_has_each_environment_s_share(weights, start, leng
 @given(WEIGHTS, st.integers(0, 100), st.data())
 def test_each_environment_has_tasks_and_epochs_of_its_own(weights, seed, data):
     sizes = data.draw(st.lists(st.none() | st.integers(1, 7), min_size=len(weights), max_size=len(weights)))
-    cursor, again = MixedCursor(seed, weights, sizes), MixedCursor(seed, weights, sizes)
-    order, tasks = Order(weights), [cursor.task_seed(group) for group in range(200)]
-    assert tasks == [again.task_seed(group) for group in range(200)]  # whatever was asked before
+    cursor, again = MixedTaskCursor(seed, weights, sizes), MixedTaskCursor(seed, weights, sizes)
+    order, tasks = EnvironmentOrder(weights), [cursor.pick_task(group) for group in range(200)]
+    assert tasks == [again.pick_task(group) for group in range(200)]  # whatever was asked before
     own: dict[int, list[int]] = {}
     for group, task in enumerate(tasks):
-        entry, given = parted(task, len(weights)) if len(weights) > 1 else (0, task)
-        assert entry == order.entry(group)
-        assert joint(entry, given) == task < 2**63
+        entry, given = split_seed(task, len(weights)) if len(weights) > 1 else (0, task)
+        assert entry == order.environment_of(group)
+        assert join_seed(entry, given) == task < 2**63
         own.setdefault(entry, []).append(given)
     for entry, given in own.items():
         size = sizes[entry]
         if size is None:
-            assert all(task % 2 == 0 and task < 2**INNER_BITS for task in given)  # evaluations pose odd ones
+            assert all(task % 2 == 0 and task < 2**ENV_SEED_BITS for task in given)  # evaluations pose odd ones
         else:
             epochs = [sorted(given[at : at + size]) for at in range(0, len(given) - size + 1, size)]
             assert all(epoch == list(range(size)) for epoch in epochs)
-            assert cursor.epochs(200)[entry] == len(given) / size
+            assert cursor.count_epochs(200)[entry] == len(given) / size
 
 
 def test_a_quarantined_task_is_not_posed_from_its_group_on_and_is_of_its_environment_alone():
     quarantined: dict[int, int] = {}
-    cursor, before = MixedCursor(3, [1, 1], [4, 4], quarantined), MixedCursor(3, [1, 1], [4, 4])
-    bad = before.task_seed(9)
-    entry, given = parted(bad, 2)
+    cursor, before = MixedTaskCursor(3, [1, 1], [4, 4], quarantined), MixedTaskCursor(3, [1, 1], [4, 4])
+    bad = before.pick_task(9)
+    entry, given = split_seed(bad, 2)
     quarantined[bad] = 21
-    tasks = [cursor.task_seed(group) for group in range(80)]
-    assert tasks[:21] == [before.task_seed(group) for group in range(21)]
+    tasks = [cursor.pick_task(group) for group in range(80)]
+    assert tasks[:21] == [before.pick_task(group) for group in range(21)]
     assert bad in tasks[:21]
     assert bad not in tasks[21:]
-    assert joint(1 - entry, given) in tasks[21:]
-    assert {parted(task, 2)[0] for task in tasks[21:]} == {0, 1}
-    quarantined |= {joint(entry, task): 21 for task in range(4)}
+    assert join_seed(1 - entry, given) in tasks[21:]
+    assert {split_seed(task, 2)[0] for task in tasks[21:]} == {0, 1}
+    quarantined |= {join_seed(entry, task): 21 for task in range(4)}
     with pytest.raises(ValueError, match="all 4 tasks of the environment are quarantined"):
-        [cursor.task_seed(group) for group in range(21, 23)]
+        [cursor.pick_task(group) for group in range(21, 23)]
 
 
 # -- the configuration ---------------------------------------------------------------------------------------------------
@@ -107,25 +107,25 @@ def mixed(tmp_path) -> Config:
 
 
 def test_entries_have_their_own_keys_and_the_run_s_for_the_rest(mixed, tmp_path):
-    reverse, small = environments(mixed)
+    reverse, small = resolve_envs(mixed)
     assert (reverse.label, reverse.env.name, reverse.weight) == ("reverse-text", "reverse-text", 3.0)
     assert (small.label, small.env.args, small.weight) == ("small", {"highest": 16}, 1.0)
     assert reverse.episode == mixed.episode
     assert (small.episode.max_turns, small.episode.max_new_tokens) == (2, 4)
     assert small.episode.max_total_tokens == mixed.episode.max_total_tokens
-    (tmp_path / "config.toml").write_text(to_toml(mixed))
-    assert environments(load_config(str(tmp_path / "config.toml"))) == environments(mixed)
-    heavier = with_overrides(mixed, ["env.args.small.weight=9"])
-    assert environments(heavier)[1].weight == 9.0
-    alone = with_overrides(mixed, ["env.name=guess"])
-    assert [(each.label, each.env.name, each.env.args) for each in environments(alone)] == [("", "guess", {})]
+    (tmp_path / "config.toml").write_text(config_to_toml(mixed))
+    assert resolve_envs(load_config(str(tmp_path / "config.toml"))) == resolve_envs(mixed)
+    heavier = apply_overrides(mixed, ["env.args.small.weight=9"])
+    assert resolve_envs(heavier)[1].weight == 9.0
+    alone = apply_overrides(mixed, ["env.name=guess"])
+    assert [(each.label, each.env.name, each.env.args) for each in resolve_envs(alone)] == [("", "guess", {})]
 
 
 def test_a_file_that_extends_another_has_the_environments_that_it_names_itself(mixed, tmp_path):
     path = tmp_path / "other.toml"
     path.write_text('extends = "mixed.toml"\n[[env]]\nname = "countdown"\n[[env]]\nname = "guess"\n')
     path.write_text(path.read_text().replace("mixed.toml", str(tmp_path / "mixed.toml")))
-    assert [each.label for each in environments(load_config(str(path)))] == ["countdown", "guess"]
+    assert [each.label for each in resolve_envs(load_config(str(path)))] == ["countdown", "guess"]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_what_is_wrong_with_an_entry_names_it(mixed, override, says):
         override, says = 'env={ name = "mix" }', "without environments"
         mixed = load_config("quickstart")
     with pytest.raises(ConfigError, match=says):
-        with_overrides(mixed, [override])
+        apply_overrides(mixed, [override])
 
 
 @pytest.mark.parametrize(
@@ -167,33 +167,35 @@ def test_what_is_wrong_with_an_entry_names_it(mixed, override, says):
     ],
 )
 def test_an_environment_that_cannot_be_made_is_named_by_its_entry(mixed, entry, says):
-    config = with_overrides(mixed, [f"env=[{{ name = 'guess' }}, {{ label = 'bad', {entry} }}]"])
+    config = apply_overrides(mixed, [f"env=[{{ name = 'guess' }}, {{ label = 'bad', {entry} }}]"])
     with pytest.raises(ConfigError, match=says):
         check_environment(config)
 
 
 def test_secrets_of_an_entry_are_not_written(mixed):
-    config = with_overrides(mixed, ['env.args.small.args.environment={ KEY = "hidden-text" }'])
-    assert "hidden-text" not in to_toml(config)
-    assert "KEY" in to_toml(config)
+    config = apply_overrides(mixed, ['env.args.small.args.environment={ KEY = "hidden-text" }'])
+    assert "hidden-text" not in config_to_toml(config)
+    assert "KEY" in config_to_toml(config)
 
 
 # -- the environments ----------------------------------------------------------------------------------------------------
 
 
 async def test_a_task_s_seed_says_which_environment_poses_it(mixed):
-    factory = environment_factory(mixed.env)
-    reverse, small = (environment_factory(each.env) for each in environments(mixed))
+    factory = build_environment_factory(mixed.env)
+    reverse, small = (build_environment_factory(each.env) for each in resolve_envs(mixed))
     for entry, alone in ((0, reverse), (1, small), (0, reverse)):
         one, two = factory(), alone()
-        assert await one.reset(joint(entry, 12344)) == await two.reset(12344)
+        assert await one.reset(join_seed(entry, 12344)) == await two.reset(12344)
         assert one.oracle() == two.oracle()
         assert await one.step(Action(one.oracle())) == await two.step(Action(two.oracle()))
-    assert await task_counts(factory) == (None, None)
-    await try_environment(mixed)
+    assert await count_tasks_by_part(factory) == (None, None)
+    await try_environments(mixed)
     again = factory()
     for entry, alone in ((1, small), (0, reverse), (1, small)):
-        assert await again.reset(joint(entry, 12344)) == await alone().reset(12344), "one that plays several episodes"
+        assert await again.reset(join_seed(entry, 12344)) == await alone().reset(12344), (
+            "one that plays several episodes"
+        )
 
 
 async def test_the_environment_that_another_episode_does_not_play_is_closed():
@@ -209,9 +211,9 @@ async def test_the_environment_that_another_episode_does_not_play_is_closed():
         async def close(self):
             closed.append(self.name)
 
-    environment = Mixed([lambda: One("a"), lambda: One("b")])
+    environment = MixedEnvironment([lambda: One("a"), lambda: One("b")])
     for entry, told in ((0, []), (1, ["a"]), (1, ["a"]), (0, ["a", "b"])):
-        (message,) = await environment.reset(joint(entry, 1))
+        (message,) = await environment.reset(join_seed(entry, 1))
         assert (message.content, closed) == ("ab"[entry], told)
 
 
@@ -221,29 +223,29 @@ async def test_rows_of_several_files_are_noted_and_evaluated_each_by_its_label(m
         rows = [f'{{"prompt": "{name} {i}", "answer": "{i}"}}\n' for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("".join(rows))
     entries = '{ data = { path = "sums.jsonl", eval = 5 }, reward = "number", weight = 2 }, { data = "words.jsonl" }'
-    config = with_overrides(mixed, [f"env=[{entries}, {{ name = 'guess' }}]", "evaluation.every=1"])
+    config = apply_overrides(mixed, [f"env=[{entries}, {{ name = 'guess' }}]", "evaluation.every=1"])
     said: list[str] = []
-    noted = note_rows(config, said.append)
-    assert [each.label for each in environments(noted)] == ["guess", "sums", "words"]
+    noted = add_row_digests(config, said.append)
+    assert [each.label for each in resolve_envs(noted)] == ["guess", "sums", "words"]
     assert said[:2] == ["sums: 15 rows are trained, 0 dropped", "sums: 5 rows are evaluated, 0 dropped"]
-    assert [bool(each.env.args.get("digest")) for each in environments(noted)] == [False, True, True]
-    assert await task_counts(environment_factory(noted.env)) == (None, 15, 10)
+    assert [bool(each.env.args.get("digest")) for each in resolve_envs(noted)] == [False, True, True]
+    assert await count_tasks_by_part(build_environment_factory(noted.env)) == (None, 15, 10)
     (tmp_path / "words.jsonl").write_text('{"prompt": "other", "answer": "1"}\n')
     with pytest.raises(ConfigError, match=r"env.args.words.*rows are not those that the run began with"):
-        environment_factory(noted.env)
-    sets = evaluate_each(config).evaluation.each()
+        build_environment_factory(noted.env)
+    sets = add_default_evaluation_sets(config).evaluation.resolve_sets()
     assert sets["sums"].env.args["part"] == "eval"
     with pytest.raises(ConfigError, match="trains on all of them"):  # none of words.jsonl is left
         check_environment(config)
-    check_environment(with_overrides(config, ["evaluation.every=0"]))
+    check_environment(apply_overrides(config, ["evaluation.every=0"]))
 
 
 def test_what_is_named_to_be_evaluated_is(mixed):
-    assert list(evaluate_each(mixed).evaluation.sets) == ["reverse-text", "small"]
-    named = with_overrides(mixed, ["evaluation.env.name=countdown"])
-    assert evaluate_each(named) is named
+    assert list(add_default_evaluation_sets(mixed).evaluation.sets) == ["reverse-text", "small"]
+    named = apply_overrides(mixed, ["evaluation.env.name=countdown"])
+    assert add_default_evaluation_sets(named) is named
     alone = load_config("quickstart")
-    assert evaluate_each(alone) is alone
+    assert add_default_evaluation_sets(alone) is alone
 
 
 # -- metrics -------------------------------------------------------------------------------------------------------------
@@ -251,30 +253,30 @@ def test_what_is_named_to_be_evaluated_is(mixed):
 
 def episode(entry: int, group: int, reward: float, tokens: int, **told: float) -> Trajectory:
     name = f"g{group:08d}e0000"
-    samples = [Sample(f"{name}/0", TokenTable.of_tokens(range(tokens)))]
+    samples = [Sample(f"{name}/0", TokenTable.from_tokens(range(tokens)))]
     turns = [Turn(0, 0, 0, tokens, reward, "stop")]
-    return Trajectory(name, group, 0, joint(entry, group), "", "env_done", turns, samples, metrics=told)
+    return Trajectory(name, group, 0, join_seed(entry, group), "", "env_done", turns, samples, metrics=told)
 
 
 def test_each_environment_has_metrics_by_its_label():
     episodes = [episode(0, 0, 1.0, 10), episode(0, 1, 0.0, 20), episode(1, 2, 0.5, 4, moves=3.0)]
-    row = environment_metrics(episodes, ["reverse-text", "small"])
+    row = compute_environment_metrics(episodes, ["reverse-text", "small"])
     assert row["env/reverse-text/reward_mean"] == 0.5
     assert row["env/reverse-text/episode_tokens_mean"] == 15
     assert row["env/reverse-text/episodes"] == 2
     assert row["env/small/reward_mean"] == 0.5
     assert row["env/small/moves_mean"] == 3.0
     assert "env/reverse-text/moves_mean" not in row
-    assert not environment_metrics(episodes, [""])
-    assert not any("small" in name for name in environment_metrics(episodes[:2], ["reverse-text", "small"]))
+    assert not compute_environment_metrics(episodes, [""])
+    assert not any("small" in name for name in compute_environment_metrics(episodes[:2], ["reverse-text", "small"]))
     for name in row:
-        known = metric(name)
-        assert known.docs.startswith("Of the environment ")
+        known = find_metric(name)
+        assert known.description.startswith("Of the environment ")
         assert known.label.partition(": ")[0] in ("reverse-text", "small")
-    assert metric("env/small/reward_mean").label == "small: reward"
-    assert metric("env/small/epochs").docs.endswith(metric("data/epochs").docs)
+    assert find_metric("env/small/reward_mean").label == "small: reward"
+    assert find_metric("env/small/epochs").description.endswith(find_metric("data/epochs").description)
 
 
 def test_labels_are_in_one_order_however_the_file_has_them(mixed):
-    labels = [each.label for each in environments(mixed)]
+    labels = [each.label for each in resolve_envs(mixed)]
     assert all(one < two for one, two in pairwise(labels))

@@ -8,12 +8,12 @@ import pytest
 from transformers import AutoConfig
 
 from r3async.config import ConfigError, config_from_dict
-from r3async.data.architectures import ARCHITECTURES, TORCH_ONLY
-from r3async.data.model_shape import ANY_EXPERTS, ShapeError, moe_geometry, read_shape
-from r3async.tools.preflight import check_supported
+from r3async.data.architectures import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES
+from r3async.data.model_shape import EXPERT_COUNT_KEYS, ModelShapeError, parse_model_shape, read_moe_layers
+from r3async.tools.preflight import check_model_supported
 from tests.helpers.architectures import ALL, SHARED
 
-PUBLISHED = {kind: {"model_type": kind} for kind in (*ARCHITECTURES, *TORCH_ONLY)}
+PUBLISHED = {kind: {"model_type": kind} for kind in (*ARCHITECTURES, *TORCH_ONLY_ARCHITECTURES)}
 TINY = {variant: {"model_type": variant.split("/")[0], **SHARED, **own} for variant, own in ALL.items()}
 
 
@@ -32,35 +32,35 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_key_that_is_missing_is_filled_in_as_transformers_does_or_refused_by_name(name):
     whole = filled(CONFIGS[name])
-    assert read_shape(whole).layers == whole["num_hidden_layers"]
+    assert parse_model_shape(whole).num_layers == whole["num_hidden_layers"]
     refused = []
     for key in whole:
         if key == "model_type":
             continue
         config = {k: v for k, v in whole.items() if k != key}
         try:
-            read = read_shape(config)
-        except ShapeError as error:
+            read = parse_model_shape(config)
+        except ModelShapeError as error:
             refused.append((key, str(error)))
         else:
-            assert read == read_shape(filled(config)), f"without {key!r}"
+            assert read == parse_model_shape(filled(config)), f"without {key!r}"
     assert all(key in said for key, said in refused), refused
     assert {"hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"} < {key for key, _ in refused}
 
 
-@pytest.mark.parametrize("kind", [kind for kind, known in ARCHITECTURES.items() if known.mixture])
+@pytest.mark.parametrize("kind", [kind for kind, known in ARCHITECTURES.items() if known.moe_module])
 def test_the_other_name_for_the_number_of_experts_is_read_where_transformers_reads_it(kind):
     """A checkpoint of transformers 5 has num_local_experts where one of version 4 has num_experts."""
     whole = filled(TINY[kind])
-    (own,) = [key for key in ANY_EXPERTS if key in whole]
-    for other in set(ANY_EXPERTS) - {own}:
+    (own,) = [key for key in EXPERT_COUNT_KEYS if key in whole]
+    for other in set(EXPERT_COUNT_KEYS) - {own}:
         config = {k: v for k, v in whole.items() if k != own} | {other: 6}
         if filled(config)[own] == 6:
-            assert moe_geometry(config)[0].num_experts == 6
+            assert read_moe_layers(config)[0].num_experts == 6
         else:
-            with pytest.raises(ShapeError, match="has no 'n"):
-                moe_geometry(config)
-            assert moe_geometry(config | {own: 5})[0].num_experts == 5
+            with pytest.raises(ModelShapeError, match="has no 'n"):
+                read_moe_layers(config)
+            assert read_moe_layers(config | {own: 5})[0].num_experts == 5
 
 
 def test_a_run_with_such_a_file_is_refused_before_anything_starts(tmp_path):
@@ -68,4 +68,4 @@ def test_a_run_with_such_a_file_is_refused_before_anything_starts(tmp_path):
     del config["kv_lora_rank"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"config.json has no 'kv_lora_rank', .* add the one that the weights have"):
-        check_supported(config_from_dict({"model": {"path": str(tmp_path)}}))
+        check_model_supported(config_from_dict({"model": {"path": str(tmp_path)}}))

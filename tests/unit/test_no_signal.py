@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from r3async.actors.ranks import LocalLearner
+from r3async.actors.ranks import LocalRank
 from r3async.config import AlgorithmConfig, Config, ConfigError, config_from_dict
 from r3async.data.records import Sample
 from r3async.learner import build_learner
-from r3async.learner.batch.packing import MicroBatch, pack, pack_for_ranks
-from r3async.learner.figures import combined
-from r3async.learner.losses.advantages import assign_advantages, has_contrast
-from r3async.learner.preparation import prepare
+from r3async.learner.batch.packing import MicroBatch, pack_for_ranks, pack_samples
+from r3async.learner.figures import combine_results
+from r3async.learner.losses.advantages import assign_advantages, has_variance
+from r3async.learner.preparation import prepare_minibatches
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.learner import replace_columns
@@ -75,7 +75,12 @@ def flat(seed: int = 2) -> list[Sample]:
 
 
 def state_of(learner: Any) -> tuple[Any, ...]:
-    return optimizer_state(learner), learner.optimizer.steps, learner.optimizer.lr, learner.trust_region.state()
+    return (
+        optimizer_state(learner),
+        learner.optimizer.update_count,
+        learner.optimizer.lr,
+        learner.trust_region.state_dict(),
+    )
 
 
 def unchanged(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
@@ -86,17 +91,17 @@ def unchanged(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
 @pytest.mark.long
 def test_a_hundred_steps_without_contrast_leave_weights_moments_and_trust_region_bit_for_bit(model_path, backend):
     learner = build_learner(settings(backend), model_path)
-    train_minibatch(learner, pack(contrast(), BUDGET))
+    train_minibatch(learner, pack_samples(contrast(), BUDGET))
     before = state_of(learner)
-    batches = [pack(flat(seed), BUDGET) for seed in range(4)]
+    batches = [pack_samples(flat(seed), BUDGET) for seed in range(4)]
     results = [train_minibatch(learner, batches[step % 4]).metrics for step in range(100)]
     assert unchanged(before, state_of(learner))
-    assert learner.version == 1
+    assert learner.update_count == 1
     for metrics in results:
         assert (metrics["optimizer/updates"], metrics["optimizer/skipped"]) == (0, 1)
         assert (metrics["optimizer/no_contrast"], metrics["optimizer/broken"]) == (1, 0)
         assert metrics["rollout_kl/k3"] > 0  # what is measured is measured all the same
-    assert train_minibatch(learner, pack(contrast(), BUDGET)).metrics["optimizer/updates"] == 1
+    assert train_minibatch(learner, pack_samples(contrast(), BUDGET)).metrics["optimizer/updates"] == 1
     assert not same(before[0], optimizer_state(learner))
     learner.close()
 
@@ -104,9 +109,9 @@ def test_a_hundred_steps_without_contrast_leave_weights_moments_and_trust_region
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_without_contrast_leaves_a_learner_that_never_updated_as_it_was_loaded(model_path, backend):
     learner = build_learner(settings(backend), model_path)
-    before = {name: tensor.clone() for name, tensor in learner.export().items()}
-    train_minibatch(learner, pack(flat(), BUDGET))
-    assert all((before[name] == tensor).all() for name, tensor in learner.export().items())
+    before = {name: tensor.clone() for name, tensor in learner.export_weights().items()}
+    train_minibatch(learner, pack_samples(flat(), BUDGET))
+    assert all((before[name] == tensor).all() for name, tensor in learner.export_weights().items())
     assert not learner.optimizer._adam.state
     learner.close()
 
@@ -114,12 +119,12 @@ def test_a_step_without_contrast_leaves_a_learner_that_never_updated_as_it_was_l
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_of_two_minibatches_the_one_without_contrast_makes_no_update(model_path, backend):
     config = settings(backend)
-    both, only = (LocalLearner.load(config, model_path) for _ in range(2))
+    both, only = (LocalRank.load(config, model_path) for _ in range(2))
     good, bad = (pack_for_ranks(samples, BUDGET) for samples in (contrast(), flat()))
-    results = both.train([good, bad], version=0)
-    only.train([good], version=0)
+    results = both.train_minibatches([good, bad], version=0)
+    only.train_minibatches([good], version=0)
     assert unchanged(state_of(only.backend), state_of(both.backend))
-    metrics = combined(results).metrics
+    metrics = combine_results(results).metrics
     assert (metrics["optimizer/updates"], metrics["optimizer/skipped"], metrics["optimizer/no_contrast"]) == (1, 1, 0)
 
 
@@ -141,7 +146,7 @@ def run_on_rank(path: Path, config: Config, good: list[MicroBatch], then: list[M
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ranks_agree_on_contrast_where_only_one_of_them_has_any(two_ranks, model_path, backend):
     config = settings(backend, dp=2)
-    good, none = pack(contrast(), BUDGET), pack(flat(), BUDGET)
+    good, none = pack_samples(contrast(), BUDGET), pack_samples(flat(), BUDGET)
     assert len(good) == len(none) > 1
     mixed = [g if i % 2 else n for i, (g, n) in enumerate(zip(good, none, strict=True))]  # rank 1 gets the odd ones
     for batch, updates in ((none, 0), (mixed, 1)):
@@ -155,11 +160,11 @@ def test_ranks_agree_on_contrast_where_only_one_of_them_has_any(two_ranks, model
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
 def test_a_gradient_that_is_not_finite_leaves_weights_and_moments(model_path, backend, bad):
     learner = build_learner(settings(backend, rollout_kl={"coef": 0.01}), model_path)
-    train_minibatch(learner, pack(contrast(), BUDGET))
+    train_minibatch(learner, pack_samples(contrast(), BUDGET))
     before = state_of(learner)
     with np.errstate(all="ignore"):
         spoilt = [replace_columns(s, advantages=s.table["advantages"] * np.float32(bad)) for s in contrast()]
-    metrics = train_minibatch(learner, pack(spoilt, BUDGET)).metrics
+    metrics = train_minibatch(learner, pack_samples(spoilt, BUDGET)).metrics
     assert unchanged(before, state_of(learner))
     assert (metrics["optimizer/skipped"], metrics["optimizer/no_contrast"], metrics["optimizer/broken"]) == (1, 0, 0)
     learner.close()
@@ -203,12 +208,12 @@ def test_reinforce_pp_finds_contrast_between_groups_that_have_none_within():
     ],
 )
 def test_scores_that_differ_by_rounding_are_no_contrast(scores, differ):
-    assert has_contrast(scores) == differ
+    assert has_variance(scores) == differ
 
 
 def test_a_step_counts_its_groups_without_contrast():
     groups = [[make_trajectory(g, e, reward=float(g == 2 and e)) for e in range(2)] for g in range(4)]
-    _, metrics = prepare(groups, config_from_dict({}))
+    _, metrics = prepare_minibatches(groups, config_from_dict({}))
     assert metrics["advantage/zero_variance_groups"] == 3
     assert metrics["advantage/zero_variance_share"] == 0.75
 

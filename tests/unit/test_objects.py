@@ -8,9 +8,9 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig, RewardConfig
 from r3async.envs import Action, Message, StepResult
-from r3async.envs.factory import environment_factory
-from r3async.envs.objects import environment_with, hold, named
-from r3async.envs.rewards import reward_of
+from r3async.envs.factory import build_environment_factory
+from r3async.envs.objects import build_factory_with_objects, extract_objects, register_objects
+from r3async.envs.rewards import load_reward
 
 lock, array = threading.Lock(), np.zeros(3)
 
@@ -57,14 +57,14 @@ def length(completion):
 
 
 async def played(name, args=None):
-    environment = environment_factory(EnvConfig(name=name, args=args or {}))()
+    environment = build_environment_factory(EnvConfig(name=name, args=args or {}))()
     await environment.reset(1)
     return (await environment.step(Action("four"))).reward, environment
 
 
 def test_every_object_gets_a_name_wherever_it_stands_and_travels_pickled():
     settings = {"env": {"name": Echo}, "reward": ["exact", length, {"fn": lambda text: 2.0, "weight": 0.5}], "steps": 3}
-    given, objects = named(settings)
+    given, objects = extract_objects(settings)
     assert given == {
         "env": {"name": "object:Echo"},
         "reward": ["exact", "object:length", {"fn": "object:function", "weight": 0.5}],
@@ -72,14 +72,14 @@ def test_every_object_gets_a_name_wherever_it_stands_and_travels_pickled():
     }
     assert list(objects) == ["Echo", "length", "function"]
     assert pickle.loads(objects["function"])("") == 2.0
-    two, objects = named({"reward": [lambda text: 1.0, lambda text: 2.0]})
+    two, objects = extract_objects({"reward": [lambda text: 1.0, lambda text: 2.0]})
     assert two == {"reward": ["object:function", "object:function2"]}
-    assert named(settings) == named(settings), "a resumed run finds the names that it began with"
+    assert extract_objects(settings) == extract_objects(settings), "a resumed run finds the names that it began with"
 
 
 async def test_a_class_and_a_function_that_makes_environments_are_played_here_or_in_the_pool():
-    _, objects = named({"a": Echo, "b": Blocking, "c": lambda: Echo(3.0), "d": lambda size=1: Blocking()})
-    hold(objects)
+    _, objects = extract_objects({"a": Echo, "b": Blocking, "c": lambda: Echo(3.0), "d": lambda size=1: Blocking()})
+    register_objects(objects)
     assert (await played("object:Echo", {"reward": 0.5}))[0] == 0.5
     assert (await played("object:function"))[0] == 3.0
     for name in ("object:Blocking", "object:function2"):
@@ -87,13 +87,13 @@ async def test_a_class_and_a_function_that_makes_environments_are_played_here_or
         assert (reward, environment.size, await environment.reset(1)) == (4.0, 3, [Message("user", "task 1")])
         assert environment.oracle() == "answer"
     with pytest.raises(ConfigError, match="'object:Echo' takes no such argument; did you mean 'reward'"):
-        environment_factory(EnvConfig(name="object:Echo", args={"rewards": 1}))
+        build_environment_factory(EnvConfig(name="object:Echo", args={"rewards": 1}))
 
 
 async def test_a_reward_is_called_as_one_of_a_module(tmp_path):
-    hold(named({"reward": length})[1])
-    reward = reward_of(RewardConfig(fn="object:length", name="length"))
-    assert (reward.form, reward.quick) == ("plain", False)
+    register_objects(extract_objects({"reward": length})[1])
+    reward = load_reward(RewardConfig(fn="object:length", name="length"))
+    assert (reward.form, reward.is_nonblocking) == ("plain", False)
     assert reward.function("four") == 4
 
 
@@ -109,28 +109,31 @@ async def test_a_reward_is_called_as_one_of_a_module(tmp_path):
 )
 def test_what_cannot_travel_is_named_with_its_setting_and_the_reason(settings, message):
     with pytest.raises(ConfigError, match=message):
-        named(settings)
+        extract_objects(settings)
 
 
 def test_a_class_whose_functions_use_what_cannot_travel_is_named():
     made = type("Holding", (Echo,), {"answer": lambda self: lock.locked(), "__module__": "__main__"})
     with pytest.raises(ConfigError, match="`environment` = Holding cannot be sent to the generators, because of lock"):
-        named({"environment": made})
+        extract_objects({"environment": made})
 
 
 def test_what_is_no_environment_or_was_not_given_is_named():
-    hold(named({"a": Half, "b": lambda: 3})[1])
+    register_objects(extract_objects({"a": Half, "b": lambda: 3})[1])
     for name in ("object:Half", "object:function"):
         with pytest.raises(ConfigError, match=f"`env.name` = '{name}' is no environment"):
-            environment_factory(EnvConfig(name=name))
+            build_environment_factory(EnvConfig(name=name))
     with pytest.raises(
         ConfigError, match=r"`env.name` = 'object:Absent' is an object that a program gave r3async\.train"
     ):
-        environment_factory(EnvConfig(name="object:Absent"))
-    hold({"Broken": b"cos\nnothing_there\n."})
+        build_environment_factory(EnvConfig(name="object:Absent"))
+    register_objects({"Broken": b"cos\nnothing_there\n."})
     with pytest.raises(ConfigError, match=r"`env.name`: Broken cannot be loaded in this process: \w+Error"):
-        environment_factory(EnvConfig(name="object:Broken"))
+        build_environment_factory(EnvConfig(name="object:Broken"))
 
 
 async def test_a_generator_holds_what_it_is_given_when_it_makes_environments():
-    assert await environment_with({"Given": pickle.dumps(Echo)}, EnvConfig(name="object:Given"))().reset(1) == "say it"
+    assert (
+        await build_factory_with_objects({"Given": pickle.dumps(Echo)}, EnvConfig(name="object:Given"))().reset(1)
+        == "say it"
+    )

@@ -38,7 +38,7 @@ def test_one_rank_has_the_gradient_of_transformers(model_path, expected, recompu
 )
 def test_a_layout_that_can_not_hold_the_model_is_refused(model_path, layout, message):
     with pytest.raises(LearnerError, match=message):
-        MegatronLearner.load(config(**layout), model_path)
+        MegatronLearner.from_pretrained(config(**layout), model_path)
 
 
 @pytest.mark.parametrize(

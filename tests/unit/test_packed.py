@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from r3async.data import packed
 from r3async.data.packed import PackedRoutes, pack_routes, packed_size
 from r3async.data.records import SCHEMA, Sample, SchemaError, TokenTable, Trajectory
-from r3async.data.routes import CHUNK, route_dtype, sorted_columns
+from r3async.data.routes import CHUNK_ROWS, iter_sorted_columns, route_dtype
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 
 FAST = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
@@ -25,13 +25,13 @@ def routes(tokens: int, layers: int, top_k: int, experts: int, seed: int = 0) ->
 
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch):
-    monkeypatch.setattr(packed, "MIN_BYTES", 1)
+    monkeypatch.setattr(packed, "MIN_PACKED_BYTES", 1)
 
 
-def pack(rows: np.ndarray, form: packed.Form) -> np.ndarray:
+def pack(rows: np.ndarray, form: packed.RouteForm) -> np.ndarray:
     """There and back."""
     there = pack_routes(rows, form)
-    return there.unpack() if isinstance(there, PackedRoutes) else there
+    return there.unpack_routes() if isinstance(there, PackedRoutes) else there
 
 
 @FAST
@@ -77,8 +77,8 @@ def test_any_bytes_of_the_right_size_are_ids_of_so_many_bits(bits, shape, data):
         return
     raw = np.frombuffer(data.draw(st.binary(min_size=size, max_size=size)), np.uint8)
     rows = PackedRoutes(form, bits, shape, np.dtype(np.uint8 if bits <= 8 else np.uint16), raw.copy())
-    assert rows.unpack().shape == rows.shape == shape
-    assert rows.unpack().max(initial=0) < 1 << bits
+    assert rows.unpack_routes().shape == rows.shape == shape
+    assert rows.unpack_routes().max(initial=0) < 1 << bits
     with pytest.raises(ValueError, match="take"):
         PackedRoutes(form, bits, shape, rows.dtype, np.zeros(size + 8, np.uint8))
 
@@ -108,22 +108,26 @@ def test_what_gains_nothing_stays_as_it_is(monkeypatch):
         pack_routes(rows, "dense").form == "bits"
     )  # one of 28 sets takes 5 bits, of 36 multisets 6: as many as two ids
     assert pack_routes(np.full((9, 4, 2), 255, np.uint8), "bits").tolist() == np.full((9, 4, 2), 255).tolist()
-    monkeypatch.setattr(packed, "MIN_BYTES", rows.nbytes + 1)
+    monkeypatch.setattr(packed, "MIN_PACKED_BYTES", rows.nbytes + 1)
     assert pack_routes(rows, "dense") is rows
 
 
 @FAST
-@given(rows=st.sampled_from([0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 3]), top_k=st.integers(1, 20), seed=st.integers(0, 9))
+@given(
+    rows=st.sampled_from([0, 1, 5, CHUNK_ROWS - 1, CHUNK_ROWS, CHUNK_ROWS + 3]),
+    top_k=st.integers(1, 20),
+    seed=st.integers(0, 9),
+)
 def test_sorted_columns_are_sorted_rows(rows, top_k, seed):
     values = np.random.default_rng(seed).integers(0, 60, (rows, top_k), dtype=np.uint8)
     found = np.full_like(values, 99)
-    for part, columns in sorted_columns(values):
+    for part, columns in iter_sorted_columns(values):
         found[part] = np.stack(columns, axis=1)
     np.testing.assert_array_equal(found, np.sort(values, axis=-1))
 
 
 def trajectory(rows: np.ndarray) -> Trajectory:
-    table = TokenTable.of_tokens(np.arange(len(rows)))
+    table = TokenTable.from_tokens(np.arange(len(rows)))
     table = table.with_columns(routed_experts=rows, routing_recorded=np.ones(len(rows), bool))
     return Trajectory("t", 0, 0, 1, "g0", "eos", [], [Sample("s", table), Sample("u", table)])
 
@@ -136,13 +140,18 @@ def test_a_table_keeps_packed_routes_and_gives_them_out_as_rows(form):
     frames = [bytes(frame) for frame in encode_trajectory(sent, routes=form)]
     received = decode_trajectory(frames)
     table = received.samples[0].table
-    assert isinstance(dict(table.kept())["routed_experts"], PackedRoutes) == (form != "plain")
+    assert isinstance(dict(table.stored_items())["routed_experts"], PackedRoutes) == (form != "plain")
     assert table.nbytes <= sent.samples[0].table.nbytes
-    for same in (table, table.without("routing_recorded"), table.with_columns(turn=table["turn"]), dict(table.items())):
+    for same in (
+        table,
+        table.without_columns("routing_recorded"),
+        table.with_columns(turn=table["turn"]),
+        dict(table.items()),
+    ):
         np.testing.assert_array_equal(same["routed_experts"], expected)
-    np.testing.assert_array_equal(table.slice(3, 9)["routed_experts"], expected[3:9])
-    assert table.slice(4, 4)["routed_experts"].shape == (0, 6, 4)
-    np.testing.assert_array_equal(table.padded(210)["routed_experts"][:200], expected)
+    np.testing.assert_array_equal(table.slice_rows(3, 9)["routed_experts"], expected[3:9])
+    assert table.slice_rows(4, 4)["routed_experts"].shape == (0, 6, 4)
+    np.testing.assert_array_equal(table.pad_to(210)["routed_experts"][:200], expected)
     both = TokenTable.concat([sample.table for sample in received.samples])
     np.testing.assert_array_equal(both["routed_experts"], np.concatenate([expected, expected]))
     again = [bytes(frame) for frame in encode_trajectory(received)]  # as a spool or a quarantine may
@@ -151,7 +160,7 @@ def test_a_table_keeps_packed_routes_and_gives_them_out_as_rows(form):
 
 
 def test_a_column_that_is_no_choice_of_experts_is_never_packed():
-    assert [name for name, column in SCHEMA.columns.items() if column.choices] == ["routed_experts"]
+    assert [name for name, column in SCHEMA.columns.items() if column.holds_choices] == ["routed_experts"]
     rows = PackedRoutes("bits", 1, (0, 1, 1), np.dtype(np.uint8), np.zeros(0, np.uint8))
     with pytest.raises(SchemaError, match="'token_ids' holds no choices"):
         TokenTable({"token_ids": rows})

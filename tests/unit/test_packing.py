@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.data.records import Sample
-from r3async.learner.batch.packing import PackingError, collate, pack, pack_for_ranks, padding_like
+from r3async.learner.batch.packing import (
+    PackingError,
+    collate_samples,
+    make_padding_batch,
+    pack_for_ranks,
+    pack_samples,
+)
 from tests.unit.test_records import EXTRA, make_table
 
 
@@ -25,12 +31,12 @@ def test_packed_rows_are_the_samples_rows_with_positions_from_zero(lengths, cap,
     for batch in (m for mine in divided for m in mine):
         for s, name in enumerate(batch.sample_ids):
             start, stop = batch.cu_seqlens[s : s + 2]
-            assert batch.table.slice(start, stop) == by_id[name].table
+            assert batch.table.slice_rows(start, stop) == by_id[name].table
             assert batch.positions[start:stop].tolist() == list(range(stop - start))
             assert np.allclose(batch.token_temperatures[start:stop], by_id[name].temperature)
             seen.append(name)
-        assert batch.tokens <= cap
-        assert batch.tokens == (batch.real_tokens or 1)
+        assert batch.num_tokens <= cap
+        assert batch.num_tokens == (batch.num_real_tokens or 1)
     assert sorted(seen) == sorted(by_id)
 
 
@@ -38,38 +44,38 @@ def test_packed_rows_are_the_samples_rows_with_positions_from_zero(lengths, cap,
 def test_a_rank_that_runs_out_is_given_one_row_that_nothing_counts(ranks):
     divided = pack_for_ranks(make_samples([9]), 4096, ranks=ranks)
     assert [len(mine) for mine in divided] == [1] * ranks
-    real, *padding = sorted((m for (m,) in divided), key=lambda m: -m.tokens)
-    assert real.real_tokens == real.tokens == 9
+    real, *padding = sorted((m for (m,) in divided), key=lambda m: -m.num_tokens)
+    assert real.num_real_tokens == real.num_tokens == 9
     for m in padding:
-        assert (m.tokens, m.real_tokens, m.sample_ids) == (1, 0, ())
+        assert (m.num_tokens, m.num_real_tokens, m.sample_ids) == (1, 0, ())
         assert list(m.table) == list(real.table)
         assert m.cu_seqlens.tolist() == [0, 1]
         assert m.temperatures.tolist() == [1.0]
-        assert not m.support.recorded.any()
-        for name, values in m.table.without("support").items():
+        assert not m.support.recorded_mask.any()
+        for name, values in m.table.without_columns("support").items():
             fill = EXTRA.columns[name].fill
             assert (values == (np.arange(values.shape[-1]) if fill == "arange" else fill)).all(), name
             assert values.dtype == real.table[name].dtype
 
 
 def test_nothing_to_train_is_no_micro_batch():
-    assert pack([], 8) == []
+    assert pack_samples([], 8) == []
     assert pack_for_ranks([], 8, ranks=3) == [[], [], []]
 
 
 def test_padding_of_padding_stays_padding():
-    padding = padding_like(padding_like(collate(make_samples([3, 4]))), 5)
-    assert (padding.tokens, padding.real_tokens, padding.lengths.tolist()) == (5, 0, [5])
+    padding = make_padding_batch(make_padding_batch(collate_samples(make_samples([3, 4]))), 5)
+    assert (padding.num_tokens, padding.num_real_tokens, padding.segment_lengths.tolist()) == (5, 0, [5])
 
 
 def test_a_sample_longer_than_the_cap_is_refused_with_the_setting():
     with pytest.raises(PackingError, match=r"sample 1 has 9 tokens.*learner\.max_tokens_per_micro_batch = 8"):
-        pack(make_samples([3, 9]), 8)
+        pack_samples(make_samples([3, 9]), 8)
 
 
 @pytest.mark.parametrize("cap", [100, 3])
 def test_a_batch_that_mixes_columns_names_the_sample(cap):
     """Also if no micro-batch does: ranks with different columns would run different passes."""
-    whole, without = make_table(3), make_table(3).without("routed_experts", "routing_recorded")
+    whole, without = make_table(3), make_table(3).without_columns("routed_experts", "routing_recorded")
     with pytest.raises(PackingError, match="sample b"):
-        pack([Sample("a", whole), Sample("b", without)], cap)
+        pack_samples([Sample("a", whole), Sample("b", without)], cap)

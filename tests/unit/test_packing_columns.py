@@ -8,11 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.data.records import SCHEMA, Column, Sample, TokenTable
-from r3async.learner.batch.packing import PackingError, aligned, collate, pack_for_ranks, padding_like
+from r3async.learner.batch.packing import (
+    PackingError,
+    collate_samples,
+    make_padding_batch,
+    pack_for_ranks,
+    pad_to_multiple,
+)
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 from tests.helpers.wire import as_bytes, make_table, make_trajectory
 
-SURPRISE = Column("surprise", ("int16", "int32"), -9, inner=("width",))
+SURPRISE = Column("surprise", ("int16", "int32"), -9, inner_dims=("width",))
 VERDICT = Column("verdict", ("float32",), 0.5, optional=True)
 SCHEMA_WITH = SCHEMA.with_column(SURPRISE).with_column(VERDICT)
 
@@ -52,39 +58,39 @@ def test_decoded_packed_split_padded_and_merged(lengths, ranks):
 
     divided = pack_for_ranks(received.samples, 12, ranks=ranks)  # packed
     for micro_batch in (m for mine in divided for m in mine):
-        for batch in (micro_batch, aligned(micro_batch, 5)):  # padded
+        for batch in (micro_batch, pad_to_multiple(micro_batch, 5)):  # padded
             for name, start, stop in zip(batch.sample_ids, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
                 index = int(name.split("/")[1])
-                check(batch.table.slice(start, stop), index)  # split
+                check(batch.table.slice_rows(start, stop), index)  # split
                 middle = (start + stop) // 2
-                check(batch.table.slice(middle, stop), index, middle - start)
-            check_padding(batch.table.slice(batch.real_tokens, batch.tokens))
+                check(batch.table.slice_rows(middle, stop), index, middle - start)
+            check_padding(batch.table.slice_rows(batch.num_real_tokens, batch.num_tokens))
 
     whole = TokenTable.concat([s.table for s in received.samples])  # merged
     at = 0
     for index, length in enumerate(lengths):
-        check(whole.slice(at, at + length), index)
+        check(whole.slice_rows(at, at + length), index)
         at += length
 
 
 def test_padding_of_a_rank_that_runs_out_has_the_columns():
     divided = pack_for_ranks([make_sample(0, 4)], 12, ranks=3)
     (padding, _) = [m for (m,) in divided if not m.sample_ids]
-    assert padding.tokens == 1
+    assert padding.num_tokens == 1
     check_padding(padding.table)
-    check_padding(padding_like(collate([make_sample(0, 4)]), 3).table)
+    check_padding(make_padding_batch(collate_samples([make_sample(0, 4)]), 3).table)
 
 
 def test_a_wider_dtype_in_one_sample_widens_the_micro_batch():
     wide = make_sample(1, 3, "int32")
     wide.table["surprise"][:] += 100_000
-    merged = collate([make_sample(0, 2), wide])
+    merged = collate_samples([make_sample(0, 2), wide])
     assert merged.table["surprise"].dtype == np.int32
-    check(merged.table.slice(0, 2), 0)
+    check(merged.table.slice_rows(0, 2), 0)
     np.testing.assert_array_equal(merged.table["surprise"][2:], mark(1, 3, "int32") + 100_000)
 
 
 def test_a_sample_without_an_optional_column_is_named():
-    without = Sample("t0/1", make_sample(1, 3).table.without("verdict"))
+    without = Sample("t0/1", make_sample(1, 3).table.without_columns("verdict"))
     with pytest.raises(PackingError, match=r"t0/1.*verdict"):
         pack_for_ranks([make_sample(0, 12), without], 12)

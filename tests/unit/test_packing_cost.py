@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
-from r3async.learner.batch.planner import Cost, cost_model
+from r3async.learner.batch.planner import CostModel, build_cost_model
 from r3async.tools.bench.packing import shape_of
 
 SMALL = {
@@ -23,7 +23,7 @@ SMALL = {
 
 def test_qwen3_30b_a3b_by_hand():
     per_layer = 2048 * 4096 * 2 + 2048 * 512 * 2 + 8 * 3 * 2048 * 768 + 2048 * 128
-    cost = cost_model(shape_of("Qwen3-30B-A3B"))
+    cost = build_cost_model(shape_of("Qwen3-30B-A3B"))
     assert cost.linear == 2 * (48 * per_layer + 2048 * 151936)
     assert cost.quadratic == 48 * 32 * (128 + 128)
     assert cost.linear / 2 == pytest.approx(3.04e9, rel=0.01)  # the name says 3 B active
@@ -44,8 +44,8 @@ def by_matrices(config):
 
 def test_mixture_with_a_dense_layer_is_what_its_matrices_say():
     config = Qwen3MoeConfig(**SMALL, head_dim=16, num_local_experts=8, mlp_only_layers=[1])
-    assert cost_model(config.to_dict()).linear == by_matrices(config)
-    assert cost_model(config.to_dict()).quadratic == 3 * 4 * 32
+    assert build_cost_model(config.to_dict()).linear == by_matrices(config)
+    assert build_cost_model(config.to_dict()).quadratic == 3 * 4 * 32
 
 
 @pytest.mark.parametrize("q_rank", [12, None])
@@ -64,28 +64,28 @@ def test_latent_attention_and_a_shared_expert_are_what_their_matrices_say(q_rank
         n_group=1,
         topk_group=1,
     )
-    assert cost_model(config.to_dict()).linear == by_matrices(config)
-    assert cost_model(config.to_dict()).quadratic == 3 * 4 * (12 + 6)
+    assert build_cost_model(config.to_dict()).linear == by_matrices(config)
+    assert build_cost_model(config.to_dict()).quadratic == 3 * 4 * (12 + 6)
 
 
 def test_a_sliding_window_costs_its_width_and_linear_attention_nothing_quadratic():
     kinds = ["full_attention", "sliding_attention", "linear_attention"]
     plain = SMALL | {"num_experts": 8}
-    mixed = cost_model(plain | {"layer_types": kinds, "sliding_window": 10})
-    assert mixed.quadratic == cost_model(plain).quadratic / 3
-    assert mixed.linear == cost_model(plain).linear + 2 * 4 * 16 * 10
+    mixed = build_cost_model(plain | {"layer_types": kinds, "sliding_window": 10})
+    assert mixed.quadratic == build_cost_model(plain).quadratic / 3
+    assert mixed.linear == build_cost_model(plain).linear + 2 * 4 * 16 * 10
 
 
 def test_causal_attention_is_half_of_every_pair():
     """Σ_t 2 a (d_qk + d_v) t for t = 1..n, against the closed form, which leaves out only what is linear in n."""
     config, n = SMALL | {"num_experts": 8}, 512
     counted = 3 * sum(2 * 4 * 16 * t for t in range(1, n + 1))
-    assert cost_model(config).quadratic * n**2 == pytest.approx(counted, rel=1 / n)
+    assert build_cost_model(config).quadratic * n**2 == pytest.approx(counted, rel=1 / n)
 
 
 def test_dense_models_and_nested_configurations_are_counted_too():
-    dense = cost_model(SMALL)
+    dense = build_cost_model(SMALL)
     assert dense.linear == 2 * (3 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48) + 32 * 64)
-    assert cost_model({"text_config": SMALL}) == dense
-    assert cost_model({"d_model": 32, "n_layers": 3}) == Cost()
-    assert np.isfinite(dense.of(np.asarray([1, 10**6]))).all()
+    assert build_cost_model({"text_config": SMALL}) == dense
+    assert build_cost_model({"d_model": 32, "n_layers": 3}) == CostModel()
+    assert np.isfinite(dense.estimate_costs(np.asarray([1, 10**6]))).all()

@@ -7,17 +7,23 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from r3async.learner.batch.planner import Cost, PackingError, cost_model, levels, plan
+from r3async.learner.batch.planner import (
+    CostModel,
+    PackingError,
+    build_cost_model,
+    find_round_levels,
+    plan_micro_batches,
+)
 from r3async.tools.bench.packing import CAPS, apart, dealt, efficiency, fewest_bins, lengths_like, shape_of
 
-COSTS = [Cost(), Cost(1, 0.01), Cost(1e-3, 5)]
+COSTS = [CostModel(), CostModel(1, 0.01), CostModel(1e-3, 5)]
 costs = st.sampled_from(COSTS)
 some_lengths = st.lists(st.integers(0, 100), max_size=60) | st.lists(st.sampled_from([3, 7, 50, 51, 99]), max_size=40)
 
 
 def costs_of(planned, lengths, cost):
     """float `[ranks, micro-batches]`."""
-    each = cost.of(np.asarray(lengths))
+    each = cost.estimate_costs(np.asarray(lengths))
     return np.asarray([[each[m].sum() for m in mine] for mine in planned])
 
 
@@ -27,7 +33,7 @@ def costs_of(planned, lengths, cost):
 @example([100] * 7, 100, 3, COSTS[1])
 @given(some_lengths, st.integers(100, 300), st.integers(1, 9), costs)
 def test_every_sample_once_no_cap_exceeded_equal_counts_and_always_the_same(lengths, cap, ranks, cost):
-    planned = plan(lengths, max_tokens=cap, ranks=ranks, cost=cost)
+    planned = plan_micro_batches(lengths, max_tokens=cap, ranks=ranks, cost=cost)
     assert sorted(i for mine in planned for m in mine for i in m) == list(range(len(lengths)))
     assert all(m == sorted(m) and sum(lengths[i] for i in m) <= cap for mine in planned for m in mine)
     assert len(planned) == ranks
@@ -35,7 +41,7 @@ def test_every_sample_once_no_cap_exceeded_equal_counts_and_always_the_same(leng
     assert all(any(round_) for round_ in zip(*planned, strict=True))  # no round in which all ranks have padding
     costliest = costs_of(planned, lengths, cost).max(0, initial=0)
     assert (np.diff(costliest) <= 1e-9 * costliest[:1].sum()).all()  # first, so that memory is known to suffice
-    assert planned == plan(lengths, max_tokens=cap, ranks=ranks, cost=cost)
+    assert planned == plan_micro_batches(lengths, max_tokens=cap, ranks=ranks, cost=cost)
 
 
 @given(some_lengths, st.integers(1, 9), costs, st.randoms())
@@ -43,7 +49,10 @@ def test_the_order_of_samples_is_of_no_account(lengths, ranks, cost, chance):
     shuffled = lengths.copy()
     chance.shuffle(shuffled)
     one, other = (
-        [[sorted(given[i] for i in m) for m in mine] for mine in plan(given, max_tokens=128, ranks=ranks, cost=cost)]
+        [
+            [sorted(given[i] for i in m) for m in mine]
+            for mine in plan_micro_batches(given, max_tokens=128, ranks=ranks, cost=cost)
+        ]
         for given in (lengths, shuffled)
     )
     assert one == other
@@ -51,12 +60,12 @@ def test_the_order_of_samples_is_of_no_account(lengths, ranks, cost, chance):
 
 @given(some_lengths, st.integers(1, 9), costs)
 def test_no_plan_is_better_than_the_bounds(lengths, ranks, cost):
-    planned = plan(lengths, max_tokens=128, ranks=ranks, cost=cost)
+    planned = plan_micro_batches(lengths, max_tokens=128, ranks=ranks, cost=cost)
     count = len(planned[0])
     assert count >= -(-fewest_bins(np.asarray(lengths, np.int64), 128) // ranks)
     found = costs_of(planned, lengths, cost)
-    work = cost.of(np.asarray(lengths)).sum()
-    least = levels(np.asarray(lengths), max_tokens=128, ranks=ranks, count=count, cost=cost, work=work)
+    work = cost.estimate_costs(np.asarray(lengths)).sum()
+    least = find_round_levels(np.asarray(lengths), max_tokens=128, ranks=ranks, count=count, cost=cost, total_cost=work)
     assert least.sum() <= found.max(0, initial=0).sum() * (1 + 1e-9)
 
 
@@ -69,7 +78,7 @@ def every_plan(n, slots):
 def test_bounds_hold_for_every_plan_there_is(lengths, cost, shape):
     """By enumeration of all ways to put up to six samples in up to four micro-batches."""
     ranks, count = shape
-    each, best, fewest = cost.of(np.asarray(lengths)), np.inf, len(lengths)
+    each, best, fewest = cost.estimate_costs(np.asarray(lengths)), np.inf, len(lengths)
     for places in every_plan(len(lengths), ranks * count):
         at = np.asarray(places)
         if np.bincount(at, lengths, ranks * count).max() > 128:
@@ -77,10 +86,12 @@ def test_bounds_hold_for_every_plan_there_is(lengths, cost, shape):
         fewest = min(fewest, len(set(places)))
         best = min(best, np.bincount(at, each, ranks * count).reshape(count, ranks).max(1).sum())
     assume(best < np.inf)
-    bound = levels(np.asarray(lengths), max_tokens=128, ranks=ranks, count=count, cost=cost, work=each.sum()).sum()
+    bound = find_round_levels(
+        np.asarray(lengths), max_tokens=128, ranks=ranks, count=count, cost=cost, total_cost=each.sum()
+    ).sum()
     assert bound <= best * (1 + 1e-9)
     assert fewest_bins(np.asarray(lengths, np.int64), 128) <= fewest
-    planned = plan(lengths, max_tokens=128, ranks=ranks, cost=cost)
+    planned = plan_micro_batches(lengths, max_tokens=128, ranks=ranks, cost=cost)
     if len(planned[0]) == count:
         assert costs_of(planned, lengths, cost).max(0).sum() <= best * 4 / 3 * (1 + 1e-9)
 
@@ -88,46 +99,50 @@ def test_bounds_hold_for_every_plan_there_is(lengths, cost, shape):
 def test_a_level_is_raised_where_most_micro_batches_can_follow():
     """Two rounds of two. Cost is length, the cap 10; 9 and 6 are alone, so the first round's level is at least 9."""
     lengths = np.asarray([9, 6, 2, 2, 2, 2])
-    given = {"max_tokens": 10, "ranks": 2, "count": 2, "cost": Cost()}
-    assert levels(lengths, **given, work=18.0).tolist() == [9, 0]
-    assert levels(lengths, **given, work=23.0).sum() == pytest.approx(9 + 5 / 2)
-    assert levels(lengths, **given, work=99.0).tolist() == [10, 10]
+    given = {"max_tokens": 10, "ranks": 2, "count": 2, "cost": CostModel()}
+    assert find_round_levels(lengths, **given, total_cost=18.0).tolist() == [9, 0]
+    assert find_round_levels(lengths, **given, total_cost=23.0).sum() == pytest.approx(9 + 5 / 2)
+    assert find_round_levels(lengths, **given, total_cost=99.0).tolist() == [10, 10]
 
 
 def test_levels_of_one_round_by_hand():
     """Cost n + n², cap 10, two ranks: beside 9 (cost 90) the other is a full one of ones, of cost 20 at most."""
-    given = {"max_tokens": 10, "ranks": 2, "count": 1, "cost": Cost(1, 1)}
-    assert levels(np.asarray([9, 1]), **given, work=110.0).tolist() == [90]
-    assert levels(np.asarray([9, 1]), **given, work=111.0).tolist() == [91]  # which one of the two can follow
-    assert levels(np.asarray([4, 1]), **given, work=22.0).tolist() == [20]  # the costliest sample is somewhere
+    given = {"max_tokens": 10, "ranks": 2, "count": 1, "cost": CostModel(1, 1)}
+    assert find_round_levels(np.asarray([9, 1]), **given, total_cost=110.0).tolist() == [90]
+    assert find_round_levels(np.asarray([9, 1]), **given, total_cost=111.0).tolist() == [
+        91
+    ]  # which one of the two can follow
+    assert find_round_levels(np.asarray([4, 1]), **given, total_cost=22.0).tolist() == [
+        20
+    ]  # the costliest sample is somewhere
 
 
 def test_totals_of_ranks_are_near_too():
     """Rounds (10, 9) and (8, 6): no rank is given both of the larger ones."""
-    planned = plan([10, 9, 8, 6], max_tokens=10, ranks=2)
-    assert sorted(costs_of(planned, [10, 9, 8, 6], Cost()).sum(1)) == [16, 17]
+    planned = plan_micro_batches([10, 9, 8, 6], max_tokens=10, ranks=2)
+    assert sorted(costs_of(planned, [10, 9, 8, 6], CostModel()).sum(1)) == [16, 17]
 
 
 def test_alike_samples_share_a_round():
     """Four long and twelve short ones on two ranks: long ones wait for long ones only."""
     lengths = [90, 10, 90, 10] * 2 + [10] * 8
-    planned = plan(lengths, max_tokens=100, ranks=2, cost=Cost(1, 1))
-    found = costs_of(planned, lengths, Cost(1, 1))
+    planned = plan_micro_batches(lengths, max_tokens=100, ranks=2, cost=CostModel(1, 1))
+    found = costs_of(planned, lengths, CostModel(1, 1))
     assert found[0] == pytest.approx(found[1])
     assert found.shape == (2, 3)
     assert (np.diff(found[0]) <= 0).all()  # costliest first
 
 
 def test_fewer_samples_than_ranks():
-    assert sorted(plan([5, 9, 7], max_tokens=10, ranks=5)) == [[[]], [[]], [[0]], [[1]], [[2]]]
+    assert sorted(plan_micro_batches([5, 9, 7], max_tokens=10, ranks=5)) == [[[]], [[]], [[0]], [[1]], [[2]]]
 
 
 def test_one_giant_sample_is_alone_where_the_cost_is_quadratic():
     lengths = [10] * 40 + [1000]
-    planned = plan(lengths, max_tokens=1000, ranks=4, cost=Cost(1, 1))
+    planned = plan_micro_batches(lengths, max_tokens=1000, ranks=4, cost=CostModel(1, 1))
     assert [len(mine) for mine in planned] == [1] * 4
-    found = costs_of(planned, lengths, Cost(1, 1))
-    assert found.max() == Cost(1, 1).of(np.asarray(1000.0))
+    found = costs_of(planned, lengths, CostModel(1, 1))
+    assert found.max() == CostModel(1, 1).estimate_costs(np.asarray(1000.0))
     assert sorted(found[:, 0])[:3] == [13 * 110, 13 * 110, 14 * 110]
 
 
@@ -135,45 +150,47 @@ def test_one_giant_sample_is_alone_where_the_cost_is_quadratic():
 def test_gaps_are_filled_exactly_where_that_spares_a_micro_batch(samples, seed, fewest):
     """First-fit decreasing alone needs one more here."""
     lengths = lengths_like("bimodal", samples, seed)
-    planned = plan(lengths.tolist(), max_tokens=32768)
+    planned = plan_micro_batches(lengths.tolist(), max_tokens=32768)
     assert len(planned[0]) == fewest_bins(lengths, 32768) == fewest
 
 
 @pytest.mark.parametrize("kind", ["lognormal", "bimodal", "pareto", "groups"])
 def test_plans_of_the_benchmark_are_near_the_bounds(kind):
-    cost, cap = cost_model(shape_of("Qwen3-30B-A3B")), 65536 if kind == "pareto" else 32768
+    cost, cap = build_cost_model(shape_of("Qwen3-30B-A3B")), 65536 if kind == "pareto" else 32768
     for n, ranks in [(256, 8), (1024, 8), (1024, 64)]:
         lengths = lengths_like(kind, n, seed=0)
-        each = cost.of(lengths)
-        found = costs_of(plan(lengths.tolist(), max_tokens=cap, ranks=ranks, cost=cost), lengths, cost)
+        each = cost.estimate_costs(lengths)
+        found = costs_of(plan_micro_batches(lengths.tolist(), max_tokens=cap, ranks=ranks, cost=cost), lengths, cost)
         assert found.shape[1] == -(-fewest_bins(lengths, cap) // ranks)
-        bound = levels(lengths, max_tokens=cap, ranks=ranks, count=found.shape[1], cost=cost, work=each.sum()).sum()
+        bound = find_round_levels(
+            lengths, max_tokens=cap, ranks=ranks, count=found.shape[1], cost=cost, total_cost=each.sum()
+        ).sum()
         assert found.max(0).sum() <= 1.08 * bound
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_sample_longer_than_the_cap_is_refused_with_the_setting(ranks):
     with pytest.raises(PackingError, match=r"sample 1 has 9 tokens.*learner\.max_tokens_per_micro_batch = 8"):
-        plan([3, 9, 8], max_tokens=8, ranks=ranks)
+        plan_micro_batches([3, 9, 8], max_tokens=8, ranks=ranks)
 
 
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="`ranks` must be 1 or more"):
-        plan([1], max_tokens=8, ranks=0)
+        plan_micro_batches([1], max_tokens=8, ranks=0)
     with pytest.raises(ValueError, match="`linear`"):
-        Cost(0, 1)
+        CostModel(0, 1)
     with pytest.raises(ValueError, match="`linear`"):
-        Cost(1, -1)
+        CostModel(1, -1)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 @pytest.mark.parametrize("kind", CAPS)
 def test_no_plan_is_below_a_simpler_way(kind, ranks):
     """Of batches that the planner was not tuned on."""
-    cost, cap = cost_model(shape_of("Qwen3-30B-A3B")), CAPS[kind]
+    cost, cap = build_cost_model(shape_of("Qwen3-30B-A3B")), CAPS[kind]
     for n, seed in itertools.product([50, 200, 800], range(100, 103)):
         lengths = lengths_like(kind, n, seed)
-        each = cost.of(lengths)
-        found = efficiency(plan(lengths.tolist(), max_tokens=cap, ranks=ranks, cost=cost), each)
+        each = cost.estimate_costs(lengths)
+        found = efficiency(plan_micro_batches(lengths.tolist(), max_tokens=cap, ranks=ranks, cost=cost), each)
         for simpler in (apart, dealt):
             assert found >= efficiency(simpler(lengths, cap, ranks, cost), each) * (1 - 1e-9)

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.data.model_shape import RoutingShape
-from r3async.data.records import SCHEMA, Column, Sample, Schema, TokenTable, Trajectory, Turn
+from r3async.data.records import SCHEMA, Column, Sample, TokenSchema, TokenTable, Trajectory, Turn
 from r3async.data.versions import VersionSpan
-from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.learner.batch.packing import MicroBatch, pack_samples
 from r3async.rollout.engines import Generation
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.rollout.engines.vllm import VllmEngine
-from r3async.rollout.engines.vllm_requests import Running
+from r3async.rollout.engines.vllm_requests import RunningRequest
 from r3async.rollout.samples import SampleBuilder
 from r3async.schedule.validation import validate_trajectory
 from r3async.transport.wire import decode_trajectory, encode_trajectory
@@ -48,9 +48,9 @@ def generation(sampled: int, rows: np.ndarray | None, routes_from: int = 0, stop
 
 def one_turn(prompt_tokens: int, answer: Generation, shape: RoutingShape = SHAPE) -> TokenTable:
     builder = SampleBuilder(shape)
-    builder.observe([9] * prompt_tokens)
-    builder.answer(0, answer)
-    return builder.build()
+    builder.append_context([9] * prompt_tokens)
+    builder.append_answer(0, answer)
+    return builder.build_table()
 
 
 def turns_of(table: TokenTable) -> list[Turn]:
@@ -60,7 +60,7 @@ def turns_of(table: TokenTable) -> list[Turn]:
 
 
 def to_the_batch(
-    tables: list[TokenTable], max_tokens: int = 10_000, shape: RoutingShape = SHAPE, schema: Schema = SCHEMA
+    tables: list[TokenTable], max_tokens: int = 10_000, shape: RoutingShape = SHAPE, schema: TokenSchema = SCHEMA
 ) -> list[MicroBatch]:
     """Through a trajectory each, over the wire, validated and packed."""
     samples = []
@@ -70,14 +70,14 @@ def to_the_batch(
         received = decode_trajectory(frames, schema)
         validate_trajectory(received, vocab_size=300, learner_version=0, max_tokens=10_000, routing=shape)
         samples += received.samples
-    return pack(samples, max_tokens)
+    return pack_samples(samples, max_tokens)
 
 
 def of_sample(batches: list[MicroBatch], name: str) -> TokenTable:
     for batch in batches:
         if name in batch.sample_ids:
             index = batch.sample_ids.index(name)
-            return batch.table.slice(*batch.cu_seqlens[index : index + 2])
+            return batch.table.slice_rows(*batch.cu_seqlens[index : index + 2])
     raise AssertionError(f"sample {name} is in no micro-batch")
 
 
@@ -110,14 +110,14 @@ def test_a_response_without_routes_does_not_shift_those_of_the_others(without, n
     builder = SampleBuilder(SHAPE)  # and the same for the turns of one episode
     expected: dict[int, np.ndarray] = {}
     for turn in range(3):
-        builder.observe([9] * 2)
+        builder.append_context([9] * 2)
         first = builder.routes_from
         assert first == (len(builder) - 3 if turn else 0)  # What was fed without a row is not asked for again.
         fresh = chosen(len(builder) + 3 - 1 - first, seed=10 + turn)
-        builder.answer(turn, generation(3, nothing if turn == without else fresh, first))
+        builder.append_answer(turn, generation(3, nothing if turn == without else fresh, first))
         if turn != without:
             expected.update(enumerate(fresh, first))
-    check(of_sample(to_the_batch([builder.build()]), "s0"), expected)
+    check(of_sample(to_the_batch([builder.build_table()]), "s0"), expected)
 
 
 @pytest.mark.parametrize("from_the_start", [False, True])
@@ -125,12 +125,12 @@ def test_turn_two_does_not_overwrite_the_routes_of_turn_one(from_the_start):
     """The last token of turn one, which only turn two feeds, is turn two's; nothing else before it is."""
     first, second = chosen(4, seed=1), chosen(9, seed=2)
     builder = SampleBuilder(SHAPE)
-    builder.observe([9, 9])
-    builder.answer(0, generation(3, first))
-    builder.observe([8, 8])
+    builder.append_context([9, 9])
+    builder.append_answer(0, generation(3, first))
+    builder.append_context([8, 8])
     start = 0 if from_the_start else builder.routes_from
-    builder.answer(1, generation(3, second[start:], start))
-    table = of_sample(to_the_batch([builder.build()]), "s0")
+    builder.append_answer(1, generation(3, second[start:], start))
+    table = of_sample(to_the_batch([builder.build_table()]), "s0")
     check(table, dict(enumerate(np.concatenate([first, second[4:]]))))
 
 
@@ -145,9 +145,9 @@ def test_ids_above_255_do_not_wrap(where, order):
     if where == "turns":
         builder = SampleBuilder(SHAPE)
         for turn, part in enumerate(parts):
-            builder.observe([9] * (2 if turn == 0 else 1))
-            builder.answer(turn, generation(2, part, builder.routes_from))
-        table = of_sample(to_the_batch([builder.build()]), "s0")
+            builder.append_context([9] * (2 if turn == 0 else 1))
+            builder.append_answer(turn, generation(2, part, builder.routes_from))
+        table = of_sample(to_the_batch([builder.build_table()]), "s0")
         check(table, dict(enumerate(np.concatenate([p.astype(int) for p in parts]))))
     else:
         tables = [one_turn(2, generation(2, part)) for part in parts]
@@ -159,17 +159,17 @@ def test_ids_above_255_do_not_wrap(where, order):
             check(of_sample(batches, f"s{i}"), dict(enumerate(part.astype(int))))
 
 
-ADDED = SCHEMA.with_column(Column("made_up", ("int16", "int32"), 7, inner=("width",)))
+ADDED = SCHEMA.with_column(Column("made_up", ("int16", "int32"), 7, inner_dims=("width",)))
 
 
-def random_table(length: int, seed: int, schema: Schema, dtype: int) -> TokenTable:
+def random_table(length: int, seed: int, schema: TokenSchema, dtype: int) -> TokenTable:
     chance, inner = np.random.default_rng(seed), {"layers": 2, "top_k": 2, "width": 3}
     columns = {}
     for name, column in schema.columns.items():
-        if column.sets:
+        if column.holds_sets:
             columns[name] = make_supports(chance, length)
             continue
-        shape = (length, *(inner[d] for d in column.inner))
+        shape = (length, *(inner[d] for d in column.inner_dims))
         kind = np.dtype(column.dtypes[min(dtype, len(column.dtypes) - 1)])
         columns[name] = chance.integers(0, 2 if kind.name == "bool" else 100, shape).astype(kind)
     return TokenTable(columns, schema)
@@ -184,23 +184,23 @@ def test_no_field_is_lost_in_slice_merge_split_pad_pack_or_on_the_wire(pieces, s
     """Every declared column, one that is declared here among them, has every token's value after each of them."""
     tables = [random_table(length, seed, schema, dtype) for seed, (length, _, dtype) in enumerate(pieces)]
     halves = [
-        (table.slice(0, cut), table.slice(cut, len(table)))
+        (table.slice_rows(0, cut), table.slice_rows(cut, len(table)))
         for table, (length, part, _) in zip(tables, pieces, strict=True)
         for cut in [round(part * length)]
     ]
     merged = TokenTable.concat([half for pair in halves for half in pair])
-    padded = [TokenTable.concat(pair).padded(len(pair[0]) + len(pair[1]) + padding) for pair in halves]
+    padded = [TokenTable.concat(pair).pad_to(len(pair[0]) + len(pair[1]) + padding) for pair in halves]
     sent = make_trajectory(tables=padded)
     received = decode_trajectory([bytes(f) for f in encode_trajectory(sent, schema)], schema)
-    batches = pack([msgspec.structs.replace(s, sample_id=f"s{i}") for i, s in enumerate(received.samples)], 16)
+    batches = pack_samples([msgspec.structs.replace(s, sample_id=f"s{i}") for i, s in enumerate(received.samples)], 16)
     at = 0
     for i, table in enumerate(tables):
         packed = of_sample(batches, f"s{i}")
         assert list(packed) == list(merged) == list(schema.columns)
         for name, column in schema.columns.items():
-            if column.sets:
+            if column.holds_sets:
                 assert merged[name][at : at + len(table)] == table[name] == packed[name][: len(table)]
-                assert not packed[name][len(table) :].recorded.any()
+                assert not packed[name][len(table) :].recorded_mask.any()
                 continue
             assert np.array_equal(merged[name][at : at + len(table)], table[name]), name
             assert np.array_equal(packed[name][: len(table)], table[name]), name
@@ -229,11 +229,11 @@ async def test_a_preempted_request_without_routes_is_unrecorded_and_not_expert_z
     shape = RoutingShape(layers=3, top_k=2, num_experts=8)  # vLLM returns rows of all layers, the second one is dense
     layers = chosen(9, seed=3, high=8, shape=shape).astype(np.uint8)
     rows = None if returned is None else layers[:returned]
-    running = Running("r", 0)
-    running.tokens, running.reason = [1, 2, 3, 4], finish_reason
+    running = RunningRequest("r", 0)
+    running.tokens, running.finish_reason = [1, 2, 3, 4], finish_reason
     running.routes = [] if rows is None else [rows]
-    routes = engine._routes(request(prompt(4), 4), running, 0)
-    assert engine.stats()["unrecorded_rows"] == 7 - kept
+    routes = engine._build_routes(request(prompt(4), 4), running, 0)
+    assert engine.collect_stats()["unrecorded_rows"] == 7 - kept
     answer = generation(4, routes, stop_reason=finish_reason)
     table = of_sample(to_the_batch([one_turn(4, answer, engine.routing)], shape=engine.routing), "s0")
     assert table["routing_recorded"].tolist() == [True] * kept + [False] * (8 - kept)
@@ -243,7 +243,7 @@ async def test_a_preempted_request_without_routes_is_unrecorded_and_not_expert_z
 
 @pytest.mark.parametrize(("rows", "kept"), [("none", 0), ("half", 3), ("all", 6)])
 async def test_rows_that_an_engine_does_not_return_are_marked_up_to_the_batch(rows, kept):
-    engine = ScriptedEngine([[5, 6, 7]], rows=rows)
+    engine = ScriptedEngine([[5, 6, 7]], returned_routes=rows)
     await engine.start()
     answer = await engine.generate(request(prompt(4), 3))
     answer = msgspec.structs.replace(answer, version_spans=[VersionSpan(0, 0, 3)])

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from r3async.data.packed import pack_routes
 from r3async.data.records import Sample, TokenTable
-from r3async.learner.batch.packing import MicroBatch, aligned, pack, pack_for_ranks
-from r3async.learner.batch.planner import Cost
-from r3async.learner.batch.prefixes import find_likeness
+from r3async.learner.batch.packing import MicroBatch, pack_for_ranks, pack_samples, pad_to_multiple
+from r3async.learner.batch.planner import CostModel
+from r3async.learner.batch.prefixes import find_prefix_overlap
 from tests.helpers import models as hm
 
 LAYERS, TOP_K = 2, 3
@@ -35,7 +35,7 @@ def batches(draw: st.DrawFn) -> list[Sample]:
             "routing_recorded": np.arange(length) != draw(st.integers(0, 14)),
             "episode": np.full(length, draw(st.integers(0, 3)), np.int32),
         }
-        table = TokenTable.of_tokens(np.asarray(ids)).with_columns(**columns)
+        table = TokenTable.from_tokens(np.asarray(ids)).with_columns(**columns)
         samples.append(Sample(f"s{number}", table, 0.5 + number))
     return samples
 
@@ -53,9 +53,9 @@ def seen(table: TokenTable) -> list[tuple]:
 def check(m: MicroBatch, samples: dict[str, Sample]) -> None:
     """Against every sample, token by token."""
     packed = seen(m.table)
-    whole, edges = m.unfolded
-    counts = np.zeros(m.tokens, int)
-    shared = np.zeros(len(m.lengths), int) if m.prefixes is None else m.prefixes[:, 1]
+    whole, edges = m.expanded_samples
+    counts = np.zeros(m.num_tokens, int)
+    shared = np.zeros(len(m.segment_lengths), int) if m.prefixes is None else m.prefixes[:, 1]
     for s, name in enumerate(m.sample_ids):
         table, rows = samples[name].table, whole[edges[s] : edges[s + 1]]
         assert [packed[r] for r in rows] == seen(table)
@@ -64,32 +64,32 @@ def check(m: MicroBatch, samples: dict[str, Sample]) -> None:
         own = slice(int(m.cu_seqlens[s]), int(m.cu_seqlens[s + 1]))
         assert rows[shared[s] :].tolist() == list(range(own.start, own.stop))
         assert own.stop > own.start
-        assert m.table.slice(own.start, own.stop) == table.slice(int(shared[s]), len(table))
+        assert m.table.slice_rows(own.start, own.stop) == table.slice_rows(int(shared[s]), len(table))
         assert not table["loss_mask"][: shared[s]].any()
         assert (m.token_temperatures[own] == np.float32(samples[name].temperature)).all()
         follow = rows[max(1, shared[s]) :]
-        assert m.before(follow).tolist() == rows[max(1, shared[s]) - 1 : -1].tolist()
-        assert (own.start in m.firsts) == (shared[s] == 0)
-    if m.times is None:
+        assert m.previous_rows(follow).tolist() == rows[max(1, shared[s]) - 1 : -1].tolist()
+        assert (own.start in m.first_rows) == (shared[s] == 0)
+    if m.row_multiplicity is None:
         assert m.prefixes is None
         counts = np.minimum(counts, 1)
     else:
-        assert m.times[: m.real_tokens].tolist() == counts[: m.real_tokens].tolist()
-    assert m.real_tokens + m.shared_tokens == sum(len(samples[n].table) for n in m.sample_ids)
+        assert m.row_multiplicity[: m.num_real_tokens].tolist() == counts[: m.num_real_tokens].tolist()
+    assert m.num_real_tokens + m.num_shared_tokens == sum(len(samples[n].table) for n in m.sample_ids)
 
 
 @settings(max_examples=60)
 @given(batches(), st.integers(10, 60), st.integers(1, 4), st.booleans(), st.booleans())
 def test_every_sample_comes_back_from_the_packed_rows(samples, cap, ranks, whole_episodes, long):
-    cost = Cost(1.0, 0.5) if long else Cost()
+    cost = CostModel(1.0, 0.5) if long else CostModel()
     by_id = {s.sample_id: s for s in samples}
     options = {"ranks": ranks, "cost": cost, "whole_episodes": whole_episodes}
     divided = pack_for_ranks(samples, cap, **options, share_prefixes=True)
     assert len({len(mine) for mine in divided}) == 1
     names = []
     for m in (m for mine in divided for m in mine):
-        assert m.tokens <= cap
-        check(aligned(m, 4), by_id)
+        assert m.num_tokens <= cap
+        check(pad_to_multiple(m, 4), by_id)
         check(m, by_id)
         names += m.sample_ids
     assert sorted(names) == sorted(by_id)
@@ -105,12 +105,12 @@ def test_every_sample_comes_back_from_the_packed_rows(samples, cap, ranks, whole
 @given(batches())
 def test_no_more_could_be_shared_with_any_sample_than_is(samples):
     """In one micro-batch, by the definition: of all samples that come before, the most rows that are alike."""
-    plain = [Sample(s.sample_id, s.table.without("routed_experts", "routing_recorded")) for s in samples]
-    likeness = find_likeness(plain)
+    plain = [Sample(s.sample_id, s.table.without_columns("routed_experts", "routing_recorded")) for s in samples]
+    likeness = find_prefix_overlap(plain)
     everything = sorted(range(len(samples)), key=lambda i: plain[i].table["token_ids"].tobytes())
     order, best = everything, [0] * len(samples)
     if likeness is not None:
-        order, best = likeness.sorted(range(len(samples)))
+        order, best = likeness.sort_members(range(len(samples)))
     for place, index in enumerate(order):
         mask = samples[index].table["loss_mask"]
         limit = min(int(mask.argmax()) if mask.any() else len(mask), len(mask) - 1)
@@ -125,7 +125,7 @@ def test_no_more_could_be_shared_with_any_sample_than_is(samples):
 
 def test_samples_that_share_nothing_are_packed_as_without():
     samples = hm.make_samples(0, [9, 40, 5, 17, 33])
-    for one, other in zip(pack(samples, 48, share_prefixes=True), pack(samples, 48), strict=True):
+    for one, other in zip(pack_samples(samples, 48, share_prefixes=True), pack_samples(samples, 48), strict=True):
         assert one.prefixes is None
         assert one.sample_ids == other.sample_ids
         assert one.table == other.table
@@ -142,7 +142,7 @@ def test_routes_that_travel_packed_are_compared_as_sets(form):
         if number == 2:
             routes[2000, 1] = (routes[2000, 1] + 1) % hm.EXPERTS
         samples.append(Sample(s.sample_id, s.table.with_columns(routed_experts=pack_routes(routes, form))))
-    (m,) = pack(samples, 16384, share_prefixes=True)
+    (m,) = pack_samples(samples, 16384, share_prefixes=True)
     assert sorted(m.prefixes[:, 1].tolist()) == sorted([0, 2999, 2000]) or m.prefixes[:, 1].tolist() == [0, 2000, 2000]
     check(m, {s.sample_id: s for s in samples})
 
@@ -155,9 +155,9 @@ def group(size: int, prompt: int, answer: int, seed: int = 0) -> list[Sample]:
 
 
 def test_a_family_that_does_not_fit_has_its_prefix_in_each_part():
-    batches = pack(group(8, 30, 10), 64, share_prefixes=True)
+    batches = pack_samples(group(8, 30, 10), 64, share_prefixes=True)
     assert sorted(len(m.sample_ids) for m in batches) == [2, 3, 3]
-    assert all(m.tokens == 30 + 10 * len(m.sample_ids) for m in batches)
+    assert all(m.num_tokens == 30 + 10 * len(m.sample_ids) for m in batches)
 
 
 def test_a_family_is_divided_where_ranks_would_wait_for_it():
@@ -165,12 +165,12 @@ def test_a_family_is_divided_where_ranks_would_wait_for_it():
     assert [[len(m.sample_ids) for m in mine] for mine in one] == [[2]] * 4
     several = [s for seed in range(8) for s in group(8, 10, 40, seed)]
     for mine in pack_for_ranks(several, 4096, ranks=4, share_prefixes=True):
-        assert sum(m.shared_tokens for m in mine) == 2 * 7 * 10
+        assert sum(m.num_shared_tokens for m in mine) == 2 * 7 * 10
 
 
 def test_the_keys_that_exist_at_once_are_bounded():
     """A long prompt and many short answers: few rows, but each answer attends to a copy of the prompt's keys."""
-    batches = pack(group(64, 100, 1), 128, share_prefixes=True)
+    batches = pack_samples(group(64, 100, 1), 128, share_prefixes=True)
     for m in batches:
-        assert m.tokens + m.shared_tokens <= 8 * 128
+        assert m.num_tokens + m.num_shared_tokens <= 8 * 128
     assert len(batches) == 7

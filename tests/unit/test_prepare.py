@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.actors.ranks import LocalLearner
+from r3async.actors.ranks import LocalRank
 from r3async.config import ConfigError, config_from_dict
 from r3async.data.records import Sample, TokenTable, Trajectory, Turn
 from r3async.learner import MinibatchResult, build_learner
 from r3async.learner.batch.packing import pack_for_ranks
-from r3async.learner.figures import combined
-from r3async.learner.preparation import divide, prepare
+from r3async.learner.figures import combine_results
+from r3async.learner.preparation import partition_groups, prepare_minibatches
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.parity import batch
@@ -23,7 +23,7 @@ from tests.unit.test_buffer import make_trajectory
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 6))
 def test_minibatches_hold_every_group_once_and_are_even(tokens, parts):
-    divided = divide(tokens, parts)
+    divided = partition_groups(tokens, parts)
     assert sorted(i for part in divided for i in part) == list(range(len(tokens)))
     assert all(part == sorted(part) and part for part in divided)
     held = [sum(tokens[i] for i in part) for part in divided]
@@ -43,7 +43,9 @@ def groups():
 def test_a_group_is_in_one_minibatch_with_all_its_episodes_and_samples(sizes, minibatches):
     """`sizes`: the samples' lengths, of each episode of each group."""
     config = config_from_dict({"schedule": {"minibatches_per_step": minibatches}})
-    parts, _ = prepare([[episode_of(g, e, n) for e, n in enumerate(group)] for g, group in enumerate(sizes)], config)
+    parts, _ = prepare_minibatches(
+        [[episode_of(g, e, n) for e, n in enumerate(group)] for g, group in enumerate(sizes)], config
+    )
     found = [{s.sample_id[:9] for s in part} for part in parts]
     assert sum(map(len, found)) == len(set().union(*found)) == sum(bool(group) for group in sizes)
     held = [sum(int(s.table["loss_mask"].sum()) for s in part) for part in parts]
@@ -62,7 +64,7 @@ def episode_of(group: int, episode: int, lengths: list[int]) -> Trajectory:
             "loss_mask": np.arange(n + 1) > 0,
             "turn": np.where(np.arange(n + 1) > 0, index, -1).astype(np.int32),
         }
-        table = TokenTable.of_tokens(np.arange(n + 1)).with_columns(**columns)
+        table = TokenTable.from_tokens(np.arange(n + 1)).with_columns(**columns)
         samples.append(Sample(f"{name}s{index}", table))
         turns.append(Turn(index, index, 1, n + 1, float(episode), "stop"))
     return Trajectory(name, group, episode, 0, "", "env_done", turns, samples)
@@ -76,7 +78,7 @@ def test_more_minibatches_than_groups_are_refused():
 @pytest.mark.parametrize("minibatches", [1, 3])
 def test_weights_of_each_minibatch_are_one_over_its_own_denominator(minibatches):
     config = config_from_dict({"schedule": {"minibatches_per_step": minibatches}})
-    parts, metrics = prepare(groups(), config)
+    parts, metrics = prepare_minibatches(groups(), config)
     assert len(parts) == minibatches
     assert sorted(s.sample_id for part in parts for s in part) == sorted(
         t.samples[0].sample_id for group in groups() for t in group
@@ -92,7 +94,7 @@ def test_weights_of_each_minibatch_are_one_over_its_own_denominator(minibatches)
 
 def test_a_token_whose_rollout_logprob_is_not_finite_is_in_no_denominator():
     bad = make_trajectory(0, 0, rollout_logprobs=np.array([-1, -1, np.nan, -1], np.float32))
-    ((first, second),), _ = prepare([[bad, make_trajectory(0, 1, reward=0.0)]], config_from_dict({}))
+    ((first, second),), _ = prepare_minibatches([[bad, make_trajectory(0, 1, reward=0.0)]], config_from_dict({}))
     assert first.table["loss_weights"].tolist() == pytest.approx([0, 0, 0, 1 / 3])
     assert second.table["loss_weights"].tolist() == pytest.approx([0, 0, 1 / 3, 1 / 3])
 
@@ -110,7 +112,7 @@ def test_figures_of_several_updates_become_one():
         }
         return MinibatchResult(metrics, np.asarray([agreement], np.float32), np.asarray([[tokens, 0]]), [])
 
-    one = combined([result(30, 0.1, 2.0, 0.5), result(10, 0.5, 9.0, 0.7, skipped=1.0)])
+    one = combine_results([result(30, 0.1, 2.0, 0.5), result(10, 0.5, 9.0, 0.7, skipped=1.0)])
     assert one.metrics == pytest.approx(
         {
             "batch/trained_tokens": 40,
@@ -125,9 +127,9 @@ def test_figures_of_several_updates_become_one():
     assert one.layer_agreement.tolist() == pytest.approx([0.55])
     assert one.expert_load.tolist() == [[40, 0]]
     del (unrecorded := result(10, 0.5, 1.0, 0.0)).metrics["routing/agreement_min"]
-    assert combined([result(30, 0.1, 2.0, 0.5), unrecorded]).metrics["routing/agreement_min"] == 0.5
+    assert combine_results([result(30, 0.1, 2.0, 0.5), unrecorded]).metrics["routing/agreement_min"] == 0.5
     only = result(3, 0.1, 1.0, 1.0)
-    assert combined([only]) is only
+    assert combine_results([only]) is only
 
 
 def settings(backend, **algorithm):
@@ -144,10 +146,10 @@ def settings(backend, **algorithm):
 def test_the_reference_model_stays_what_it_was_and_leaves_the_weights_alone(tmp_path, backend):
     learner = build_learner(settings(backend, reference_kl={"coef": 0.5}), hm.make_hf_model(tmp_path / "m"))
     before = learner.logprobs(batch())
-    reference = learner.logprobs(batch(), reference=True)
+    reference = learner.logprobs(batch(), use_reference=True)
     assert all(np.array_equal(a, b) for a, b in zip(before, reference, strict=True))
     columns = [
-        {"reference_logprobs": r, "loss_weights": np.full(m.tokens, 1e-2, np.float32)}
+        {"reference_logprobs": r, "loss_weights": np.full(m.num_tokens, 1e-2, np.float32)}
         for m, r in zip(batch(), reference, strict=True)
     ]
     given_ = [
@@ -158,10 +160,10 @@ def test_the_reference_model_stays_what_it_was_and_leaves_the_weights_alone(tmp_
     assert first["reference_kl/k3"] == pytest.approx(0, abs=1e-9)
     second = train_minibatch(learner, given_).metrics
     assert second["reference_kl/k3"] > 1e-6
-    weights = learner.export()
-    again = learner.logprobs(batch(), reference=True)
+    weights = learner.export_weights()
+    again = learner.logprobs(batch(), use_reference=True)
     assert all(np.array_equal(a, b) for a, b in zip(again, reference, strict=True))
-    assert all(torch.equal(weights[name], tensor) for name, tensor in learner.export().items())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in learner.export_weights().items())
     assert not np.array_equal(learner.logprobs(batch())[0], reference[0])
     learner.close()
 
@@ -169,10 +171,10 @@ def test_the_reference_model_stays_what_it_was_and_leaves_the_weights_alone(tmp_
 def test_log_probs_before_the_first_update_are_the_anchor_of_every_minibatch(tmp_path):
     """The first minibatch's ratios are 1; the second's are not, because the first update came between."""
     config = settings("megatron", policy_loss="ppo", anchor="recomputed", rollout_kl={"coef": 0.0})
-    learner = LocalLearner.load(config, hm.make_hf_model(tmp_path / "m"))
+    learner = LocalRank.load(config, hm.make_hf_model(tmp_path / "m"))
     samples = hm.make_samples(3, [20, 30, 25, 15])
     minibatches = [pack_for_ranks(samples[:2], 64), pack_for_ranks(samples[2:], 64)]
-    first, second = learner.train(minibatches, version=0)
+    first, second = learner.train_minibatches(minibatches, version=0)
     # With a ratio of exactly 1 the loss is minus the mean advantage.
     advantages = np.concatenate([s.table["advantages"][s.table["loss_mask"]] for s in samples[:2]])
     assert first.metrics["loss/policy"] == pytest.approx(-advantages.mean(), abs=1e-6)

@@ -7,13 +7,13 @@ import re
 import pytest
 
 from r3async.config import DataConfig
-from r3async.envs import THOUGHTS as THOUGHTS_BESIDE
+from r3async.envs import REASONING_KEYS as THOUGHTS_BESIDE
 from r3async.envs import Message
-from r3async.envs.conversations import conversation_of, tools_of
+from r3async.envs.conversations import parse_conversation, parse_tools
 from r3async.envs.forms import NOT_SHOWN_OF_A_MESSAGE
-from r3async.envs.rows import Found
+from r3async.envs.rows import LocatedRow
 from r3async.rollout.chat import Conversation, TemplateError
-from r3async.rollout.demonstrations import demonstrate
+from r3async.rollout.demonstrations import build_demonstration
 from tests.helpers.published import ENDS, published, published_names, source_of
 
 
@@ -92,7 +92,7 @@ def task_of(name):
         "messages": CONVERSATIONS[name],
         "tools": [{"type": "function", "function": ADD}] if name == "call" else None,
     }
-    return conversation_of(Found(row, "rows.jsonl", "line", 1), DataConfig(path="rows.jsonl"))
+    return parse_conversation(LocatedRow(row, "rows.jsonl", "line", 1), DataConfig(path="rows.jsonl"))
 
 
 def learnt(chat, ids, mask):
@@ -105,19 +105,19 @@ def test_a_row_is_the_beginning_of_the_template_s_own_text_or_refused(name, conv
     chat, task = published(name), task_of(conversation)
     if name in REFUSED[conversation].split():
         with pytest.raises(TemplateError, match=r"chat template (leaves|refuses|reads no|writes no|writes a thought)"):
-            demonstrate(chat, task.messages, tools_of(task))
+            build_demonstration(chat, task.messages, parse_tools(task))
         return
-    rows = demonstrate(chat, task.messages, tools_of(task)).rows
+    rows = build_demonstration(chat, task.messages, parse_tools(task)).rows
     given = [
-        m.for_template() | ({"thinking": thought, "reasoning": thought} if (thought := m.reasoning_content) else {})
+        m.to_template_dict() | ({"thinking": thought, "reasoning": thought} if (thought := m.reasoning_content) else {})
         for m in task.messages
     ]
-    whole = chat.tokenizer.apply_chat_template(given, tools=tools_of(task) or None, tokenize=False)
+    whole = chat.tokenizer.apply_chat_template(given, tools=parse_tools(task) or None, tokenize=False)
     assert (whole + NEXT.get(name, "")).startswith(chat.decode(rows[-1][0]))
     answers = [m for m in task.messages if m.role == "assistant"]
     trained = "".join(learnt(chat, *row) for row in rows)
-    assert len(chat.ends.findall(trained)) == len(answers)
-    assert chat.ends.search(trained[-25:])
+    assert len(chat.stop_pattern.findall(trained)) == len(answers)
+    assert chat.stop_pattern.search(trained[-25:])
     for words in ("It is 4.", *re.findall("why not|add on|It is 7.", str(answers))):
         assert trained.count(words) == 1
 
@@ -128,8 +128,8 @@ def test_a_row_is_the_beginning_of_the_template_s_own_text_or_refused(name, conv
 )
 def test_a_row_is_the_template_s_text_however_it_is_asked_to_think(name, thinks):
     chat, task = published(name, enable_thinking=thinks), task_of("thoughts")
-    rows = demonstrate(chat, task.messages).rows
-    given = [m.for_template() for m in task.messages]
+    rows = build_demonstration(chat, task.messages).rows
+    given = [m.to_template_dict() for m in task.messages]
     whole = chat.tokenizer.apply_chat_template(given, tokenize=False, enable_thinking=thinks)
     assert (whole + NEXT.get(name, "")).startswith(chat.decode(rows[-1][0]))
 
@@ -140,10 +140,10 @@ def test_an_answer_is_learnt_behind_the_prompt_that_an_episode_has(name):
     chat, task = published(name), task_of("plain")
     if name in REFUSED["plain"].split():
         pytest.skip("refused")
-    demonstration = demonstrate(chat, task.messages)
+    demonstration = build_demonstration(chat, task.messages)
     ((ids, mask),) = demonstration.rows
-    prompt = Conversation(chat, task.messages[:1]).prompt().token_ids.tolist()
-    left_out = chat.encode(demonstration.unasked)
+    prompt = Conversation(chat, task.messages[:1]).build_prompt().token_ids.tolist()
+    left_out = chat.encode(demonstration.unwritten_prompt_end)
     assert ids[: mask.index(True)] + left_out == prompt
     assert bool(left_out) == (
         name in ("deepseek_r1_distill", "deepseek_r1_distill_training", "deepseekv3") or "nemotron" in name
@@ -154,7 +154,7 @@ def test_an_episode_s_answer_ends_where_a_learnt_one_does():
     """Also with a base model, whose end of sequence is another than the template's."""
     for name in set(published_names()) - set(NO_TEXT.split()):
         chat = published(name)
-        ((ids, _),) = demonstrate(chat, task_of("plain").messages).rows
+        ((ids, _),) = build_demonstration(chat, task_of("plain").messages).rows
         assert ids[-1] in chat.stop_token_ids
     assert published("qwen2_5").stop_token_ids == tuple(
         published("qwen2_5").tokenizer.convert_tokens_to_ids([*ENDS["qwen2_5"], "<|im_end|>"])

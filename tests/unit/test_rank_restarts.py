@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from r3async.actors.rank_calls import RankCalls, RankLost
-from r3async.actors.ranked import RankedLearner
-from r3async.actors.redo import HOLD, SNAPSHOT, Change, RedoLog
+from r3async.actors.ranked import RemoteRanks
+from r3async.actors.redo import SNAPSHOT_CALL, STAGE_CALL, RankCall, RecoveryLog
 from r3async.config import load_config
 from r3async.learner import LearnerError
-from r3async.world import ActorLost, Node
+from r3async.world import ActorLostError, ClusterNode
 from r3async.world.real import RealWorld
 
 HOST = "here"
@@ -31,55 +31,55 @@ class Rank:
         self.pid, self.lost = pid, False
         self.state, self.snapshots, self.held = [], None, None
 
-    def whereabouts(self):
+    def describe_process(self):
         return self.pid, self.hosts[self.pid % 2]
 
     def open_store(self, alone):
         return "127.0.0.1", 1
 
-    def load(self, address, port, alone):
+    def load_model(self, address, port, alone):
         return 7
 
-    def call(self, name, *args, **kwargs):
+    def call_method(self, name, *args, **kwargs):
         return getattr(self, name)(*args, **kwargs)
 
     def train_supervised(self, shares):
         self.state.append(shares)
         return {"steps": len(self.state)}
 
-    def snapshot(self, version):
+    def snapshot_weights(self, version):
         assert self.snapshots is None, f"version {self.snapshots} has not been written"
         self.snapshots = (version, list(self.state)) if self.pid % 2 == 0 else None  # the first one has them all
 
-    def write(self, reading):
+    def write_version(self, reading):
         snapshot, self.snapshots = self.snapshots, None
         assert snapshot is not None, "there is no snapshot to write"
         return snapshot
 
-    def let_go(self):
+    def discard_snapshot(self):
         self.snapshots = None
 
-    def hold(self):
+    def stage_checkpoint(self):
         self.held = list(self.state)
 
-    def write_state(self, directory):
+    def write_checkpoint(self, directory):
         held, self.held = self.held, None
         assert held is not None, "nothing is held"
         return [held]
 
-    def copy_bytes(self):
+    def estimate_copy_bytes(self):
         return 8
 
-    def copy(self):
+    def copy_for_recovery(self):
         return list(self.state)
 
-    def restore_copies(self, *copies):
+    def restore_from_copies(self, *copies):
         self.state = list(copies[self.pid % 2])
 
-    def updates(self):
+    def count_updates(self):
         return len(self.state)
 
-    def publish_through(self, backend, together):
+    def set_weight_transport(self, backend, together):
         pass
 
 
@@ -90,28 +90,28 @@ class Actors:
         self.fate, self.begun, self.pids, self.store = fate, 0, 0, store
         self.lock = threading.Lock()
 
-    def spawn(self, kind, rank, *args, name, placement):
+    def spawn_actor(self, actor_class, rank, *args, name, actor_options):
         self.pids += 1
         return Rank(2 * self.pids + rank)
 
-    def begin(self, actor, method, *args, lane="", **kwargs):
+    def begin_call(self, actor, method, *args, concurrency_group="", **kwargs):
         with self.lock:
             self.begun += 1
             # References arrive as what they are of.
             args = [a.value if isinstance(a, SimpleNamespace) else a for a in args]
-            name = args[0] if method == "call" else method
+            name = args[0] if method == "call_method" else method
             fate = "" if actor.lost else self.fate(self.begun, name)
             actor.lost = actor.lost or fate == "before"
             if actor.lost:
-                return SimpleNamespace(error=ActorLost("it was killed"))
+                return SimpleNamespace(error=ActorLostError("it was killed"))
             try:
                 value = getattr(actor, method)(*args, **kwargs)
             except AssertionError as error:
                 return SimpleNamespace(error=error)
             actor.lost = fate == "after"
-            return SimpleNamespace(error=ActorLost("it was killed") if actor.lost else None, value=value)
+            return SimpleNamespace(error=ActorLostError("it was killed") if actor.lost else None, value=value)
 
-    def wait(self, calls, timeout=None):
+    def wait_for_call(self, calls, timeout=None):
         return list(calls[:1]), list(calls[1:])
 
     def get(self, call, timeout=None):
@@ -122,17 +122,17 @@ class Actors:
     def put(self, value):
         return value
 
-    def kill(self, actor, restart=False):
+    def kill_actor(self, actor, restart=False):
         actor.lost = True
 
-    def nodes(self):
-        return [Node("key", HOST, 8, 0, 8, 0, store=self.store)]
+    def list_nodes(self):
+        return [ClusterNode("key", HOST, 8, 0, 8, 0, object_store_bytes=self.store)]
 
 
 class Cluster(RealWorld):
     def __init__(self, actors):
         self.actors, self.killed = actors, []
-        self.processes = SimpleNamespace(kill=lambda *process: self.killed.append(process))
+        self.processes = SimpleNamespace(kill_process=lambda *process: self.killed.append(process))
 
 
 def learner_of(actors, tmp_path, told=None, **supervise):
@@ -143,7 +143,7 @@ def learner_of(actors, tmp_path, told=None, **supervise):
         if told is not None:
             told.append((event, facts))
 
-    return RankedLearner.load(config, tmp_path, tmp_path, world=Cluster(actors), tell=tell)
+    return RemoteRanks.load(config, tmp_path, tmp_path, world=Cluster(actors), report_event=tell)
 
 
 def play(learner, tmp_path, steps=5):
@@ -153,15 +153,15 @@ def play(learner, tmp_path, steps=5):
     for step in range(steps):
         seen.append(learner.train_supervised([[step], [10 + step]]))
         if version is not None:
-            seen.append(learner.write())
+            seen.append(learner.write_version())
         version = step
-        learner.snapshot(version)
+        learner.snapshot_weights(version)
         if not stored:
-            seen.append(learner.write_state(directory))
+            seen.append(learner.write_checkpoint(directory))
         stored = step % 2 == 0
         if not stored:
-            learner.hold()
-    seen += [learner.write(), learner.updates()]
+            learner.stage_checkpoint()
+    seen += [learner.write_version(), learner.count_updates()]
     return seen
 
 
@@ -204,8 +204,8 @@ def test_a_version_that_is_written_beside_a_step_in_which_a_rank_is_lost_is_that
             assert learner.train_supervised([[step], [10 + step]]) == {"steps": step + 1}
             if writing is not None:
                 written.append(writing.result(20))
-            learner.snapshot(step)
-            writing = writer.submit(learner.write)
+            learner.snapshot_weights(step)
+            writing = writer.submit(learner.write_version)
         written.append(writing.result(20))
     assert [version for version, _ in written] == list(range(12))
     for version, state in written:
@@ -246,13 +246,13 @@ def test_without_copies_or_where_they_do_not_fit_the_loss_of_a_rank_is_the_calle
 def test_ranks_of_several_hosts_and_those_of_nccl_are_not_started_again(tmp_path, monkeypatch):
     here = learner_of(Actors(), tmp_path)
     here._config.weights.directory = str(tmp_path)
-    here.publish_through("nccl")
+    here.set_weight_transport("nccl")
     monkeypatch.setattr(Rank, "hosts", (HOST, "there"))
     for learner in (here, learner_of(Actors(), tmp_path)):
         learner.train_supervised([[0], [1]])
         learner._ranks.calls.ranks[1].lost = True
         with pytest.raises(RankLost, match="rank 1 of the learner was lost: it was killed"):
-            learner.updates()
+            learner.count_updates()
         learner.close()
 
 
@@ -272,15 +272,15 @@ def test_a_learner_that_is_closed_starts_no_ranks(tmp_path):
     learner.close()
     started = actors.pids
     with pytest.raises(RankLost):
-        learner.updates()
+        learner.count_updates()
     assert actors.pids == started
 
 
 def test_a_rank_that_fails_by_itself_is_not_started_again(tmp_path):
     learner = learner_of(Actors(), tmp_path)
-    learner.snapshot(0)
+    learner.snapshot_weights(0)
     with pytest.raises(LearnerError, match="rank 0 of the learner failed: version"):
-        learner.snapshot(1)
+        learner.snapshot_weights(1)
     assert learner.restarts == 0
 
 
@@ -289,17 +289,17 @@ def test_a_file_that_one_rank_cannot_write_ends_no_rank(tmp_path):
     (tmp_path / "part").mkdir()
     learner.train_supervised([[0], [1]])
     with pytest.raises(LearnerError, match="nothing is held"):
-        learner.write_state(tmp_path / "part")
+        learner.write_checkpoint(tmp_path / "part")
     assert learner.train_supervised([[2], [3]]) == {"steps": 2}
     assert learner.restarts == 0
 
 
 def test_a_checkpoint_that_is_given_up_before_it_is_written_does_not_keep_all_steps_since(tmp_path):
     learner = learner_of(Actors(), tmp_path)
-    learner.hold()
+    learner.stage_checkpoint()
     for step in range(4):
         learner.train_supervised([[step], [step]])
-    assert learner._log.steps == 0
+    assert learner._recovery_log.repeated_steps == 0
 
 
 # -- which failure is the loss of a rank -------------------------------------------------------------------------------
@@ -311,10 +311,10 @@ class Answers:
     def __init__(self, *answers):
         self.answers, self.killed = answers, 0
 
-    def begin(self, actor, method, *args, lane="", **kwargs):
+    def begin_call(self, actor, method, *args, concurrency_group="", **kwargs):
         return actor
 
-    def wait(self, calls, timeout=None):
+    def wait_for_call(self, calls, timeout=None):
         ready = [call for call in calls if self.answers[call] is not None]
         return ready[:1], [call for call in calls if call not in ready[:1]]
 
@@ -323,15 +323,23 @@ class Answers:
             raise self.answers[call]
         return self.answers[call]
 
-    def kill(self, actor, restart=False):
+    def kill_actor(self, actor, restart=False):
         self.killed += 1
 
 
 @pytest.mark.parametrize(
     ("answers", "kind", "message"),
     [
-        ((RuntimeError(GLOO), ActorLost("it was killed")), RankLost, "rank 1 of the learner was lost: it was killed"),
-        ((ActorLost("it was killed"), RuntimeError(GLOO)), RankLost, "rank 0 of the learner was lost: it was killed"),
+        (
+            (RuntimeError(GLOO), ActorLostError("it was killed")),
+            RankLost,
+            "rank 1 of the learner was lost: it was killed",
+        ),
+        (
+            (ActorLostError("it was killed"), RuntimeError(GLOO)),
+            RankLost,
+            "rank 0 of the learner was lost: it was killed",
+        ),
         ((RuntimeError(GLOO), RuntimeError(GLOO)), RankLost, "rank 0 of the learner waited in vain for another"),
         ((RuntimeError("NCCL watchdog"), None), RankLost, "rank 0 of the learner waited in vain for another"),
         ((ValueError("a bad row"), None), LearnerError, "rank 0 of the learner failed: a bad row"),
@@ -340,7 +348,7 @@ class Answers:
 def test_what_ranks_fail_with_says_whether_one_was_lost(answers, kind, message):
     actors = Answers(*answers)
     with pytest.raises(LearnerError, match=message) as raised:
-        RankCalls(actors, range(2)).on_all("train")
+        RankCalls(actors, range(2)).call_all("train_minibatches")
     assert type(raised.value) is kind
     assert actors.killed == 2
 
@@ -349,20 +357,20 @@ def test_what_ranks_fail_with_says_whether_one_was_lost(answers, kind, message):
 
 
 def test_the_base_waits_for_copies_that_are_not_written():
-    log = RedoLog(every=1)
-    for change in (Change("train"), Change(SNAPSHOT, (1,)), Change("train"), Change(HOLD)):
+    log = RecoveryLog(copy_steps=1)
+    for change in (RankCall("train"), RankCall(SNAPSHOT_CALL, (1,)), RankCall("train"), RankCall(STAGE_CALL)):
         log.add(change)
-    assert log.due
-    log.copied(["copy"])
-    assert (log.base, log.steps, log.due) == (None, 2, False)
-    log.add(Change("train"))
-    log.wrote(SNAPSHOT)
-    assert (log.base, log.steps) == (None, 3)
-    log.wrote(HOLD)
-    assert (log.base, [change.name for change in log.changes], log.due) == (("copy",), ["train"], True)
+    assert log.is_copy_due
+    log.set_copies(["copy"])
+    assert (log.base, log.repeated_steps, log.is_copy_due) == (None, 2, False)
+    log.add(RankCall("train"))
+    log.mark_written(SNAPSHOT_CALL)
+    assert (log.base, log.repeated_steps) == (None, 3)
+    log.mark_written(STAGE_CALL)
+    assert (log.base, [change.name for change in log.calls], log.is_copy_due) == (("copy",), ["train"], True)
 
 
 def test_a_log_that_keeps_nothing_holds_nothing():
-    log = RedoLog(every=0)
-    log.add(Change("train"))
-    assert (log.changes, log.due) == ([], False)
+    log = RecoveryLog(copy_steps=0)
+    log.add(RankCall("train"))
+    assert (log.calls, log.is_copy_due) == ([], False)

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from r3async.actors.rank_calls import RankCalls, Ranks
-from r3async.actors.ranked import RankedLearner
-from r3async.actors.ranks import LocalLearner
+from r3async.actors.rank_calls import RankCalls, RankProcesses
+from r3async.actors.ranked import RemoteRanks
+from r3async.actors.ranks import LocalRank
 from r3async.config import load_config
 from r3async.learner import LearnerError
-from r3async.weights.delta import identity
+from r3async.weights.delta import digest_version
 from r3async.weights.manifest import WeightError
 from r3async.weights.publish import delta_path
-from r3async.weights.reading import read_verified, verify
+from r3async.weights.reading import iter_verified_tensors, verify_version_file
 
 
 class Backend:
@@ -27,10 +27,10 @@ class Backend:
         self.weights = {f"rank{rank}.{i}": torch.randn(30_000, generator=generator) * 0.02 for i in range(2)}
         self.whole = {f"router{rank}.e_score_correction_bias": torch.arange(4.0) + rank}
 
-    def export(self, *, copy=True):
-        return dict(self.share())
+    def export_weights(self, *, copy=True):
+        return dict(self.iter_full_weights())
 
-    def share(self):
+    def iter_full_weights(self):
         yield from self.weights.items()
         yield from self.whole.items()
 
@@ -42,17 +42,17 @@ class Backend:
 class Called:
     """Actors in this process: a call is made when it is begun."""
 
-    def begin(self, actor, method, *args, lane="", **kwargs):
+    def begin_call(self, actor, method, *args, concurrency_group="", **kwargs):
         name, *given = args
         return SimpleNamespace(value=getattr(actor, name)(*given, **kwargs))
 
-    def wait(self, calls, timeout=None):
+    def wait_for_call(self, calls, timeout=None):
         return list(calls), []
 
     def get(self, call, timeout=None):
         return call.value
 
-    def kill(self, actor, restart=False):
+    def kill_actor(self, actor, restart=False):
         pass
 
 
@@ -60,8 +60,8 @@ class Called:
 def ranked(tmp_path):
     overrides = ["learner.parallel.dp=2", "generator.dtype=bfloat16", f"weights.directory={tmp_path}"]
     config = load_config("quickstart", overrides)
-    ranks = [LocalLearner(config, Backend(rank)) for rank in range(2)]
-    made = RankedLearner(config, Ranks(RankCalls(Called(), ranks), 7, [(1, "here"), (2, "here")]))
+    ranks = [LocalRank(config, Backend(rank)) for rank in range(2)]
+    made = RemoteRanks(config, RankProcesses(RankCalls(Called(), ranks), 7, [(1, "here"), (2, "here")]))
     made.locals = ranks
     yield made
     made.close()
@@ -69,23 +69,26 @@ def ranked(tmp_path):
 
 def published(ranked, version):
     for each in ranked.locals:
-        each.snapshot(version)
-    return ranked.write()
+        each.snapshot_weights(version)
+    return ranked.write_version()
 
 
 def test_every_rank_writes_its_part_and_the_learner_says_what_is_there(ranked):
-    ranked.publish_through("tcp")
+    ranked.set_weight_transport("tcp")
     before = None
     for version in range(3):
         publication = published(ranked, version)
         manifest = publication.manifest
-        verify(manifest)
-        read, exact = dict(read_verified(manifest)), [dict(each.backend.share()) for each in ranked.locals]
+        verify_version_file(manifest)
+        read, exact = (
+            dict(iter_verified_tensors(manifest)),
+            [dict(each.backend.iter_full_weights()) for each in ranked.locals],
+        )
         assert read.keys() == exact[0].keys() | exact[1].keys()
         for name, tensor in {**exact[0], **exact[1]}.items():
             kept = torch.float32 if "bias" in name else torch.bfloat16
             assert torch.equal(read[name], tensor.to(kept)), name
-        assert publication.parts == [before and identity(before)]
+        assert publication.transport_data == [before and digest_version(before)]
         assert delta_path(Path(manifest.path)).exists() == (before is not None)
         for each in ranked.locals:
             each.backend.step()
@@ -93,23 +96,23 @@ def test_every_rank_writes_its_part_and_the_learner_says_what_is_there(ranked):
 
 
 def test_a_rank_that_holds_another_version_or_another_tensor_is_named(ranked):
-    ranked.publish_through("shared_memory")
+    ranked.set_weight_transport("shared_memory")
     published(ranked, 1)
     for each, version in zip(ranked.locals, (2, 3), strict=True):
-        each.snapshot(version)
+        each.snapshot_weights(version)
     with pytest.raises(WeightError, match=r"the ranks hold versions \[2, 3\]"):
-        ranked.write()
+        ranked.write_version()
     ranked.locals[0]._snapshot = None
     with pytest.raises(LearnerError, match="no snapshot"):
-        ranked.write()
+        ranked.write_version()
     ranked.locals[1]._snapshot = None
     ranked.locals[0].backend.weights["new"] = torch.zeros(3)
     with pytest.raises(WeightError, match="'new' is not what it was"):
-        ranked.locals[0].snapshot(4)
+        ranked.locals[0].snapshot_weights(4)
 
 
 def test_nothing_is_written_before_the_transport_is_chosen(ranked):
     for each in ranked.locals:
-        each.snapshot(0)
+        each.snapshot_weights(0)
     with pytest.raises(LearnerError, match="its transport is not chosen yet"):
-        ranked.write()
+        ranked.write_version()

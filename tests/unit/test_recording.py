@@ -12,16 +12,16 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from r3async.actors.ranks import LocalLearner
-from r3async.config import to_dict
+from r3async.actors.ranks import LocalRank
+from r3async.config import config_to_dict
 from r3async.config.read import config_from_dict
 from r3async.data.versions import Lineage
 from r3async.learner import build_learner
-from r3async.learner.batch.planner import cost_model
+from r3async.learner.batch.planner import build_cost_model
 from r3async.learner.trainer import Trainer
-from r3async.record.recording import Recorder, RecordingError, find_steps, read_step
+from r3async.record.recording import RecordingError, StepRecorder, find_recorded_steps, read_recorded_step
 from r3async.tools.cli import app
-from r3async.tools.replay import replay
+from r3async.tools.replay import replay_run
 from tests.helpers import checkpoint as hc
 from tests.helpers import models as hm
 from tests.unit.test_ahead import NoTrace, played, stand_in
@@ -30,7 +30,7 @@ STEPS = 4
 
 
 def recorded_config(path, backend="torch", **sections):
-    data = to_dict(hc.settings(backend))
+    data = config_to_dict(hc.settings(backend))
     data |= {"observe": {"record": "full"}, "model": {**data["model"], "path": str(path)}, "steps": STEPS}
     for name, values in sections.items():
         data[name] = {**data[name], **values}
@@ -47,14 +47,14 @@ def record(run, config, path, steps=range(1, STEPS + 1), lineage=0, learner=None
     reports = Reports()
 
     async def train() -> None:
-        recorder = Recorder(run, config, Lineage(lineage), reports)
+        recorder = StepRecorder(run, config, Lineage(lineage), reports)
         backend = learner or build_learner(config, path)
-        cost = cost_model(json.loads((path / "config.json").read_text()))
-        trainer = Trainer(config, cost, LocalLearner(config, backend), NoTrace(), None, stand_in)
+        cost = build_cost_model(json.loads((path / "config.json").read_text()))
+        trainer = Trainer(config, cost, LocalRank(config, backend), NoTrace(), None, stand_in)
         try:
             for step in steps:
-                recorder.add(step, step - 1, trainer.step(step, step - 1, trainer.prepared(played(step))))
-            await asyncio.wait_for(recorder.settle(), 30)
+                recorder.add(step, step - 1, trainer.train_step(step, step - 1, trainer.prepare_step(played(step))))
+            await asyncio.wait_for(recorder.wait_written(), 30)
         finally:
             if learner is None:
                 backend.close()
@@ -79,20 +79,23 @@ def run(tmp_path, model):
 def test_the_same_steps_are_made_bit_by_bit(tmp_path, model, backend):
     config = recorded_config(model, backend, schedule={"minibatches_per_step": 2})
     assert record(tmp_path, config, model) == []
-    done = replay(tmp_path)
+    done = replay_run(tmp_path)
     assert (done.first, done.last, done.difference) == (1, STEPS, None)
-    step, groups = read_step(find_steps(tmp_path)[1])
+    step, groups = read_recorded_step(find_recorded_steps(tmp_path)[1])
     assert step.step == 2
     assert [len(group) for group in groups] == [4, 4]
     assert len(step.minibatches) == 2
-    assert len({m["weights"] for path in find_steps(tmp_path) for m in read_step(path)[0].minibatches}) > STEPS
+    assert (
+        len({m["weights"] for path in find_recorded_steps(tmp_path) for m in read_recorded_step(path)[0].minibatches})
+        > STEPS
+    )
 
 
 def test_other_settings_are_a_counterfactual_on_the_same_data(run, tmp_path):
     losses = []
-    done = replay(
+    done = replay_run(
         run,
-        changed=["learner.lr=1e-4"],
+        changed_settings=["learner.lr=1e-4"],
         out=tmp_path / "out",
         progress=lambda recorded, metrics: losses.append((recorded.metrics["loss/policy"], metrics["loss/policy"])),
     )
@@ -106,7 +109,7 @@ def test_other_settings_are_a_counterfactual_on_the_same_data(run, tmp_path):
 
 def test_another_loss_is_a_counterfactual_whatever_the_trainer_reports_of_it(run):
     """GSPO's range is within the noise of rounding here, and the trainer warns of it."""
-    done = replay(run, changed=["algorithm.policy_loss=gspo", "learner.dtype=bfloat16"])
+    done = replay_run(run, changed_settings=["algorithm.policy_loss=gspo", "learner.dtype=bfloat16"])
     assert (done.last, done.difference) == (STEPS, None)
 
 
@@ -115,30 +118,30 @@ def test_steps_that_a_resume_took_back_are_not_replayed(tmp_path, model):
     config = recorded_config(model)
     learner = build_learner(config, model)
     record(tmp_path, config, model, steps=(1, 2), learner=learner)
-    state = learner.state()
-    assert state.facts.steps
+    state = learner.capture_state()
+    assert state.metadata.steps
     record(tmp_path, config, model, steps=(3, 4), lineage=1, learner=learner)
     learner.close()
     other = recorded_config(model, learner={"lr": 1.0})
     record(tmp_path, other, model, steps=(3, 4, 5))
-    assert [path.name for path in find_steps(tmp_path)] == [
+    assert [path.name for path in find_recorded_steps(tmp_path)] == [
         *("000000001-0000.step", "000000002-0000.step"),
         *("000000003-0001.step", "000000004-0001.step"),
     ]
 
 
 def test_a_missing_or_damaged_step_is_named(run):
-    second = find_steps(run)[1]
+    second = find_recorded_steps(run)[1]
     data = bytearray(second.read_bytes())
     data[-20] ^= 1
     second.write_bytes(data)
     with pytest.raises(RecordingError, match="000000002-0000"):
-        replay(run)
+        replay_run(run)
     second.unlink()
     with pytest.raises(RecordingError, match="no step 2, of 4"):
-        replay(run)
+        replay_run(run)
     with pytest.raises(RecordingError, match="no recording"):
-        find_steps(run / "elsewhere")
+        find_recorded_steps(run / "elsewhere")
 
 
 def test_what_cannot_be_written_is_reported_and_ends_nothing(tmp_path, model):
@@ -220,11 +223,19 @@ def moment(backend):
 
 LEARNER, LOSSES = "r3async.learner", "r3async.learner.losses"
 PLANTED = {
-    "advantages of another scale": (f"{LOSSES}.advantages.baseline_and_scale", scaled(1.0001, at=1), "advantages"),
-    "an advantage with another baseline": (f"{LOSSES}.advantages.baseline_and_scale", scaled(1.1, at=0), "advantages"),
-    "other weights in the loss": (f"{LEARNER}.preparation.loss_weights", scaled(1.01), "advantages"),
+    "advantages of another scale": (
+        f"{LOSSES}.advantages.compute_baseline_and_scale",
+        scaled(1.0001, at=1),
+        "advantages",
+    ),
+    "an advantage with another baseline": (
+        f"{LOSSES}.advantages.compute_baseline_and_scale",
+        scaled(1.1, at=0),
+        "advantages",
+    ),
+    "other weights in the loss": (f"{LEARNER}.preparation.compute_loss_weights", scaled(1.01), "advantages"),
     "groups in another minibatch": (
-        f"{LEARNER}.preparation.divide",
+        f"{LEARNER}.preparation.partition_groups",
         lambda call: lambda *a: call(*a)[::-1],
         "advantages",
     ),
@@ -241,53 +252,57 @@ PLANTED = {
         "logprobs",
     ),
     "attention with another scale": (
-        f"{LEARNER}.attention._attend",
+        f"{LEARNER}.attention._attend_bucket",
         with_argument(6, lambda scale: (scale or 0.25) * 1.01),
         "logprobs",
     ),
     "routes that are not replayed": (
-        f"{LEARNER}.trainer.begin",
-        of_learner(lambda b: setattr(b.replay, "enabled", False)),
+        f"{LEARNER}.trainer.begin_minibatch",
+        of_learner(lambda b: setattr(b.replay, "is_enabled", False)),
         "logprobs",
     ),
-    "a loss of another scale": (f"{LEARNER}.minibatch.objective", scaled(1.0001, at=0), "gradients"),
+    "a loss of another scale": (f"{LEARNER}.minibatch.compute_loss", scaled(1.0001, at=0), "gradients"),
     "advantages that are larger in the loss": (
         f"{LEARNER}.minibatch.TokenBatch",
         with_argument("advantages", lambda a: a * 1.01),
         "gradients",
     ),
     "another coefficient of the trust region": (
-        f"{LOSSES}.drift.TrustRegion._bounded",
+        f"{LOSSES}.drift.TrustRegion._clamp_coefficient",
         lambda call: lambda self, coef: call(self, coef) * 1.01,
         "gradients",
     ),
     "another norm that gradients are clipped to": (
-        f"{LEARNER}.trainer.begin",
+        f"{LEARNER}.trainer.begin_minibatch",
         of_learner(lambda b: setattr(b.optimizer, "_max_norm", 0.01)),
         "weights",
     ),
-    "another learning rate": (f"{LEARNER}.optimizer.learning_rate", scaled(1.001), "weights"),
+    "another learning rate": (f"{LEARNER}.optimizer.compute_learning_rate", scaled(1.001), "weights"),
     "another weight decay": (
-        f"{LEARNER}.trainer.begin",
+        f"{LEARNER}.trainer.begin_minibatch",
         of_learner(groups_of_adam("weight_decay", lambda w: 2 * w)),
         "weights",
     ),
     "another epsilon": (
-        f"{LEARNER}.trainer.begin",
+        f"{LEARNER}.trainer.begin_minibatch",
         of_learner(groups_of_adam("eps", lambda e: 10 * e)),
         "weights",
     ),
     "another beta": (
-        f"{LEARNER}.trainer.begin",
+        f"{LEARNER}.trainer.begin_minibatch",
         of_learner(groups_of_adam("betas", lambda b: (b[0], b[1] * 0.99))),
         "weights",
     ),
     "moments that were changed behind it": (
-        f"{LEARNER}.digests.Digests.take",
+        f"{LEARNER}.digests.StageDigests.pop_digests",
         lambda call: lambda self, backend: (moment(backend), call(self, backend))[1],
         "moments",
     ),
-    "a figure that is counted otherwise": (f"{LEARNER}.trainer.result_of", lambda call: counted(call), "metrics"),
+    "a figure that is counted otherwise": (
+        f"{LEARNER}.trainer.build_minibatch_result",
+        lambda call: counted(call),
+        "metrics",
+    ),
 }
 
 
@@ -312,7 +327,7 @@ def recorded_run(tmp_path_factory, model):
 def test_a_change_of_the_code_is_found_in_its_step_and_stage(recorded_run, monkeypatch, name):
     target, change, stage = PLANTED[name]
     owner, _, attribute = target.rpartition(".")
-    count, prepared = 0, Trainer.prepared
+    count, prepared = 0, Trainer.prepare_step
 
     def counting(self, groups):
         nonlocal count
@@ -322,8 +337,8 @@ def test_a_change_of_the_code_is_found_in_its_step_and_stage(recorded_run, monke
             monkeypatch.setattr(owned, attribute, change(getattr(owned, attribute)))
         return prepared(self, groups)
 
-    monkeypatch.setattr(Trainer, "prepared", counting)
-    difference = replay(recorded_run).difference
+    monkeypatch.setattr(Trainer, "prepare_step", counting)
+    difference = replay_run(recorded_run).difference
     assert difference is not None
     assert (difference.step, difference.stage) == (3, stage)
 
@@ -345,7 +360,7 @@ def test_the_command_says_whether_all_is_the_same(recorded_run, monkeypatch):
     done = CliRunner().invoke(app, ["replay", str(recorded_run)])
     assert done.exit_code == 0, done.output
     assert "every digest and metric is the run's" in done.output
-    monkeypatch.setattr("r3async.learner.optimizer.learning_rate", lambda *_: 1e-3)
+    monkeypatch.setattr("r3async.learner.optimizer.compute_learning_rate", lambda *_: 1e-3)
     done = CliRunner().invoke(app, ["replay", str(recorded_run), "--json"])
     assert done.exit_code == 1
     said = json.loads(done.stdout.splitlines()[-1])

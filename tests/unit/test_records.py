@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 from r3async.data.records import SCHEMA, Column, SchemaError, TokenTable
 from tests.helpers.wire import make_supports
 
-EXTRA = SCHEMA.with_column(Column("made_up", ("int16", "int32"), 7, inner=("width",)))
+EXTRA = SCHEMA.with_column(Column("made_up", ("int16", "int32"), 7, inner_dims=("width",)))
 
 
 def make_table(length, *, seed=0, layers=2, top_k=2, wide=False, schema=SCHEMA):
     rng = np.random.default_rng(seed)
     columns = {}
     for name, column in schema.columns.items():
-        if column.sets:
+        if column.holds_sets:
             columns[name] = make_supports(rng, length)
             continue
         dtype = column.dtypes[-1 if wide else 0]
         inner = {"layers": layers, "top_k": top_k, "width": 3}
-        shape = (length, *(inner[d] for d in column.inner))
+        shape = (length, *(inner[d] for d in column.inner_dims))
         columns[name] = rng.integers(0, 2 if dtype == "bool" else 100, shape).astype(dtype)
     return TokenTable(columns, schema)
 
@@ -36,19 +36,19 @@ def test_slicing_a_concat_gives_back_every_column_of_every_part(sizes, schema):
     assert list(whole) == list(schema.columns)
     at = 0
     for table in tables:
-        assert whole.slice(at, at + len(table)) == table
+        assert whole.slice_rows(at, at + len(table)) == table
         at += len(table)
 
 
 @given(st.integers(0, 6), st.integers(0, 6), st.sampled_from([SCHEMA, EXTRA]))
 def test_padding_appends_the_declared_fill_of_every_column(length, extra, schema):
     table = make_table(length, schema=schema)
-    padded = table.padded(length + extra, fills={"token_ids": 99})
-    assert padded.slice(0, length) == table
-    tail = padded.slice(length, length + extra)
+    padded = table.pad_to(length + extra, fills={"token_ids": 99})
+    assert padded.slice_rows(0, length) == table
+    tail = padded.slice_rows(length, length + extra)
     for name, column in schema.columns.items():
-        if column.sets:
-            assert not tail[name].recorded.any()
+        if column.holds_sets:
+            assert not tail[name].recorded_mask.any()
             continue
         fill = 99 if name == "token_ids" else column.fill
         expected = np.arange(tail[name].shape[-1]) if fill == "arange" else fill
@@ -67,7 +67,7 @@ def test_concat_widens_a_narrow_dtype_and_wraps_nothing():
 
 def test_a_column_on_some_tables_only_is_refused_by_name():
     with pytest.raises(SchemaError, match="advantages"):
-        TokenTable.concat([make_table(2), make_table(2).without("advantages")])
+        TokenTable.concat([make_table(2), make_table(2).without_columns("advantages")])
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_a_table_that_does_not_fit_the_schema_is_refused(change, message):
 
 def test_a_missing_required_column_is_refused():
     with pytest.raises(SchemaError, match="'token_ids' is missing"):
-        make_table(2).without("token_ids")
+        make_table(2).without_columns("token_ids")
 
 
 def test_a_table_never_shrinks_by_padding():
     with pytest.raises(SchemaError, match="cannot pad"):
-        make_table(3).padded(2)
+        make_table(3).pad_to(2)
 
 
 def test_the_fingerprint_changes_with_the_declaration():

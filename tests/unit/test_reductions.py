@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from r3async.learner.losses.objective import loss_weights
+from r3async.learner.losses.objective import compute_loss_weights
 from tests.helpers.algorithms import REDUCTIONS
 
 masks_strategy = st.lists(st.lists(st.booleans(), max_size=6), max_size=6)
@@ -48,7 +48,7 @@ def test_weights_against_means(reduction, data, masks):
     )
     rng = np.random.default_rng(0)
     values = [rng.normal(size=len(m)) for m in arrays]
-    weights = loss_weights(arrays, episodes, groups, reduction, norm_length=5)
+    weights = compute_loss_weights(arrays, episodes, groups, reduction, norm_length=5)
     assert [w.dtype for w in weights] == [np.float32] * len(arrays)
     assert all((w[~m] == 0).all() and (w[m] > 0).all() for w, m in zip(weights, arrays, strict=True))
     got = sum(float(w @ v) for w, v in zip(weights, values, strict=True))
@@ -67,13 +67,13 @@ def test_weights_of_one_step():
         "prompt_mean": [1 / 6, 1 / 6, 1 / 6],
     }
     for reduction, want in first.items():
-        weights = loss_weights(masks, episodes, groups, reduction, norm_length=10)
+        weights = compute_loss_weights(masks, episodes, groups, reduction, norm_length=10)
         assert [float(weights[i].max()) for i in (0, 1, 3)] == pytest.approx(want)
         assert not weights[2].any()
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_step_that_trains_nothing_has_no_weights(reduction):
-    assert loss_weights([], [], [], reduction, norm_length=1) == []
-    weights = loss_weights([np.zeros(3, bool), np.zeros(0, bool)], [0, 1], [0, 1], reduction, norm_length=1)
+    assert compute_loss_weights([], [], [], reduction, norm_length=1) == []
+    weights = compute_loss_weights([np.zeros(3, bool), np.zeros(0, bool)], [0, 1], [0, 1], reduction, norm_length=1)
     assert [w.tolist() for w in weights] == [[0, 0, 0], []]

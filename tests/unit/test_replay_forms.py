@@ -9,7 +9,7 @@ import torch
 from r3async.data import packed
 from r3async.data.packed import PackedRoutes
 from r3async.data.records import Sample, Trajectory
-from r3async.learner.batch.packing import collate
+from r3async.learner.batch.packing import collate_samples
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import train_minibatch
@@ -25,14 +25,14 @@ TOP_K = 4
 
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch):
-    monkeypatch.setattr(packed, "MIN_BYTES", 1)
+    monkeypatch.setattr(packed, "MIN_PACKED_BYTES", 1)
 
 
-def sent(samples: list[Sample], form: packed.Form) -> list[Sample]:
+def sent(samples: list[Sample], form: packed.RouteForm) -> list[Sample]:
     """As the learner receives them."""
     frames = encode_trajectory(Trajectory("t", 0, 0, 1, "g0", "eos", [], samples), routes=form)
     received = decode_trajectory([bytes(frame) for frame in frames]).samples
-    kept = [dict(sample.table.kept())["routed_experts"] for sample in received]
+    kept = [dict(sample.table.stored_items())["routed_experts"] for sample in received]
     assert all((rows.form if isinstance(rows, PackedRoutes) else "plain") == form for rows in kept)
     return received
 
@@ -55,9 +55,9 @@ def check_every_form(load, samples: list[Sample]) -> None:
     made = []
     for variant in [*(sent(samples, form) for form in FORMS), backwards(samples)]:
         learner = load()
-        result = train_minibatch(learner, [collate(variant[:3]), collate(variant[3:])])
+        result = train_minibatch(learner, [collate_samples(variant[:3]), collate_samples(variant[3:])])
         assert result.metrics["routing/agreement"] < 0.5
-        made.append((result.metrics["loss/policy"], learner.export()))
+        made.append((result.metrics["loss/policy"], learner.export_weights()))
     (loss, weights), *others = made
     for other_loss, other_weights in others:
         assert other_loss == loss
@@ -68,10 +68,10 @@ def check_every_form(load, samples: list[Sample]) -> None:
 def test_a_step_of_the_torch_learner(tmp_path, family):
     path = plain.make_model(tmp_path / "model", family, num_experts_per_tok=TOP_K)
     samples = plain.recorded_samples(plain.moe_layers(family))
-    check_every_form(lambda: TorchLearner.load(plain.settings(), path), of_four(samples))
+    check_every_form(lambda: TorchLearner.from_pretrained(plain.settings(), path), of_four(samples))
 
 
 def test_a_step_of_the_megatron_learner(tmp_path):
     path = models.make_hf_model(tmp_path / "model", num_experts_per_tok=TOP_K)
     samples = megatron.fully_recorded(models.make_samples(3, megatron.LENGTHS))
-    check_every_form(lambda: MegatronLearner.load(megatron.settings(), path), of_four(samples))
+    check_every_form(lambda: MegatronLearner.from_pretrained(megatron.settings(), path), of_four(samples))

@@ -7,20 +7,20 @@ import pytest
 
 from r3async.checkpoint import (
     CheckpointError,
-    Due,
-    check_model,
-    check_settings,
+    CheckpointSchedule,
+    check_resume_settings,
+    check_start_model,
     restore_admission,
 )
-from r3async.checkpoint.resume import fingerprint_model, rewind
+from r3async.checkpoint.resume import fingerprint_model, rewind_records
 from r3async.checkpoint.state import decode_state, encode_state
-from r3async.config import CheckpointConfig, ConfigError, ScheduleConfig, config_from_dict, to_dict
-from r3async.schedule.admission import Admission
+from r3async.config import CheckpointConfig, ConfigError, ScheduleConfig, config_from_dict, config_to_dict
+from r3async.schedule.admission import AdmissionController
 from tests.helpers.checkpoint import run_state
 
 
 def changed(**changes):
-    saved = to_dict(config_from_dict({"name": "a", "seed": 1}))
+    saved = config_to_dict(config_from_dict({"name": "a", "seed": 1}))
     data = {"name": "b", "resume": "auto", "seed": 1}
     for key, value in changes.items():
         *sections, last = key.split("__")
@@ -28,7 +28,7 @@ def changed(**changes):
         for section in sections:
             inner = inner.setdefault(section, {})
         inner[last] = value
-    return check_settings(saved, config_from_dict(data))
+    return check_resume_settings(saved, config_from_dict(data))
 
 
 def test_settings_of_training_may_differ_and_are_named():
@@ -71,13 +71,13 @@ def test_what_may_not_differ_is_named_with_both_values_and_with_what_may(key, va
 
 
 def test_a_setting_that_was_added_later_has_its_default():
-    config = to_dict(config_from_dict({}))
+    config = config_to_dict(config_from_dict({}))
     del config["schedule"]["minibatches_per_step"], config["checkpoint"]
     config["env"]["gone"] = "x"
     with pytest.raises(CheckpointError, match=r"`env\.gone` was 'x' and is None"):
-        check_settings(config, config_from_dict({}))
+        check_resume_settings(config, config_from_dict({}))
     del config["env"]["gone"]
-    assert check_settings(config, config_from_dict({})) == {}
+    assert check_resume_settings(config, config_from_dict({})) == {}
 
 
 def test_another_start_model_is_refused(tmp_path):
@@ -85,19 +85,19 @@ def test_another_start_model_is_refused(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(300_000))
     state = run_state(3, model_path=str(tmp_path), model_fingerprint=fingerprint_model(tmp_path))
-    check_model(state, tmp_path)
+    check_start_model(state, tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    check_model(state, tmp_path)
+    check_start_model(state, tmp_path)
     for at in (0, 150_000, 299_999):
         data = bytearray(300_000)
         data[at] = 1
         weights.write_bytes(data)
         with pytest.raises(CheckpointError, match=r"is not the one that the run began with.*model\.path"):
-            check_model(state, tmp_path)
+            check_start_model(state, tmp_path)
     weights.unlink()
     (tmp_path / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"it has no config\.json"):
-        check_model(state, tmp_path)
+        check_start_model(state, tmp_path)
 
 
 def test_the_books_come_back_as_they_were():
@@ -135,7 +135,7 @@ def test_records_go_back_to_the_step(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("one\ntwo\nthree\n")
     (tmp_path / "routing.jsonl").write_text("one\n")
     lengths = {"metrics.jsonl": 8, "routing.jsonl": 100, "gone.jsonl": 5, "../metrics.jsonl": 0, "x" * 5000: 0}
-    assert rewind(tmp_path, lengths) == {"metrics.jsonl": 6}
+    assert rewind_records(tmp_path, lengths) == {"metrics.jsonl": 6}
     assert (tmp_path / "metrics.jsonl").read_text() == "one\ntwo\n"
     assert (tmp_path / "routing.jsonl").read_text() == "one\n"
 
@@ -154,8 +154,8 @@ def test_records_go_back_to_the_step(tmp_path):
 )
 def test_leases_that_do_not_add_up_are_refused(changes, message):
     schedule = ScheduleConfig(max_staleness=1, groups_per_step=2, samples_per_group=2)
-    admission = Admission(schedule, task_seed=lambda group: group)
-    state = run_state(3, version=3, consumed=0, admission=admission.snapshot() | {"version": 3})
+    admission = AdmissionController(schedule, choose_task=lambda group: group)
+    state = run_state(3, version=3, consumed=0, admission=admission.state_dict() | {"version": 3})
     restore_admission(admission, state)
     with pytest.raises(CheckpointError, match=rf"run\.json: admission: {message}"):
         restore_admission(admission, msgspec.structs.replace(state, admission=state.admission | changes))
@@ -163,16 +163,18 @@ def test_leases_that_do_not_add_up_are_refused(changes, message):
 
 def test_a_checkpoint_is_due_by_steps_and_by_time():
     now = [0.0]
-    due = Due(CheckpointConfig(every_steps=10, every_minutes=2), lambda: now[0])
-    assert [s for s in range(1, 31) if due(s) and due.done(s) is None] == [10, 20, 30]
+    due = CheckpointSchedule(CheckpointConfig(every_steps=10, every_minutes=2), lambda: now[0])
+    assert [s for s in range(1, 31) if due(s) and due.mark_begun(s) is None] == [10, 20, 30]
     assert not due(31)
     now[0] = 120.0
     assert due(31)
-    due.done(31)
+    due.mark_begun(31)
     assert not due(32)
-    best = Due(CheckpointConfig(every_steps=10, every_minutes=0, keep_best="reward_mean"), lambda: now[0], 4)
-    assert [s for s in range(1, 21) if best(s) and best.done(s) is None] == [4, 8, 10, 12, 16, 20]
-    never = Due(CheckpointConfig(every_steps=0, every_minutes=0), lambda: now[0])
+    best = CheckpointSchedule(
+        CheckpointConfig(every_steps=10, every_minutes=0, keep_best="reward_mean"), lambda: now[0], 4
+    )
+    assert [s for s in range(1, 21) if best(s) and best.mark_begun(s) is None] == [4, 8, 10, 12, 16, 20]
+    never = CheckpointSchedule(CheckpointConfig(every_steps=0, every_minutes=0), lambda: now[0])
     now[0] = 1e9
     assert not any(never(s) for s in range(1, 1000))
 

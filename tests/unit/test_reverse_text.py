@@ -4,8 +4,8 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action
-from r3async.envs.factory import environment_factory
-from r3async.envs.tasks import ReverseText, position_reward
+from r3async.envs.factory import build_environment_factory
+from r3async.envs.tasks import ReverseText, score_positions
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from r3async.envs.tasks import ReverseText, position_reward
     ],
 )
 def test_reward_is_the_fraction_of_right_positions(answer, stop, reward):
-    assert position_reward(Action(answer, stop), "dcba") == pytest.approx(reward)
+    assert score_positions(Action(answer, stop), "dcba") == pytest.approx(reward)
 
 
 async def test_the_oracle_earns_one_in_all_in_equal_shares_and_the_episode_ends():
@@ -51,8 +51,8 @@ async def test_equal_seeds_pose_equal_tasks_and_others_differ():
 )
 def test_a_wrong_environment_is_refused_with_the_fix(config, message):
     with pytest.raises(ConfigError, match=message):
-        environment_factory(config)
+        build_environment_factory(config)
 
 
 def test_a_users_class_is_loaded_by_path():
-    assert isinstance(environment_factory(EnvConfig(name="r3async.envs.tasks:ReverseText"))(), ReverseText)
+    assert isinstance(build_environment_factory(EnvConfig(name="r3async.envs.tasks:ReverseText"))(), ReverseText)

@@ -8,7 +8,7 @@ import torch
 
 from r3async.config import ConfigError, config_from_dict
 from r3async.learner import build_learner
-from r3async.learner.batch.packing import collate, pack
+from r3async.learner.batch.packing import collate_samples, pack_samples
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.learner import fully_recorded
@@ -35,7 +35,7 @@ def config(backend: str = "megatron", recompute: str = "none", coef: float = COE
 
 def batch(budget: int = 64, advantage: float = 0.0):
     samples = fully_recorded(hm.make_samples(3, LENGTHS))
-    return pack(
+    return pack_samples(
         [
             type(s)(s.sample_id, s.table.with_columns(advantages=np.full(len(s.table), advantage, np.float32)))
             for s in samples
@@ -57,7 +57,7 @@ def expected(model_path):
     """
     model = hm.load_hf(model_path)
     logits: list[list[torch.Tensor]] = [[] for _ in range(hm.LAYERS)]
-    whole = collate(fully_recorded(hm.make_samples(3, LENGTHS)))
+    whole = collate_samples(fully_recorded(hm.make_samples(3, LENGTHS)))
     routes = whole.table["routed_experts"]
     gates = [layer.mlp.gate for layer in model.model.layers]
     for start, stop in zip(whole.cu_seqlens, whole.cu_seqlens[1:], strict=False):

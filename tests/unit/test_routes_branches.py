@@ -51,7 +51,7 @@ class Updating:
         seen, known = [*prompt, *sampled], len(prompt) + spans[0].stop - 1
         rows = [route(salt, salt if i < known else self.version, seen[: i + 1]) for i in range(len(seen) - 1)]
         self.passes.append(np.asarray(rows))
-        first = request.routes_wanted(salt)
+        first = request.resolve_routes_from(salt)
         out = Generation(
             np.asarray(sampled, np.int32),
             np.full(n, -0.5, np.float32),
@@ -85,23 +85,23 @@ def test_a_row_that_branches_has_the_routes_of_its_own_call_whatever_changed_sin
     written, spoken, history, mode, plan
 ):
     chat = renderer(written)
-    tokens = [[*chat.encode(text), *([chat.end_id] if ended or not text else [])] for text, ended in spoken]
+    tokens = [[*chat.encode(text), *([chat.eos_token_id] if ended or not text else [])] for text, ended in spoken]
     script = [
         (how, [Message(role, text) for role, text in messages] + [Message("user", "?")]) for how, messages in history
     ]
     limits = EpisodeConfig(max_turns=32, max_new_tokens=64, max_prompt_tokens=6000, max_total_tokens=8000, rows=mode)
     engine = Updating(tokens, plan)
-    trajectory = asyncio.run(EpisodePlayer(EpisodeTask(0, 0, 0), Told(script), engine, chat, limits).play())
+    trajectory = asyncio.run(EpisodePlayer(EpisodeTask(0, 0, 0), Told(script), engine, chat, limits).play_episode())
     check(trajectory, engine)
 
 
 def played(plan, turns=4) -> Updating:
     """Thoughts are stripped, so every turn is a row of its own."""
     chat = renderer(QWEN3)
-    engine = Updating([[*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.end_id]], plan)
+    engine = Updating([[*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.eos_token_id]], plan)
     script = [("say", [Message("user", f"{i}?")]) for i in range(turns - 1)]
     limits = EpisodeConfig(max_turns=32, max_new_tokens=64, max_prompt_tokens=6000, max_total_tokens=8000)
-    trajectory = asyncio.run(EpisodePlayer(EpisodeTask(0, 0, 0), Told(script), engine, chat, limits).play())
+    trajectory = asyncio.run(EpisodePlayer(EpisodeTask(0, 0, 0), Told(script), engine, chat, limits).play_episode())
     assert len(trajectory.samples) == turns
     check(trajectory, engine)
     return engine
@@ -141,48 +141,48 @@ def generation(prompt: list[int], sampled: list[int], first: int, version: int, 
 def test_an_engine_that_keeps_rows_back_for_other_weights_leaves_them_unrecorded():
     """It was told for which version the rows are known, and did not mind: no row of older weights stands in for them."""
     rows = EpisodeSamples(SHAPE, "stepwise")
-    rows.end(rows.begin([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0))
-    call = rows.begin([1, 2, 3, 5])
+    rows.finish_call(rows.start_call([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0))
+    call = rows.start_call([1, 2, 3, 5])
     assert (call.routes_from, call.routes_version) == (3, 0)
-    rows.end(call, generation([1, 2, 3, 5], [6], 3, version=1))
-    samples, _ = rows.build("g", 1.0)
+    rows.finish_call(call, generation([1, 2, 3, 5], [6], 3, version=1))
+    samples, _ = rows.build_samples("g", 1.0)
     assert samples[1].table["routing_recorded"].tolist() == [False, False, False, True, False]
 
 
 def test_what_its_own_call_returned_goes_before_what_is_shared():
     rows = EpisodeSamples(SHAPE, "stepwise")
-    rows.end(rows.begin([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0))
+    rows.finish_call(rows.start_call([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0))
     again = generation([1, 2, 3], [4], 0, version=0)
     other = (again.routed_experts + 1) % SHAPE.num_experts  # the same weights in another batch
-    call = rows.begin([1, 2, 3])
-    rows.end(call, Generation(again.token_ids, again.logprobs, again.version_spans, other, 0, "stop"))
-    samples, _ = rows.build("g", 1.0)
+    call = rows.start_call([1, 2, 3])
+    rows.finish_call(call, Generation(again.token_ids, again.logprobs, again.version_spans, other, 0, "stop"))
+    samples, _ = rows.build_samples("g", 1.0)
     assert np.array_equal(samples[1].table["routed_experts"][:3], other)
 
 
 def test_positions_that_came_without_a_row_are_asked_for_by_the_branch():
     rows = EpisodeSamples(SHAPE, "stepwise")
-    rows.end(rows.begin([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0, rows=False))
-    assert rows.begin([1, 2, 3, 4]).routes_from == 0
+    rows.finish_call(rows.start_call([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0, rows=False))
+    assert rows.start_call([1, 2, 3, 4]).routes_from == 0
 
 
 def test_a_branch_that_failed_is_asked_again_for_rows_of_the_weights_that_answer_it():
     """Its first try was under the weights of the row it shares, its second under newer ones."""
     rows = EpisodeSamples(SHAPE, "stepwise")
-    rows.end(rows.begin([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0))
-    rows.cancel(rows.begin([1, 2, 3, 5]))
-    call = rows.begin([1, 2, 3, 5])
+    rows.finish_call(rows.start_call([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0))
+    rows.cancel_call(rows.start_call([1, 2, 3, 5]))
+    call = rows.start_call([1, 2, 3, 5])
     assert (call.routes_from, call.routes_version) == (3, 0)
     request = GenerationRequest("r", np.asarray([1, 2, 3, 5], np.int32), 4, routes_from=3, routes_version=0)
-    assert [request.routes_wanted(version) for version in (0, 1)] == [3, 0]
+    assert [request.resolve_routes_from(version) for version in (0, 1)] == [3, 0]
     own = generation([1, 2, 3, 5], [6], 0, version=1)
-    rows.end(call, own)
-    samples, _ = rows.build("g", 1.0)
+    rows.finish_call(call, own)
+    samples, _ = rows.build_samples("g", 1.0)
     assert np.array_equal(samples[1].table["routed_experts"][:4], own.routed_experts)
 
 
 def test_a_continued_row_keeps_its_rows_whatever_version_asks():
     rows = EpisodeSamples(SHAPE)
-    rows.end(rows.begin([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0))
-    call = rows.begin([1, 2, 3, 4, 5])
+    rows.finish_call(rows.start_call([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0))
+    call = rows.start_call([1, 2, 3, 4, 5])
     assert (call.routes_from, call.routes_version) == (3, None)

@@ -15,14 +15,14 @@ from r3async.learner import RouteTrace
 from r3async.record import routes
 from r3async.record.merging import merge_traces
 from r3async.record.routes import (
-    ROUTES,
+    ROUTES_CONTAINER,
     EngineCall,
     RouteFile,
     RouteFileError,
     RouteIndex,
     TrainedRoutes,
-    load,
-    scan,
+    load_route_record,
+    scan_route_file,
 )
 from r3async.record.verify import verify_routes
 from tests.helpers.routes import ID, LAYERS, episode, experts
@@ -38,16 +38,16 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
         engine.append(each)
     index = RouteIndex(tmp_path)
     assert index.problems == []
-    (entry,) = index.trained
-    again = load(entry, TrainedRoutes)
+    (entry,) = index.trained_entries
+    again = load_route_record(entry, TrainedRoutes)
     for name, value in msgspec.structs.asdict(trained).items():
         found = getattr(again, name)
         np.testing.assert_array_equal(found, value)
         assert not isinstance(value, np.ndarray) or (found.dtype, found.shape) == (value.dtype, value.shape)
-    assert [c.turn for c in index.calls_of(ID)] == [0, 1], "in order of time, not of writing"
-    assert verify_routes(index).verified
+    assert [c.turn for c in index.load_calls(ID)] == [0, 1], "in order of time, not of writing"
+    assert verify_routes(index).is_verified
     with pytest.raises(RouteFileError, match="a record of TrainedRoutes"):
-        load(entry, EngineCall)
+        load_route_record(entry, EngineCall)
 
 
 @pytest.mark.parametrize("cut", [1, 20, 10_000])
@@ -59,12 +59,12 @@ def test_a_torn_file_is_read_up_to_there_and_reported(tmp_path: Path, cut: int) 
     whole = path.stat().st_size
     file.append(trained)
     path.write_bytes(path.read_bytes()[: min(whole + cut, 2 * whole - 1)])
-    entries, problem = scan(path)
+    entries, problem = scan_route_file(path)
     assert len(entries) == 1
     assert f"from byte {whole} on there is no record" in problem
     assert "its process was killed, or is still writing" in problem
     index = RouteIndex(tmp_path)
-    assert len(index.trained) == 1
+    assert len(index.trained_entries) == 1
     assert index.problems == [problem]
 
 
@@ -75,19 +75,22 @@ def test_damage_is_reported_and_not_taken_for_routes(tmp_path: Path) -> None:
     path = tmp_path / "learner.0.routes"
     good = path.read_bytes()
     path.write_bytes(good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])  # the last 7 bytes may be padding
-    ((entry,), problem) = scan(path)
+    ((entry,), problem) = scan_route_file(path)
     assert problem == ""
     with pytest.raises(RouteFileError, match=r"learner\.0\.routes: the record at byte \d+ is damaged"):
-        load(entry, TrainedRoutes)
+        load_route_record(entry, TrainedRoutes)
     header = good.index(b"kind")
     path.write_bytes(good[:header] + bytes([good[header] ^ 1]) + good[header + 1 :] + good)
-    assert scan(path)[0] == []
-    assert "the record at byte 0 is damaged" in scan(path)[1]
+    assert scan_route_file(path)[0] == []
+    assert "the record at byte 0 is damaged" in scan_route_file(path)[1]
     path.write_bytes(good + b"something else entirely, longer than a frame's head")
-    assert f"from byte {len(good)} on there is no record: b'somethin' is not the beginning of a record" in scan(path)[1]
+    assert (
+        f"from byte {len(good)} on there is no record: b'somethin' is not the beginning of a record"
+        in scan_route_file(path)[1]
+    )
     path.write_bytes(b"R3RT" + good[4:])  # before they were containers
-    assert scan(path)[0] == []
-    assert "is not the beginning of a record, which is b'r3route2'" in scan(path)[1]
+    assert scan_route_file(path)[0] == []
+    assert "is not the beginning of a record, which is b'r3route2'" in scan_route_file(path)[1]
 
 
 def test_a_process_that_comes_back_writes_a_file_of_its_own(tmp_path: Path) -> None:
@@ -100,15 +103,17 @@ def test_a_process_that_comes_back_writes_a_file_of_its_own(tmp_path: Path) -> N
 
 def test_threads_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = RouteFile(tmp_path, "learner")
-    opened = file._open
-    monkeypatch.setattr(file, "_open", lambda: (time.sleep(0.05), opened())[1])  # so that all of them want to open it
+    opened = file._open_file
+    monkeypatch.setattr(
+        file, "_open_file", lambda: (time.sleep(0.05), opened())[1]
+    )  # so that all of them want to open it
     trained, _ = episode()
     threads = [threading.Thread(target=lambda: [file.append(trained) for _ in range(50)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    entries, problem = scan(tmp_path / "learner.0.routes")
+    entries, problem = scan_route_file(tmp_path / "learner.0.routes")
     assert (len(entries), problem) == (200, "")
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -179,19 +184,23 @@ def test_an_index_reads_on_where_it_stopped_and_never_twice(tmp_path: Path, monk
     trained, calls = episode()
     learner, engine = RouteFile(tmp_path / "routes", "learner"), RouteFile(tmp_path / "routes", "engine-0")
     index = RouteIndex(tmp_path)
-    assert index.read_on() == []
+    assert index.read_new() == []
     scanned: list[int] = []
-    monkeypatch.setattr(routes, "scan", lambda path, at, files: (scanned.append(at), scan(path, at, files=files))[1])
+    monkeypatch.setattr(
+        routes,
+        "scan_route_file",
+        lambda path, at, files: (scanned.append(at), scan_route_file(path, at, files=files))[1],
+    )
     for step in (1, 2, 3):
         learner.append(msgspec.structs.replace(trained, step=step))
         engine.append(calls[step % 2])
-        assert [entry.facts["step"] for entry in index.read_on()] == [step]
-        assert index.read_on() == []
+        assert [entry.facts["step"] for entry in index.read_new()] == [step]
+        assert index.read_new() == []
     assert scanned[-1] > scanned[0] == 0, "from its last record on"
     with learner.path.open("ab") as file:
-        file.write(ROUTES.magic + b"half")
-    assert index.read_on() == []
+        file.write(ROUTES_CONTAINER.magic + b"half")
+    assert index.read_new() == []
     assert "no record" in index.problems[0]
     whole = RouteIndex(tmp_path)
-    assert (index.trained, index.calls) == (whole.trained, whole.calls)
-    assert [entry.facts["time"] for entry in index.calls[ID]] == [0.0, 1.0, 1.0]
+    assert (index.trained_entries, index.call_entries) == (whole.trained_entries, whole.call_entries)
+    assert [entry.facts["time"] for entry in index.call_entries[ID]] == [0.0, 1.0, 1.0]

@@ -14,19 +14,19 @@ from r3async.config import Config, ConfigError, EpisodeConfig, config_from_dict
 from r3async.data.records import Sample, TokenTable
 from r3async.envs.tasks import ReverseText
 from r3async.learner import MinibatchResult, RouteTrace
-from r3async.learner.batch.packing import aligned, pack
+from r3async.learner.batch.packing import pack_samples, pad_to_multiple
 from r3async.learner.replay import RoutingReplay
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.record.routes import (
-    LOAD_EVERY,
+    EXPERT_LOAD_EVERY,
+    RouteFileTracer,
     RouteIndex,
-    StepTracer,
-    TracePlan,
+    TraceFilter,
     TrainedRoutes,
-    load,
-    parse_id,
-    recording,
-    scan,
+    load_route_record,
+    parse_episode_id,
+    record_engine_routes,
+    scan_route_file,
 )
 from r3async.record.verify import verify_routes
 from r3async.rollout.chat import ChatRenderer
@@ -34,8 +34,8 @@ from r3async.rollout.engines import GenerationRequest
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
-from r3async.tools.init_model import byte_tokenizer
-from r3async.world.real import REAL
+from r3async.tools.init_model import build_byte_tokenizer
+from r3async.world.real import REAL_WORLD
 from tests.helpers.routes import EXPERTS, ID, LAYERS, experts
 
 
@@ -47,15 +47,15 @@ def traced(mode: str = "all", **routing) -> Config:
 
 
 def test_the_plan_is_a_question_of_the_id_alone() -> None:
-    assert parse_id("g00000012e0003s1") == ("g00000012e0003", 12, 3, 1)
-    assert parse_id("score#1") is None
-    plan = TracePlan(traced("sample", trace_every=3))
-    wanted = [g for g in range(30) if plan.wants(f"g{g:08d}e0000t2")]
+    assert parse_episode_id("g00000012e0003s1") == ("g00000012e0003", 12, 3, 1)
+    assert parse_episode_id("score#1") is None
+    plan = TraceFilter(traced("sample", trace_every=3))
+    wanted = [g for g in range(30) if plan.should_trace(f"g{g:08d}e0000t2")]
     assert wanted == [0, 12, 24], "groups_per_step = 4, every third step"
-    assert not plan.wants("g00000012e0001")
-    assert not plan.wants("score#1")
-    assert not TracePlan(traced("off")).wants(ID)
-    assert TracePlan(traced("all")).wants("g00000007e0003s0")
+    assert not plan.should_trace("g00000012e0001")
+    assert not plan.should_trace("score#1")
+    assert not TraceFilter(traced("off")).should_trace(ID)
+    assert TraceFilter(traced("all")).should_trace("g00000007e0003s0")
     with pytest.raises(ConfigError, match="trace_every"):
         traced(trace_every=0)
 
@@ -75,14 +75,14 @@ def request(number: int, start: int, name: str = f"{ID}t") -> GenerationRequest:
 async def test_the_engine_is_recorded_before_its_caller_sees_the_answer(tmp_path: Path) -> None:
     inner = ScriptedEngine([[5, 6, 7, 8]])
     await inner.start()
-    engine = recording(inner, tmp_path, "generator-0", traced())
-    assert (engine.routing, engine.version, engine.stats()["running"]) == (SCRIPTED_ROUTING, -1, 0)
+    engine = record_engine_routes(inner, tmp_path, "generator-0", traced())
+    assert (engine.routing, engine.version, engine.collect_stats()["running"]) == (SCRIPTED_ROUTING, -1, 0)
     first = await engine.generate(request(0, 0))
     second = await engine.generate(request(1, 2))
     await engine.generate(request(0, 0, "other-"))
     rows = first.routed_experts.copy()
     first.routed_experts[:] = 0  # whatever becomes of it, the record is what came
-    calls = RouteIndex(tmp_path).calls_of(ID)
+    calls = RouteIndex(tmp_path).load_calls(ID)
     assert [(c.turn, c.routes_from) for c in calls] == [(0, 0), (1, 2)]
     np.testing.assert_array_equal(calls[0].rows, rows)
     np.testing.assert_array_equal(calls[1].rows, second.routed_experts)
@@ -92,10 +92,10 @@ async def test_the_engine_is_recorded_before_its_caller_sees_the_answer(tmp_path
 
 async def test_an_engine_is_left_alone_where_nothing_is_traced(tmp_path: Path) -> None:
     dense, moe = ScriptedEngine([[5]], routing=None), ScriptedEngine([[5]])
-    assert recording(dense, tmp_path, "g", traced()) is dense
-    assert recording(moe, tmp_path, "g", traced("off")) is moe
+    assert record_engine_routes(dense, tmp_path, "g", traced()) is dense
+    assert record_engine_routes(moe, tmp_path, "g", traced("off")) is moe
     await moe.start()
-    await recording(moe, tmp_path, "g", traced("sample")).generate(request(0, 0, "g00000001e0000t"))
+    await record_engine_routes(moe, tmp_path, "g", traced("sample")).generate(request(0, 0, "g00000001e0000t"))
     assert not (tmp_path / "routes").exists()
 
 
@@ -103,20 +103,20 @@ async def test_routes_that_the_disk_does_not_take_end_no_episode_and_are_written
     (tmp_path / "routes").write_text("a file where the directory should be")
     inner = ScriptedEngine([[5, 6]])
     await inner.start()
-    engine = recording(inner, tmp_path, "generator-0", traced())
+    engine = record_engine_routes(inner, tmp_path, "generator-0", traced())
     for number in range(3):
         assert len((await engine.generate(request(number, 0))).token_ids) == 2
     (tmp_path / "routes").unlink()
-    assert await REAL.keeper.finish(10.0) == 0
+    assert await REAL_WORLD.record_flusher.finish_writes(10.0) == 0
     (path,) = (tmp_path / "routes").iterdir()
-    entries, problem = scan(path)
+    entries, problem = scan_route_file(path)
     assert (len(entries), problem) == (3, "")
 
 
 def step_result(samples: list[Sample], *, whole: bool = True) -> MinibatchResult:
     traces = []
-    for micro_batch in pack(samples, 24):
-        tokens = micro_batch.real_tokens
+    for micro_batch in pack_samples(samples, 24):
+        tokens = micro_batch.num_real_tokens
         own, used = (experts(seed, tokens).astype(np.uint16) for seed in (3, 4))
         columns = list(range(LAYERS if whole else LAYERS - 1))
         cu_seqlens = micro_batch.cu_seqlens
@@ -130,19 +130,19 @@ def step_result(samples: list[Sample], *, whole: bool = True) -> MinibatchResult
 
 
 def sample(number: int) -> Sample:
-    table = TokenTable.of_tokens(np.arange(10) + 100 * number)
+    table = TokenTable.from_tokens(np.arange(10) + 100 * number)
     return Sample(f"g{number:08d}e0000s0", table)
 
 
 def test_the_learner_writes_what_each_wanted_sample_used(tmp_path: Path) -> None:
     samples = [sample(n) for n in range(5)]
     reports = Reports()
-    tracer = StepTracer(tmp_path, traced("sample", trace_every=1), reports)  # groups 0 and 4
-    assert tracer.wants(samples)
-    assert not tracer.wants(samples[1:4])
+    tracer = RouteFileTracer(tmp_path, traced("sample", trace_every=1), reports)  # groups 0 and 4
+    assert tracer.should_trace(samples)
+    assert not tracer.should_trace(samples[1:4])
     result = step_result(samples)
-    tracer.write(1, samples, result)
-    written = [load(e, TrainedRoutes) for e in RouteIndex(tmp_path).trained]
+    tracer.write_trace(1, samples, result)
+    written = [load_route_record(e, TrainedRoutes) for e in RouteIndex(tmp_path).trained_entries]
     assert [(t.step, t.sample_id) for t in written] == [(1, samples[0].sample_id), (1, samples[4].sample_id)]
     for trained in written:
         trace = next(t for t in result.traces if trained.sample_id in t.sample_ids)
@@ -166,8 +166,10 @@ def test_each_sample_gets_its_own_part_of_the_learners_log_probs(tmp_path: Path)
         msgspec.structs.replace(t, logprobs=np.concatenate([scores[i] for i in t.sample_ids])) for t in result.traces
     ]
     assert any(len(t.sample_ids) > 1 for t in traces)
-    StepTracer(tmp_path, traced(), Reports()).write(1, samples, msgspec.structs.replace(result, traces=traces))
-    written = [load(e, TrainedRoutes) for e in RouteIndex(tmp_path).trained]
+    RouteFileTracer(tmp_path, traced(), Reports()).write_trace(
+        1, samples, msgspec.structs.replace(result, traces=traces)
+    )
+    written = [load_route_record(e, TrainedRoutes) for e in RouteIndex(tmp_path).trained_entries]
     assert len(written) == 5
     for trained in written:
         np.testing.assert_array_equal(trained.learner_logprobs, scores[trained.sample_id])
@@ -177,43 +179,45 @@ def test_advantages_are_kept_with_what_they_trained(tmp_path: Path) -> None:
     samples = [sample(n) for n in range(3)]
     credited = {s.sample_id: np.full(10, 0.5 + n, np.float32) for n, s in enumerate(samples)}
     prepared = [Sample(s.sample_id, s.table.with_columns(advantages=credited[s.sample_id])) for s in samples]
-    StepTracer(tmp_path, traced(), Reports()).write(1, prepared, step_result(prepared))
-    written = [load(e, TrainedRoutes) for e in RouteIndex(tmp_path).trained]
+    RouteFileTracer(tmp_path, traced(), Reports()).write_trace(1, prepared, step_result(prepared))
+    written = [load_route_record(e, TrainedRoutes) for e in RouteIndex(tmp_path).trained_entries]
     assert len(written) == 3
     for trained in written:
         np.testing.assert_array_equal(trained.advantages, credited[trained.sample_id])
 
 
 def test_agreement_is_written_every_step_and_the_load_now_and_then(tmp_path: Path) -> None:
-    tracer = StepTracer(tmp_path, traced("off"), Reports())
+    tracer = RouteFileTracer(tmp_path, traced("off"), Reports())
     samples = [sample(0)]
     result = msgspec.structs.replace(step_result(samples), traces=[])
-    for step in range(1, LOAD_EVERY + 2):
-        tracer.write(step, samples, result)
-    lines = read_objects(tmp_path / "routing.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, LOAD_EVERY + 2))
+    for step in range(1, EXPERT_LOAD_EVERY + 2):
+        tracer.write_trace(step, samples, result)
+    lines = read_json_objects(tmp_path / "routing.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, EXPERT_LOAD_EVERY + 2))
     assert lines[0]["agreement"] == [0.5, 1.0, 0.33333]
-    assert [line["step"] for line in lines if "load" in line] == [1, LOAD_EVERY + 1]
+    assert [line["step"] for line in lines if "load" in line] == [1, EXPERT_LOAD_EVERY + 1]
     assert lines[0]["load"] == np.arange(24).reshape(LAYERS, EXPERTS).tolist()
     assert not (tmp_path / "routes").exists()
 
 
 def test_a_run_without_recorded_routes_has_loads_and_no_agreement(tmp_path: Path) -> None:
     result = MinibatchResult({}, np.zeros(LAYERS, np.float32), np.ones((LAYERS, EXPERTS), np.int64))
-    StepTracer(tmp_path, traced(), Reports()).write(1, [], result)
-    assert [sorted(line) for line in read_objects(tmp_path / "routing.jsonl")] == [["load", "step"]]
+    RouteFileTracer(tmp_path, traced(), Reports()).write_trace(1, [], result)
+    assert [sorted(line) for line in read_json_objects(tmp_path / "routing.jsonl")] == [["load", "step"]]
 
 
 def test_a_dense_model_writes_nothing(tmp_path: Path) -> None:
     none = np.zeros((0, 0), np.int64)
-    StepTracer(tmp_path, traced(), Reports()).write(1, [], MinibatchResult({}, np.zeros(0, np.float32), none))
+    RouteFileTracer(tmp_path, traced(), Reports()).write_trace(
+        1, [], MinibatchResult({}, np.zeros(0, np.float32), none)
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_traces_that_are_not_whole_are_told_and_end_no_run(tmp_path: Path) -> None:
     reports = Reports()
     samples = [sample(0)]
-    StepTracer(tmp_path, traced(), reports).write(1, samples, step_result(samples, whole=False))
+    RouteFileTracer(tmp_path, traced(), reports).write_trace(1, samples, step_result(samples, whole=False))
     ((event, fields),) = reports
     assert (event, fields["step"]) == ("routes_not_written", 1)
     assert "no trace has row 0 of MoE layer 2" in fields["error"]
@@ -241,34 +245,36 @@ async def play(engine, fail_first: bool) -> list[Sample]:
     player = GroupPlayer(
         factory=lambda: Fails(4, 3),
         engine=engine,
-        renderer=ChatRenderer(byte_tokenizer()),
+        renderer=ChatRenderer(build_byte_tokenizer()),
         settings=EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128),
         generator_id="generator-0",
-        deliver=deliver,
+        deliver_trajectory=deliver,
         report=Reports(),
     )
     for group in range(2):
-        await player.play(GroupLease(group, 7, (0, 1)))
+        await player.play_lease(GroupLease(group, 7, (0, 1)))
     return [s for t in delivered for s in t.samples]
 
 
 def train(samples: list[Sample]) -> MinibatchResult:
     """What a learner's routers do, on two pipeline stages and two sequence-parallel ranks."""
     shape, traces = SCRIPTED_ROUTING, []
-    for micro_batch in (aligned(m, 2) for m in pack(samples, 128)):
+    for micro_batch in (pad_to_multiple(m, 2) for m in pack_samples(samples, 128)):
         for column, rank in itertools.product(range(shape.layers), range(2)):
             replay = RoutingReplay(
-                layers=shape.layers,
-                columns=[column],
+                num_moe_layers=shape.layers,
+                moe_layer_indices=[column],
                 top_k=shape.top_k,
                 num_experts=shape.num_experts,
-                enabled=True,
+                is_enabled=True,
                 device=torch.device("cpu"),
-                shard=(rank, 2),
+                token_shard=(rank, 2),
             )
-            with replay.bound(micro_batch, keep=True) as routes:
-                routes.choose(0, torch.rand(routes.local_tokens, shape.num_experts).topk(shape.top_k).indices)
-                traces.append(routes.trace())
+            with replay.bind_routes(micro_batch, keep=True) as routes:
+                routes.choose_experts(
+                    0, torch.rand(routes.num_local_tokens, shape.num_experts).topk(shape.top_k).indices
+                )
+                traces.append(routes.build_trace())
     load = np.zeros((shape.layers, shape.num_experts), np.int64)
     return MinibatchResult({}, np.ones(shape.layers, np.float32), load, traces)
 
@@ -277,12 +283,12 @@ def train(samples: list[Sample]) -> MinibatchResult:
 @pytest.mark.parametrize("fail_first", [False, True])
 async def test_from_the_engine_to_the_routers(tmp_path: Path, rows, fail_first: bool) -> None:
     answers = [[*b"dcba", 257], [*b"qwertyui"], [*b"q", 257], [*b"lm", 257]]
-    inner = ScriptedEngine(answers, rows=rows)
+    inner = ScriptedEngine(answers, returned_routes=rows)
     inner.version = 0
     await inner.start()
-    samples = await play(recording(inner, tmp_path, "generator-0", traced()), fail_first)
+    samples = await play(record_engine_routes(inner, tmp_path, "generator-0", traced()), fail_first)
     reports = Reports()
-    StepTracer(tmp_path, traced(), reports).write(1, samples, train(samples))
+    RouteFileTracer(tmp_path, traced(), reports).write_trace(1, samples, train(samples))
     result = verify_routes(RouteIndex(tmp_path))
     tokens, layers = sum(len(s.table) for s in samples), SCRIPTED_ROUTING.layers
     recorded = sum(int(s.table["routing_recorded"].sum()) for s in samples)
@@ -297,11 +303,11 @@ async def test_routes_that_slip_by_one_position_on_the_way_are_found(tmp_path: P
     inner = ScriptedEngine([[*b"dcba", 257]])
     inner.version = 0
     await inner.start()
-    samples = await play(recording(inner, tmp_path, "generator-0", traced()), False)
+    samples = await play(record_engine_routes(inner, tmp_path, "generator-0", traced()), False)
     table = samples[2].table
     slipped = table.with_columns(routed_experts=np.roll(table["routed_experts"], 1, axis=0))
     samples[2] = Sample(samples[2].sample_id, slipped)
-    StepTracer(tmp_path, traced(), Reports()).write(1, samples, train(samples))
+    RouteFileTracer(tmp_path, traced(), Reports()).write_trace(1, samples, train(samples))
     result = verify_routes(RouteIndex(tmp_path))
     assert result.different > 0
     assert result.first is not None

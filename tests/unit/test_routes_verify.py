@@ -8,7 +8,7 @@ import pytest
 
 from r3async.data.records import UNSAMPLED_VERSION
 from r3async.record.routes import EngineCall, RouteFileError, TrainedRoutes
-from r3async.record.verify import compare_routes, engine_rows
+from r3async.record.verify import compare_routes, find_engine_routes
 from tests.helpers.routes import EXPERTS, ID, LAYERS, TOKENS, call, episode, experts
 
 
@@ -19,13 +19,13 @@ def with_rows(trained: TrainedRoutes, **columns: np.ndarray) -> TrainedRoutes:
 def test_routes_that_were_replayed_are_equal_and_the_last_token_routes_by_itself() -> None:
     result = compare_routes(*episode())
     assert (result.equal, result.different, result.unrecorded) == (9 * LAYERS, 0, LAYERS)
-    assert result.verified
+    assert result.is_verified
     assert result.first is None
 
 
 def test_the_order_of_experts_within_a_row_does_not_matter() -> None:
     trained, calls = episode()
-    assert compare_routes(with_rows(trained, used=trained.used[..., ::-1]), calls).verified
+    assert compare_routes(with_rows(trained, used=trained.used[..., ::-1]), calls).is_verified
 
 
 @pytest.mark.parametrize("left", [0, 2])
@@ -41,7 +41,7 @@ def test_a_sample_of_which_the_loss_takes_nothing_or_a_part_is_compared_whole(le
 def test_a_sample_that_no_engine_sampled_has_no_rows_of_one() -> None:
     trained, calls = episode()
     nothing = with_rows(trained, policy_version=np.full_like(trained.policy_version, UNSAMPLED_VERSION))
-    assert engine_rows(nothing, calls) is None
+    assert find_engine_routes(nothing, calls) is None
 
 
 @pytest.mark.parametrize(("position", "layer"), [(0, 0), (4, 2), (5, 1), (8, 2)])
@@ -52,12 +52,12 @@ def test_one_flipped_expert_is_found_and_named(position: int, layer: int) -> Non
     used[position, layer, 1] = next(e for e in range(EXPERTS) if e not in before)
     result = compare_routes(with_rows(trained, used=used), calls)
     assert (result.equal, result.different) == (9 * LAYERS - 1, 1)
-    assert not result.verified
+    assert not result.is_verified
     assert result.first is not None
     found = result.first
     assert (found.sample_id, found.step, found.position, found.layer) == (f"{ID}s0", 1, position, layer)
     assert (found.recorded, found.expected, found.used) == (True, before, used[position, layer].tolist())
-    assert f"position {position}, MoE layer {layer}: the engine chose {before}" in found.describe()
+    assert f"position {position}, MoE layer {layer}: the engine chose {before}" in found.to_text()
 
 
 def test_what_a_later_call_returns_for_a_position_fed_before_does_not_count() -> None:
@@ -65,7 +65,7 @@ def test_what_a_later_call_returns_for_a_position_fed_before_does_not_count() ->
     again = experts(7, 9)  # the second call's prefill disagrees about every position that the first one fed
     again[5:] = calls[1].rows
     calls[1] = msgspec.structs.replace(calls[1], routes_from=0, rows=again)
-    assert compare_routes(trained, calls).verified
+    assert compare_routes(trained, calls).is_verified
     late = trained.used.copy()
     late[2] = again[2]  # had the learner been given the later row, it would be found
     assert compare_routes(with_rows(trained, used=late), calls).different > 0
@@ -82,14 +82,14 @@ def test_positions_without_a_row_are_counted_and_have_to_route_by_themselves() -
     result = compare_routes(with_rows(trained, used=used), calls)
     assert result.first is not None
     assert (result.different, result.first.position, result.first.recorded) == (1, 3, False)
-    assert "recorded nothing" in result.first.describe()
+    assert "recorded nothing" in result.first.to_text()
 
 
 def test_a_call_without_any_rows_leaves_its_positions_unrecorded_for_good() -> None:
     trained, calls = episode()
     calls[0] = msgspec.structs.replace(calls[0], rows=np.zeros((0, 0, 0), np.uint8))
     calls[1] = msgspec.structs.replace(calls[1], routes_from=0, rows=np.concatenate([experts(3, 5), calls[1].rows]))
-    found = engine_rows(trained, calls)
+    found = find_engine_routes(trained, calls)
     assert found is not None
     assert found[1].tolist() == [False] * 5 + [True] * 4 + [False]
 
@@ -98,11 +98,11 @@ def test_of_several_attempts_the_one_that_sampled_these_log_probs_counts() -> No
     trained, calls = episode()
     _, failed = episode(logprob=-2.0)
     failed = [msgspec.structs.replace(c, rows=experts(20 + c.turn, len(c.rows))) for c in failed]
-    assert compare_routes(trained, [*failed, *calls]).verified
-    assert compare_routes(trained, [*calls, *failed]).verified
-    assert compare_routes(trained, [failed[0], *calls]).verified  # it failed after its first turn
+    assert compare_routes(trained, [*failed, *calls]).is_verified
+    assert compare_routes(trained, [*calls, *failed]).is_verified
+    assert compare_routes(trained, [failed[0], *calls]).is_verified  # it failed after its first turn
     result = compare_routes(trained, failed)
-    assert (result.unmatched, result.verified) == ([f"{ID}s0"], False)
+    assert (result.unmatched, result.is_verified) == ([f"{ID}s0"], False)
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -142,7 +142,7 @@ def test_a_row_whose_context_was_rewritten_shares_only_what_comes_before() -> No
     )
     result = compare_routes(branch, calls)
     assert (result.equal, result.different, result.unrecorded, result.unmatched) == (7 * LAYERS, 0, LAYERS, [])
-    assert compare_routes(trained, calls).verified
+    assert compare_routes(trained, calls).is_verified
 
 
 def of_version(calls, *versions: int):
@@ -178,19 +178,19 @@ def branched() -> tuple[TrainedRoutes, list[EngineCall]]:
 
 def test_a_branch_has_to_have_the_rows_of_its_own_weights() -> None:
     branch, calls = branched()
-    assert compare_routes(branch, of_version(calls, 0, 1, 1)).verified
+    assert compare_routes(branch, of_version(calls, 0, 1, 1)).is_verified
     stale = branch.used.copy()
     stale[:5] = calls[0].rows
     result = compare_routes(with_rows(branch, used=stale), of_version(calls, 0, 1, 1))
     assert result.different > 0
-    assert compare_routes(with_rows(branch, used=stale), of_version(calls, 1, 0, 1)).verified
+    assert compare_routes(with_rows(branch, used=stale), of_version(calls, 1, 0, 1)).is_verified
 
 
 def test_rows_that_newer_weights_made_within_a_call_are_not_those_of_its_version() -> None:
     branch, calls = branched()
     calls = of_version(calls, 0, 1, 1)
     crossed = msgspec.structs.replace(calls[1], policy_version=np.asarray([1, 2, 2], np.int32))
-    found = engine_rows(branch, [calls[0], crossed, calls[2]])
+    found = find_engine_routes(branch, [calls[0], crossed, calls[2]])
     assert found is not None
     assert found[1].tolist() == [True] * 3 + [False] * 2 + [True] * 2 + [False]
 
@@ -198,7 +198,7 @@ def test_rows_that_newer_weights_made_within_a_call_are_not_those_of_its_version
 def test_of_two_calls_of_the_same_weights_either_may_have_lent_its_rows() -> None:
     branch, calls = branched()
     for order in ((0, 1), (1, 0)):
-        assert compare_routes(branch, of_version([*[calls[i] for i in order], calls[2]], 1, 1, 1)).verified
+        assert compare_routes(branch, of_version([*[calls[i] for i in order], calls[2]], 1, 1, 1)).is_verified
 
 
 def test_a_call_that_was_asked_for_everything_has_its_own_rows_and_nobody_elses() -> None:
@@ -208,7 +208,7 @@ def test_a_call_that_was_asked_for_everything_has_its_own_rows_and_nobody_elses(
     assert compare_routes(branch, calls).different > 0
     used = branch.own.copy()
     used[:7] = whole
-    assert compare_routes(with_rows(branch, used=used), calls).verified
+    assert compare_routes(with_rows(branch, used=used), calls).is_verified
 
 
 def test_rows_of_another_model_are_refused() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.data.routes import RoutingError, RoutingTrace, route_dtype, validate_rows
+from r3async.data.routes import RoutingError, RoutingTrace, route_dtype, validate_routes
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8
 
@@ -24,9 +24,11 @@ def test_a_second_prefill_that_disagrees_appends_and_never_overwrites():
     first, again = rows(7, seed=1), rows(12, seed=2)
     assert not (first == again[:7]).all()
     routes = trace()
-    assert routes.record(0, first, fed=7) == 7  # turn one: 5 prompt tokens, 3 sampled, the last of them not fed
-    assert routes.record(0, again, fed=12) == 5  # turn two prefills everything again, with other choices
-    experts, recorded = routes.materialise(13)
+    assert (
+        routes.record_rows(0, first, positions_fed=7) == 7
+    )  # turn one: 5 prompt tokens, 3 sampled, the last of them not fed
+    assert routes.record_rows(0, again, positions_fed=12) == 5  # turn two prefills everything again, with other choices
+    experts, recorded = routes.to_arrays(13)
     assert (experts[:7] == first).all()
     assert (experts[7:12] == again[7:]).all()  # the last sampled token of turn one among them
     assert recorded.tolist() == [True] * 12 + [False]
@@ -50,13 +52,13 @@ def test_the_trace_equals_a_position_by_position_reference(history):
     for seed, (more, again, short, empty) in enumerate(history):
         first = max(0, fed - again)
         returned = rows(max(0, fed + more - first - short), seed=seed)
-        routes.record(first, None if empty else returned, fed=fed + more)
+        routes.record_rows(first, None if empty else returned, positions_fed=fed + more)
         for position in range(fed, fed + more):
             if not empty and position - first < len(returned):
                 reference[position] = returned[position - first]
         fed += more
-        assert routes.fed == fed
-    experts, recorded = routes.materialise(fed + 1)
+        assert routes.positions_fed == fed
+    experts, recorded = routes.to_arrays(fed + 1)
     assert experts.dtype == np.uint8
     for position in range(fed + 1):
         assert recorded[position] == (position in reference)
@@ -66,9 +68,9 @@ def test_the_trace_equals_a_position_by_position_reference(history):
 
 def test_a_position_fed_without_a_row_is_never_filled_by_a_later_prefill():
     routes = trace()
-    routes.record(0, None, fed=5)
-    routes.record(0, rows(8), fed=8)
-    assert routes.materialise(8)[1].tolist() == [False] * 5 + [True] * 3
+    routes.record_rows(0, None, positions_fed=5)
+    routes.record_rows(0, rows(8), positions_fed=8)
+    assert routes.to_arrays(8)[1].tolist() == [False] * 5 + [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -86,12 +88,12 @@ def test_a_position_fed_without_a_row_is_never_filled_by_a_later_prefill():
 )
 def test_rows_that_cannot_be_choices_are_refused_with_the_reason(bad, message):
     with pytest.raises(RoutingError, match=message):
-        validate_rows(bad, layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS)
+        validate_routes(bad, layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS)
 
 
 def test_rows_beyond_what_was_fed_are_refused():
     with pytest.raises(RoutingError, match="only 3 were fed"):
-        trace().record(0, rows(4), fed=3)
+        trace().record_rows(0, rows(4), positions_fed=3)
 
 
 @pytest.mark.parametrize("first_dtype", [np.uint8, np.uint16, np.int32, np.int64])
@@ -102,9 +104,9 @@ def test_turns_of_different_dtypes_are_unified_and_never_wrapped(first_dtype, se
     high[:, 0] = [511, 256]
     for one, two in ((low, high), (high, low)):
         wide = RoutingTrace(layers=LAYERS, top_k=TOP_K, num_experts=512)
-        wide.record(0, one, fed=len(one))
-        wide.record(len(one), two, fed=7)
-        experts, recorded = wide.materialise(7)
+        wide.record_rows(0, one, positions_fed=len(one))
+        wide.record_rows(len(one), two, positions_fed=7)
+        experts, recorded = wide.to_arrays(7)
         assert experts.dtype == np.uint16
         assert experts.tolist() == [*one.tolist(), *two.tolist()]
         assert recorded.all()
@@ -113,8 +115,8 @@ def test_turns_of_different_dtypes_are_unified_and_never_wrapped(first_dtype, se
 def test_ids_of_few_experts_are_narrowed_whatever_the_engine_returned():
     routes = trace()
     returned = np.asfortranarray(rows(3).astype(np.int64))
-    routes.record(0, returned, fed=3)
-    experts, _ = routes.materialise(3)
+    routes.record_rows(0, returned, positions_fed=3)
+    experts, _ = routes.to_arrays(3)
     assert experts.dtype == np.uint8
     assert experts.tolist() == returned.tolist()
 
@@ -130,15 +132,15 @@ def test_ids_of_few_experts_are_narrowed_whatever_the_engine_returned():
 )
 def test_an_empty_return_is_unrecorded(nothing):
     empty = trace()
-    assert empty.record(0, nothing, fed=0) == 0
-    experts, recorded = empty.materialise(1)  # nothing was ever fed; one token was appended
+    assert empty.record_rows(0, nothing, positions_fed=0) == 0
+    experts, recorded = empty.to_arrays(1)  # nothing was ever fed; one token was appended
     assert experts.tolist() == [[[0, 1]] * LAYERS]
     assert not recorded.any()
     routes = trace()
-    routes.record(0, rows(3), fed=3)
-    assert routes.record(3, nothing, fed=5) == 0
-    routes.record(5, rows(1, seed=9), fed=6)
-    experts, recorded = routes.materialise(7)
+    routes.record_rows(0, rows(3), positions_fed=3)
+    assert routes.record_rows(3, nothing, positions_fed=5) == 0
+    routes.record_rows(5, rows(1, seed=9), positions_fed=6)
+    experts, recorded = routes.to_arrays(7)
     assert recorded.tolist() == [True] * 3 + [False] * 2 + [True, False]
     assert (experts[~recorded] == np.arange(TOP_K)).all()
     assert (experts[5] == rows(1, seed=9)[0]).all()
@@ -146,9 +148,9 @@ def test_an_empty_return_is_unrecorded(nothing):
 
 def test_an_aborted_call_keeps_the_rows_it_returned():
     routes = trace()
-    routes.record(0, rows(4), fed=9)  # the abort came after nine positions, rows of four are back
-    routes.record(0, rows(12, seed=1), fed=12)
-    experts, recorded = routes.materialise(13)
+    routes.record_rows(0, rows(4), positions_fed=9)  # the abort came after nine positions, rows of four are back
+    routes.record_rows(0, rows(12, seed=1), positions_fed=12)
+    experts, recorded = routes.to_arrays(13)
     assert recorded.tolist() == [True] * 4 + [False] * 5 + [True] * 3 + [False]
     assert (experts[:4] == rows(4)).all()
     assert (experts[9:12] == rows(12, seed=1)[9:]).all()
@@ -156,65 +158,65 @@ def test_an_aborted_call_keeps_the_rows_it_returned():
 
 def test_invalid_rows_change_nothing():
     routes = trace()
-    routes.record(0, rows(3), fed=3)
+    routes.record_rows(0, rows(3), positions_fed=3)
     for bad in (rows(2)[:, :2], np.zeros((2, LAYERS, TOP_K), np.uint8), rows(4)):
         with pytest.raises(RoutingError):
-            routes.record(3, bad, fed=5)
-    assert routes.fed == 3
-    assert routes.materialise(3)[1].all()
+            routes.record_rows(3, bad, positions_fed=5)
+    assert routes.positions_fed == 3
+    assert routes.to_arrays(3)[1].all()
 
 
 def test_a_branch_shares_rows_and_records_the_rewritten_part_again():
     old, new = rows(9), rows(5, seed=1)
     routes = trace()
-    routes.record(0, old[:6], fed=6)
-    routes.record(6, old[6:], fed=9)
-    branch = routes.branch(7)
-    assert branch.fed == 7
-    branch.record(7, new, fed=12)
-    routes.record(9, rows(1, seed=2), fed=10)
-    experts, recorded = branch.materialise(13)
+    routes.record_rows(0, old[:6], positions_fed=6)
+    routes.record_rows(6, old[6:], positions_fed=9)
+    branch = routes.branch_at(7)
+    assert branch.positions_fed == 7
+    branch.record_rows(7, new, positions_fed=12)
+    routes.record_rows(9, rows(1, seed=2), positions_fed=10)
+    experts, recorded = branch.to_arrays(13)
     assert (experts[:12] == np.concatenate([old[:7], new])).all()
     assert recorded.tolist() == [True] * 12 + [False]
-    experts, recorded = routes.materialise(10)
+    experts, recorded = routes.to_arrays(10)
     assert (experts == np.concatenate([old, rows(1, seed=2)])).all()
     assert recorded.all()
-    assert branch.branch(3).branch(5).fed == 3  # what was forgotten does not come back
+    assert branch.branch_at(3).branch_at(5).positions_fed == 3  # what was forgotten does not come back
     with pytest.raises(RoutingError, match="cannot keep -1"):
-        routes.branch(-1)
+        routes.branch_at(-1)
 
 
 def test_a_branch_forgets_what_was_fed_without_a_row():
     routes = trace()
-    routes.record(0, rows(2), fed=6)
-    branch = routes.branch(4)
-    assert branch.materialise(4)[1].tolist() == [True, True, False, False]
-    assert branch.record(0, rows(6, seed=1), fed=6) == 2
-    assert branch.materialise(6)[1].tolist() == [True, True, False, False, True, True]
+    routes.record_rows(0, rows(2), positions_fed=6)
+    branch = routes.branch_at(4)
+    assert branch.to_arrays(4)[1].tolist() == [True, True, False, False]
+    assert branch.record_rows(0, rows(6, seed=1), positions_fed=6) == 2
+    assert branch.to_arrays(6)[1].tolist() == [True, True, False, False, True, True]
 
 
 def test_rows_are_kept_as_views_until_they_are_materialised_once():
     returned = [rows(4, seed=i) for i in range(20)]
     routes = trace()
     for i, block in enumerate(returned):
-        routes.record(4 * i, block, fed=4 * i + 4)
-    for holder in (routes, routes.branch(70)):
+        routes.record_rows(4 * i, block, positions_fed=4 * i + 4)
+    for holder in (routes, routes.branch_at(70)):
         blocks = [block for _, block in holder._blocks]
         assert all(np.shares_memory(mine, theirs) for mine, theirs in zip(blocks, returned, strict=False))
-        assert sum(len(block) for block in blocks) == holder.fed
+        assert sum(len(block) for block in blocks) == holder.positions_fed
 
 
 def test_an_engine_that_returns_every_row_again_costs_no_more_memory():
     routes = trace()
     for fed in range(5, 400, 5):
-        routes.record(0, rows(fed, seed=fed), fed=fed)
+        routes.record_rows(0, rows(fed, seed=fed), positions_fed=fed)
     held = {id(owner): owner.nbytes for _, b in routes._blocks for owner in [b if b.base is None else b.base]}
-    assert sum(held.values()) == routes.fed * rows(1).nbytes
+    assert sum(held.values()) == routes.positions_fed * rows(1).nbytes
 
 
 def test_ids_above_255_are_held_without_wrapping():
     wide = RoutingTrace(layers=LAYERS, top_k=TOP_K, num_experts=512)
     high = rows(3, experts=512)
     high[0, 0] = [511, 256]
-    wide.record(0, high, fed=3)
-    assert wide.materialise(3)[0].tolist() == high.tolist()
+    wide.record_rows(0, high, positions_fed=3)
+    assert wide.to_arrays(3)[0].tolist() == high.tolist()

@@ -10,14 +10,14 @@ import pytest
 
 from r3async.config import ConfigError, DataConfig, EnvConfig, EpisodeConfig
 from r3async.envs import Message
-from r3async.envs.conversations import conversation_of, tools_of
-from r3async.envs.factory import environment_factory
-from r3async.envs.forms import task_of
-from r3async.envs.rows import Found
+from r3async.envs.conversations import parse_conversation, parse_tools
+from r3async.envs.factory import build_environment_factory
+from r3async.envs.forms import parse_task
+from r3async.envs.rows import LocatedRow
 from r3async.rollout.chat import ChatRenderer, Conversation
-from r3async.rollout.demonstrations import demonstrate
+from r3async.rollout.demonstrations import build_demonstration
 from r3async.rollout.evaluation import drop_long_prompts
-from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.init_model import build_byte_tokenizer
 
 TEMPLATE = (
     "{%- if tools -%}{{- '[tools] ' + (tools | tojson) + '\\n' -}}{%- endif -%}"
@@ -33,7 +33,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}
 
 
 def renderer(template=TEMPLATE):
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<E>"})
     tokenizer.add_tokens(["<S>"], special_tokens=True)
     tokenizer.chat_template = template
@@ -41,19 +41,19 @@ def renderer(template=TEMPLATE):
 
 
 def found(row):
-    return Found(row, "rows.jsonl", "line", 1)
+    return LocatedRow(row, "rows.jsonl", "line", 1)
 
 
 def learnt(row):
     """Text of the conversation's one sample, and what is trained in it."""
-    chat, task = renderer(), conversation_of(found(row), DataConfig(path="rows.jsonl"))
-    ((ids, mask),) = demonstrate(chat, task.messages, tools_of(task)).rows
+    chat, task = renderer(), parse_conversation(found(row), DataConfig(path="rows.jsonl"))
+    ((ids, mask),) = build_demonstration(chat, task.messages, parse_tools(task)).rows
     return chat.decode(ids), chat.decode([i for i, m in zip(ids, mask, strict=True) if m])
 
 
 def environment(folder, row):
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    return environment_factory(EnvConfig(name="dataset", args={"path": str(folder / "rows.jsonl")}))
+    return build_environment_factory(EnvConfig(name="dataset", args={"path": str(folder / "rows.jsonl")}))
 
 
 # -- used --------------------------------------------------------------------------------------------------------------
@@ -114,9 +114,9 @@ ROWS = {
 def test_a_row_has_the_same_prompt_when_it_is_learnt_and_when_it_is_played(tmp_path, row):
     chat, row = renderer(), ROWS[row] | {"answer": "A"}
     env = environment(tmp_path, row)()
-    played = Conversation(chat, asyncio.run(env.reset(0)), env.tools).prompt().token_ids.tolist()
-    task = conversation_of(found(row), DataConfig(path="rows.jsonl"))
-    ids, mask = demonstrate(chat, task.messages, tools_of(task)).rows[-1]
+    played = Conversation(chat, asyncio.run(env.reset(0)), env.tools).build_prompt().token_ids.tolist()
+    task = parse_conversation(found(row), DataConfig(path="rows.jsonl"))
+    ids, mask = build_demonstration(chat, task.messages, parse_tools(task)).rows[-1]
     answer = chat.encode("A<E>")
     assert ids == [*played, *answer]
     assert mask[-len(answer) :] == [True] * len(answer)
@@ -155,7 +155,10 @@ BAD_FIELDS = [
 
 @pytest.mark.parametrize(("columns", "message"), BAD_COLUMNS)
 def test_a_column_that_would_have_no_effect_is_refused_by_both(columns, message):
-    for form, row in ((conversation_of, {"messages": [USER, ANSWER]}), (task_of, {"prompt": [USER], "answer": "A"})):
+    for form, row in (
+        (parse_conversation, {"messages": [USER, ANSWER]}),
+        (parse_task, {"prompt": [USER], "answer": "A"}),
+    ):
         with pytest.raises(ConfigError, match=f"rows.jsonl, line 1: .*{message}"):
             form(found(row | columns), DataConfig(path="rows.jsonl"))
 
@@ -169,8 +172,8 @@ def test_a_column_with_nothing_in_it_is_none(column, empty):
 @pytest.mark.parametrize(("fields", "message"), BAD_FIELDS)
 def test_a_field_of_a_message_that_would_have_no_effect_is_refused_by_both(fields, message):
     for form, row in (
-        (conversation_of, {"messages": [USER, ANSWER | fields]}),
-        (task_of, {"prompt": [USER, ANSWER | fields, USER], "answer": "A"}),
+        (parse_conversation, {"messages": [USER, ANSWER | fields]}),
+        (parse_task, {"prompt": [USER, ANSWER | fields, USER], "answer": "A"}),
     ):
         with pytest.raises(ConfigError, match=f"rows.jsonl, line 1: .*{message}"):
             form(found(row), DataConfig(path="rows.jsonl"))

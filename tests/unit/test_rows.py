@@ -16,8 +16,8 @@ from r3async.envs import Message, StepResult
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask
-from r3async.rollout.samples import EpisodeSamples, PrefixBroken, common_prefix
-from r3async.tools.init_model import byte_tokenizer
+from r3async.rollout.samples import EpisodeSamples, PrefixMismatchError, common_prefix_length
+from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers.templates import DEEPSEEK_R1, FAMILIES, GROUPS_TOOLS, QWEN3, Family, renderer
 
 SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
@@ -52,7 +52,7 @@ class Says:
     async def generate(self, request: GenerationRequest) -> Generation:
         index = len(self.calls)
         sampled = self.answers[index % len(self.answers)][: request.max_tokens]
-        first = request.routes_wanted(index // 2)
+        first = request.resolve_routes_from(index // 2)
         out = generation(len(request.prompt_ids), sampled, first, index, self.rows, version=index // 2)
         self.calls.append((request, out))
         return out
@@ -75,7 +75,7 @@ class Told:
 
 
 def play(env, engine, chat, limits=LIMITS) -> Trajectory:
-    return asyncio.run(EpisodePlayer(EpisodeTask(0, 0, 0), env, engine, chat, limits).play())
+    return asyncio.run(EpisodePlayer(EpisodeTask(0, 0, 0), env, engine, chat, limits).play_episode())
 
 
 def check(trajectory: Trajectory, engine: Says) -> None:
@@ -165,7 +165,7 @@ histories = st.lists(
 @given(templates, st.lists(answers, min_size=1, max_size=8), histories, st.sampled_from(["auto", "stepwise"]))
 def test_every_call_is_in_one_row_and_trained_once_whatever_rewrites_history(written, spoken, history, mode):
     chat = renderer(written)
-    tokens = [[*chat.encode(text), *([chat.end_id] if ended or not text else [])] for text, ended in spoken]
+    tokens = [[*chat.encode(text), *([chat.eos_token_id] if ended or not text else [])] for text, ended in spoken]
     script = [
         (how, [Message(role, text) for role, text in messages] + [Message("user", "?")]) for how, messages in history
     ]
@@ -186,7 +186,7 @@ def test_every_call_is_in_one_row_and_trained_once_whatever_rewrites_history(wri
 @pytest.mark.parametrize("family", [QWEN3, DEEPSEEK_R1], ids=["qwen3", "deepseek-r1"])
 def test_a_template_that_strips_thoughts_gives_a_row_a_turn_of_what_the_engine_saw(family):
     chat = renderer(family)
-    answer = [*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.end_id]
+    answer = [*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.eos_token_id]
     engine = Says([answer])
     trajectory = play(Told([("say", [Message("user", f"{i}?")]) for i in range(3)]), engine, chat)
     check(trajectory, engine)
@@ -197,7 +197,7 @@ def test_a_template_that_strips_thoughts_gives_a_row_a_turn_of_what_the_engine_s
 @pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f not in (DEEPSEEK_R1,)])
 def test_a_template_that_keeps_history_gives_one_row(family: Family):
     chat = renderer(family)
-    engine = Says([[*chat.encode("five"), chat.end_id], chat.encode("cut")])
+    engine = Says([[*chat.encode("five"), chat.eos_token_id], chat.encode("cut")])
     trajectory = play(Told([("say", [Message("user", f"{i}?")]) for i in range(5)]), engine, chat)
     check(trajectory, engine)
     assert len(trajectory.samples) == 1
@@ -205,11 +205,11 @@ def test_a_template_that_keeps_history_gives_one_row(family: Family):
 
 def test_where_one_row_is_demanded_a_rewritten_history_is_an_error_that_names_the_setting():
     chat = renderer(QWEN3)
-    engine = Says([[*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.end_id]])
+    engine = Says([[*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.eos_token_id]])
     limits = EpisodeConfig(max_new_tokens=64, rows="merged")
-    with pytest.raises(PrefixBroken, match=r'episode\.rows = "merged"'):
+    with pytest.raises(PrefixMismatchError, match=r'episode\.rows = "merged"'):
         play(Told([("say", [Message("user", "?")])]), engine, chat, limits)
-    engine = Says([[*chat.encode("five"), chat.end_id]])
+    engine = Says([[*chat.encode("five"), chat.eos_token_id]])
     assert len(play(Told([("say", [Message("user", "?")])]), engine, chat, limits).samples) == 1
 
 
@@ -217,9 +217,9 @@ def test_results_of_parallel_calls_are_one_turn_and_what_stands_between_turns_is
     """One answer calls twice, one is cut within a call, one ends."""
     chat = renderer(GROUPS_TOOLS)
     answers = [
-        [*chat.encode("call two"), chat.end_id],
+        [*chat.encode("call two"), chat.eos_token_id],
         chat.encode('<tool_call>{"na'),
-        [*chat.encode("ok"), chat.end_id],
+        [*chat.encode("ok"), chat.eos_token_id],
     ]
     script = [("say", [Message("tool", "A"), Message("tool", "B")]), ("say", [Message("user", "again")])]
     engine = Says(answers)
@@ -237,12 +237,12 @@ def test_results_of_parallel_calls_are_one_turn_and_what_stands_between_turns_is
 
 
 def test_a_tokenizer_that_does_not_tokenise_its_own_text_back_is_trained_on_what_was_sampled():
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     tokenizer.add_tokens(["ab", "abab", "ba"])
     chat = ChatRenderer(tokenizer)
     a, b = (tokenizer.convert_tokens_to_ids(c) for c in "ab")
     rng = random.Random(0)
-    sampled = [[rng.choice([a, b]) for _ in range(12)] + [chat.end_id] for _ in range(10)]
+    sampled = [[rng.choice([a, b]) for _ in range(12)] + [chat.eos_token_id] for _ in range(10)]
     engine = Says(sampled)
     trajectory = play(Told([("say", [Message("user", "go on")])] * 9), engine, chat)
     check(trajectory, engine)
@@ -259,7 +259,7 @@ def test_no_row_has_a_longer_prompt_than_allowed_however_long_observations_are(m
     chat = renderer()
     limits = EpisodeConfig(max_turns=8, max_new_tokens=16, max_prompt_tokens=2200, max_total_tokens=2300, rows=mode)
     turns = [("rewrite", [Message("user", "the task"), Message("user", "x" * 2000)])] * 5
-    engine = Says([[*chat.encode("look further"), chat.end_id]])
+    engine = Says([[*chat.encode("look further"), chat.eos_token_id]])
     trajectory = play(Told(turns), engine, chat, limits)
     check(trajectory, engine)
     assert trajectory.stop_reason == "env_done"
@@ -276,7 +276,7 @@ def test_the_prompt_limit_is_that_of_this_turns_prompt(mode):
     """It ends the episode before the turn that would exceed it, and no later."""
     chat = renderer()
     limits = EpisodeConfig(max_turns=8, max_new_tokens=16, max_prompt_tokens=1000, max_total_tokens=5000, rows=mode)
-    engine = Says([[*chat.encode("yes"), chat.end_id]])
+    engine = Says([[*chat.encode("yes"), chat.eos_token_id]])
     trajectory = play(Told([("say", [Message("user", "x" * 300)])] * 9), engine, chat, limits)
     check(trajectory, engine)
     assert trajectory.stop_reason == "length"
@@ -296,33 +296,33 @@ def test_the_last_answer_gets_the_context_that_is_left():
 
 def test_a_prompt_that_waits_for_its_answer_is_branched_from_and_a_failed_one_asked_again():
     rows = EpisodeSamples(SHAPE)
-    first = rows.begin([1, 2, 3])
-    second = rows.begin([1, 2, 3])  # an agent that asks twice at once
+    first = rows.start_call([1, 2, 3])
+    second = rows.start_call([1, 2, 3])  # an agent that asks twice at once
     assert second.sample is not first.sample
-    rows.end(second, generation(3, [7, 8], 0, seed=1))
-    rows.end(first, generation(3, [9], 0, seed=2))
-    third = rows.begin([1, 2, 3, 7, 8, 4])
+    rows.finish_call(second, generation(3, [7, 8], 0, seed=1))
+    rows.finish_call(first, generation(3, [9], 0, seed=2))
+    third = rows.start_call([1, 2, 3, 7, 8, 4])
     assert third.sample is second.sample
-    rows.cancel(third)
-    again = rows.begin([1, 2, 3, 7, 8, 4])
+    rows.cancel_call(third)
+    again = rows.start_call([1, 2, 3, 7, 8, 4])
     assert again.sample is second.sample
-    rows.cancel(again)
-    another = rows.begin([1, 2, 3, 7, 8, 5])  # not what was asked before
+    rows.cancel_call(again)
+    another = rows.start_call([1, 2, 3, 7, 8, 5])  # not what was asked before
     assert another.sample is second.sample
-    rows.cancel(another)
-    samples, turns = rows.build("g", 1.0)
+    rows.cancel_call(another)
+    samples, turns = rows.build_samples("g", 1.0)
     assert [s.table["token_ids"].tolist() for s in samples] == [[1, 2, 3, 7, 8], [1, 2, 3, 9]]
     assert [t.sample for t in turns] == [0, 1]
 
 
 def test_an_answer_without_tokens_is_no_turn_and_leaves_its_prompt_to_the_next_call():
     rows = EpisodeSamples(SHAPE)
-    call = rows.begin([1, 2])
+    call = rows.start_call([1, 2])
     empty = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), [], None, 0, "abort")
-    assert rows.end(call, empty) == -1
-    assert rows.turns == 0
-    rows.end(rows.begin([1, 2]), generation(2, [5], 0, seed=0))
-    samples, turns = rows.build("g", 1.0)
+    assert rows.finish_call(call, empty) == -1
+    assert rows.turn_count == 0
+    rows.finish_call(rows.start_call([1, 2]), generation(2, [5], 0, seed=0))
+    samples, turns = rows.build_samples("g", 1.0)
     assert [s.table["token_ids"].tolist() for s in samples] == [[1, 2, 5]]
     assert len(turns) == 1
 
@@ -335,7 +335,7 @@ def test_injected_tokens_are_in_the_sequence_and_never_in_the_loss(rows):
     (sample,) = trajectory.samples
     table = sample.table
     for turn in trajectory.turns[:-1]:
-        assert table["token_ids"][turn.stop] == chat.end_id
+        assert table["token_ids"][turn.stop] == chat.eos_token_id
         assert not table["loss_mask"][turn.stop]
         assert table["rollout_logprobs"][turn.stop] == 0
         assert table["policy_version"][turn.stop] == -1
@@ -352,21 +352,21 @@ async def test_time_that_runs_out_leaves_the_turns_that_have_a_reward():
             return await super().step(action)
 
     chat = renderer()
-    engine = Says([[*chat.encode("yes"), chat.end_id]])
+    engine = Says([[*chat.encode("yes"), chat.eos_token_id]])
     limits = EpisodeConfig(max_new_tokens=8, timeout=0.2)
     env = Slow([("say", [Message("user", "?")])] * 4)
-    trajectory = await EpisodePlayer(EpisodeTask(0, 0, 0), env, engine, chat, limits).play()
+    trajectory = await EpisodePlayer(EpisodeTask(0, 0, 0), env, engine, chat, limits).play_episode()
     assert trajectory.stop_reason == "timeout"
     assert len(engine.calls) == 4
     assert [t.index for t in trajectory.turns] == [0, 1, 2]
     (sample,) = trajectory.samples
     assert len(sample.table) == trajectory.turns[-1].stop
     with pytest.raises(EpisodeError, match=r"episode\.timeout = 0.2"):
-        await EpisodePlayer(EpisodeTask(0, 0, 0), Slow([("say", [])]), engine, chat, limits).play()
+        await EpisodePlayer(EpisodeTask(0, 0, 0), Slow([("say", [])]), engine, chat, limits).play_episode()
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
 def test_common_prefix(a, b):
-    n = common_prefix(a, b)
+    n = common_prefix_length(a, b)
     assert a[:n] == b[:n]
     assert n == min(len(a), len(b)) or a[n] != b[n]

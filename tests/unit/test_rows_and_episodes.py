@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.config import POLICY_LOSSES, AlgorithmConfig, Config, CorrectionConfig, config_from_dict
+from r3async.config import BUILTIN_POLICY_LOSSES, AlgorithmConfig, Config, CorrectionConfig, config_from_dict
 from r3async.learner import LearnerError
-from r3async.learner.batch.packing import pack
+from r3async.learner.batch.packing import pack_samples
 from r3async.learner.losses.policy_loss import LossInputs, PolicyLoss
-from r3async.learner.minibatch import agreed
-from r3async.learner.preparation import prepare
+from r3async.learner.minibatch import build_minibatch
+from r3async.learner.preparation import prepare_minibatches
 from tests.helpers.algorithms import distance
 from tests.helpers.layouts import VERSION, Leaves, Outcome, Said, leaves_of, played, trained, with_logprobs
 
@@ -105,7 +105,7 @@ def longest(groups: Groups) -> int:
     return max(sum(t.before + t.tokens for t in episode) for group in groups for episode in group)
 
 
-@pytest.mark.parametrize("loss", [*POLICY_LOSSES, OWN])
+@pytest.mark.parametrize("loss", [*BUILTIN_POLICY_LOSSES, OWN])
 @settings(max_examples=6)
 @given(data=st.data(), groups=episodes)
 def test_merged_and_stepwise_rows_have_one_gradient(loss, data, groups):
@@ -119,13 +119,13 @@ def test_merged_and_stepwise_rows_have_one_gradient(loss, data, groups):
     check(groups, leaves, configured(correction, minibatches, policy_loss=loss, **drawn), ranks, cap)
 
 
-@pytest.mark.parametrize("loss", [*POLICY_LOSSES, OWN])
+@pytest.mark.parametrize("loss", [*BUILTIN_POLICY_LOSSES, OWN])
 def test_each_loss_with_each_reduction_and_each_correction_has_one_gradient(loss):
     """Each two of the three together, with two minibatches, of episodes whose rows are in several micro-batches on two ranks."""
     groups = [group[:2] for group in LONG[:2]]
     leaves = leaves_of(groups, 1)
     merged, stepwise = (played(groups, leaves, mode) for mode in ("auto", "stepwise"))
-    losses, reductions = [*POLICY_LOSSES, OWN], choices("reduction")
+    losses, reductions = [*BUILTIN_POLICY_LOSSES, OWN], choices("reduction")
     assert len(reductions) <= min(len(losses), len(CORRECTIONS)), "so that each of them meets all the others"
     first = losses.index(loss)
     for i, correction in enumerate(CORRECTIONS):
@@ -189,30 +189,32 @@ def test_a_sequence_of_the_reductions_is_an_episode(reduction):
 def test_a_loss_that_is_by_token_needs_no_pass_and_others_do():
     leaves = leaves_of(LONG, 1)
     groups = played(LONG, leaves, "stepwise")
-    parts, _ = prepare(groups, configured())
-    micro_batches = pack(parts[0], longest(LONG))
-    for loss in [*POLICY_LOSSES, OWN]:
+    parts, _ = prepare_minibatches(groups, configured())
+    micro_batches = pack_samples(parts[0], longest(LONG))
+    for loss in [*BUILTIN_POLICY_LOSSES, OWN]:
         config = configured(policy_loss=loss)
-        minibatch = agreed(
+        minibatch = build_minibatch(
             [with_logprobs(m, leaves) for m in micro_batches],
             config,
-            replays=False,
+            needs_routes=False,
             version=VERSION,
             rollout_kl_coef=0.1,
         )
-        assert minibatch.needs_logprobs == (loss in ("gspo", OWN))
-    (together,) = pack(parts[0], 10**6)
-    assert not agreed([together], config, replays=False, version=VERSION, rollout_kl_coef=0.1).needs_logprobs
+        assert minibatch.needs_global_logprobs == (loss in ("gspo", OWN))
+    (together,) = pack_samples(parts[0], 10**6)
+    assert not build_minibatch(
+        [together], config, needs_routes=False, version=VERSION, rollout_kl_coef=0.1
+    ).needs_global_logprobs
 
 
 def test_rows_that_do_not_say_their_place_are_refused_where_it_matters():
     leaves = leaves_of(LONG, 1)
-    parts, _ = prepare(played(LONG, leaves, "stepwise"), configured())
-    bare = [replace(m, table=m.table.without("place")) for m in pack(parts[0], longest(LONG))]
-    settings = {"replays": False, "version": VERSION, "rollout_kl_coef": 0.1}
-    agreed(bare, configured(), **settings)
+    parts, _ = prepare_minibatches(played(LONG, leaves, "stepwise"), configured())
+    bare = [replace(m, table=m.table.without_columns("place")) for m in pack_samples(parts[0], longest(LONG))]
+    settings = {"needs_routes": False, "version": VERSION, "rollout_kl_coef": 0.1}
+    build_minibatch(bare, configured(), **settings)
     with pytest.raises(LearnerError, match=r"'gspo' or a correction takes whole episodes.*column 'place' is missing"):
-        agreed(bare, configured(policy_loss="gspo"), **settings)
+        build_minibatch(bare, configured(policy_loss="gspo"), **settings)
 
 
 @pytest.mark.parametrize("advantage", choices("advantage"))
@@ -235,13 +237,13 @@ def test_credit_by_token_follows_the_turns_and_not_the_rows(advantage):
 def test_an_episode_that_fits_is_in_one_micro_batch_where_the_loss_takes_it_whole():
     leaves = leaves_of(LONG, 1)
     config = configured(policy_loss="gspo")
-    (part,), _ = prepare(played(LONG, leaves, "stepwise"), config)
+    (part,), _ = prepare_minibatches(played(LONG, leaves, "stepwise"), config)
     cap = max(sum(len(s.table) for s in part if s.table["episode"][0] == e) for e in range(12))
     plain = trained(played(LONG, leaves, "stepwise"), leaves, config, ranks=2, cap=cap)
     whole = trained(played(LONG, leaves, "stepwise"), leaves, config, ranks=2, cap=cap, whole_episodes=True)
     assert plain.spread[0] > 0
     assert whole.spread == [0]
     same(whole, plain)
-    scarce = pack(part, cap // 2, whole_episodes=True)
-    assert max(m.tokens for m in scarce) <= cap // 2
+    scarce = pack_samples(part, cap // 2, whole_episodes=True)
+    assert max(m.num_tokens for m in scarce) <= cap // 2
     assert sorted(i for m in scarce for i in m.sample_ids) == sorted(s.sample_id for s in part)

@@ -10,7 +10,7 @@ from r3async.data.records import GrowingTokens
 from r3async.data.versions import VersionSpan
 from r3async.rollout import samples as samples_module
 from r3async.rollout.engines import Generation
-from r3async.rollout.samples import EpisodeSamples, PrefixBroken
+from r3async.rollout.samples import EpisodeSamples, PrefixMismatchError
 
 SHAPE = RoutingShape(layers=1, top_k=2, num_experts=8)
 tokens = st.lists(st.integers(0, 1), max_size=4)
@@ -64,24 +64,24 @@ def play(mode, script, known):
     for seed, step in enumerate(script):
         talk = talks[step["talk"] % len(talks)].continued(step["keep"], step["adds"])
         try:
-            call = samples.begin(talk.tokens, *((talk.turn, talk.shared) if known else ()))
-        except PrefixBroken as error:
+            call = samples.start_call(talk.tokens, *((talk.turn, talk.shared) if known else ()))
+        except PrefixMismatchError as error:
             landed.append(str(error))
             continue
         landed.append((len(call.sample), call.routes_from, call.routes_version))
         version += step["newer"]
         if step["ends"] == "cancelled":
-            samples.cancel(call)
+            samples.cancel_call(call)
             continue
         later.append((call, talk, answer(call, step["answers"] or [1], version, seed)))
         if step["ends"] == "at once":
             for waiting, asked, generation in later:
-                asked.turn = samples.end(waiting, generation)
+                asked.turn = samples.finish_call(waiting, generation)
                 asked.tokens += generation.token_ids.tolist()
                 asked.shared = len(asked.tokens)
                 talks.append(asked)
             later = []
-    return *samples.build("g", 1.0), landed
+    return *samples.build_samples("g", 1.0), landed
 
 
 @pytest.mark.parametrize("mode", ["auto", "stepwise", "merged"])
@@ -105,17 +105,17 @@ def test_a_conversation_that_grows_is_not_compared_with_what_it_was(mode, most, 
         compared.append(min(len(a), len(b)) - known)
         return common_prefix(a, b, known)
 
-    common_prefix = samples_module.common_prefix
-    monkeypatch.setattr(samples_module, "common_prefix", counted)
+    common_prefix = samples_module.common_prefix_length
+    monkeypatch.setattr(samples_module, "common_prefix_length", counted)
     samples, talk = EpisodeSamples(SHAPE, mode), Talk()
     for turn in range(50):
         talk.tokens += [turn, 1, 2, 3]
-        call = samples.begin(talk.tokens, talk.turn, talk.shared)
-        talk.turn = samples.end(call, answer(call, [turn, 5], 0, turn))
+        call = samples.start_call(talk.tokens, talk.turn, talk.shared)
+        talk.turn = samples.finish_call(call, answer(call, [turn, 5], 0, turn))
         talk.tokens += [turn, 5]
         talk.shared = len(talk.tokens)
     assert sum(compared) <= most * 50
-    assert len(samples.build("g", 1.0)[0]) == (1 if mode == "auto" else 50)
+    assert len(samples.build_samples("g", 1.0)[0]) == (1 if mode == "auto" else 50)
 
 
 @given(st.lists(tokens, max_size=12))

@@ -7,18 +7,18 @@ import zlib
 import msgspec
 import pytest
 
-from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, open_checkpoint
+from r3async.checkpoint import CheckpointDirectory, CheckpointError, CheckpointWriter, open_checkpoint
 from r3async.checkpoint.state import ConductorState
-from r3async.checkpoint.tensors import write_part
+from r3async.checkpoint.tensors import write_rank_file
 from r3async.config import load_config
-from r3async.record.events import open_events
-from r3async.record.reading import read_objects
-from r3async.record.steps import TRAINED, StepRows, trained_step
+from r3async.record.events import open_event_log
+from r3async.record.reading import read_json_objects
+from r3async.record.steps import TRAINED_FILE, StepWriter, make_trained_step
 from r3async.schedule.groups import GroupBuffer
-from r3async.transport import Ledger
+from r3async.transport import TrajectoryLedger
 from r3async.world.appending import AppendFile
-from r3async.world.disk import Disk
-from r3async.world.real import REAL, RealWorld
+from r3async.world.disk import SystemFiles
+from r3async.world.real import REAL_WORLD, RealWorld
 from tests.helpers.checkpoint import hold_nothing, tiny_state, training_state
 from tests.unit.test_buffer import make_trajectory
 
@@ -45,46 +45,46 @@ class Learner:
             (directory / "learner-00000-of-00001.safetensors").write_bytes(b"half")
             raise OSError(28, "No space left on device")
         held, self.held = self.held, None
-        return [write_part(directory, held)]
+        return [write_rank_file(directory, held)]
 
     async def save(self, writer, steps, then):
         async def hold():
             self.hold()
 
         state = training_state(steps, consumed_beyond=[4 * steps + 2], **msgspec.structs.asdict(CONDUCTOR))
-        await writer.save(state, hold, self.write_state, then)
+        await writer.save_checkpoint(state, hold, self.write_state, then)
 
 
 @pytest.fixture
 def writer_of(tmp_path):
-    def make(*overrides, world=REAL):
+    def make(*overrides, world=REAL_WORLD):
         model = tmp_path / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text("{}")
-        config, events = load_config("quickstart", list(overrides)), open_events(tmp_path, "learner")
+        config, events = load_config("quickstart", list(overrides)), open_event_log(tmp_path, "learner")
         return CheckpointWriter(config, "run", model, tmp_path, events, world=world)
 
     return make
 
 
 def parts_of(state):
-    return lambda directory: [write_part(directory, state)]
+    return lambda directory: [write_rank_file(directory, state)]
 
 
 def events_of(tmp_path):
-    return [(e["event"], e["level"], e["step"]) for e in read_objects(tmp_path / "events.jsonl")]
+    return [(e["event"], e["level"], e["step"]) for e in read_json_objects(tmp_path / "events.jsonl")]
 
 
 async def test_what_is_written_is_the_copy_and_both_sides_state(writer_of, tmp_path):
     learner, written = Learner(), []
     learner.value = 3.0
     writer = writer_of()
-    await learner.save(writer, 3, lambda: written.append(Checkpoints(tmp_path / "checkpoints").steps()))
+    await learner.save(writer, 3, lambda: written.append(CheckpointDirectory(tmp_path / "checkpoints").list_steps()))
     learner.value = 4.0
-    await writer.finish()
+    await writer.wait_until_written()
     assert written == [[3]]  # `then` is called when the checkpoint can be seen.
     opened = open_checkpoint(tmp_path / "checkpoints" / "step-00000003")
-    assert opened.learner().facts.steps == 3
+    assert opened.open_learner_state().metadata.steps == 3
     state = opened.state
     assert (state.steps, state.version, state.consumed, state.consumed_beyond) == (3, 3, 12, [14])
     assert (state.admission, state.pending_rows, state.generated_tokens) == (CONDUCTOR.admission, [{"step": 3}], 1000)
@@ -100,34 +100,36 @@ async def test_one_that_fails_is_told_and_training_goes_on_until_the_run_would_e
     learner.full = True
     await learner.save(writer, 1, lambda: written.append(1))
     with pytest.raises(CheckpointError, match=r"step 1 could not be written.*No space left.*mend the cause"):
-        await writer.finish()
+        await writer.wait_until_written()
     await learner.save(writer, 2, lambda: written.append(2))
     with pytest.raises(CheckpointError, match="step 2"):
-        await writer.finish()
+        await writer.wait_until_written()
     learner.full = False
     await learner.save(writer, 3, lambda: written.append(3))
-    await writer.finish()
+    await writer.wait_until_written()
     assert written == [3]
-    assert Checkpoints(tmp_path / "checkpoints").steps() == [3]
+    assert CheckpointDirectory(tmp_path / "checkpoints").list_steps() == [3]
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"], "nothing is left of the others"
     failed = [("checkpoint_failed", "error", 1), ("checkpoint_failed", "error", 2)]
     assert events_of(tmp_path) == [*failed, ("checkpoint_written", "info", 3)]
-    assert "No space left" in read_objects(tmp_path / "events.jsonl")[0]["error"]
+    assert "No space left" in read_json_objects(tmp_path / "events.jsonl")[0]["error"]
 
 
 async def test_a_step_does_not_wait_for_the_writing_and_the_next_checkpoint_does(writer_of, tmp_path):
-    writer, checkpoints = writer_of("checkpoint.keep_last=2"), Checkpoints(tmp_path / "checkpoints")
+    writer, checkpoints = writer_of("checkpoint.keep_last=2"), CheckpointDirectory(tmp_path / "checkpoints")
     going, events = threading.Event(), []
 
     def slow(directory):
         assert going.wait(20)
-        return [write_part(directory, tiny_state(1))]
+        return [write_rank_file(directory, tiny_state(1))]
 
     async def next_one():
-        await writer.save(training_state(2), hold_nothing, parts_of(tiny_state(2)), lambda: events.append("next"))
+        await writer.save_checkpoint(
+            training_state(2), hold_nothing, parts_of(tiny_state(2)), lambda: events.append("next")
+        )
 
-    await writer.save(training_state(1), hold_nothing, slow, lambda: events.append("written"))
-    assert checkpoints.steps() == [], "nothing is there before all of it is"
+    await writer.save_checkpoint(training_state(1), hold_nothing, slow, lambda: events.append("written"))
+    assert checkpoints.list_steps() == [], "nothing is there before all of it is"
     saving = asyncio.create_task(next_one())
     await asyncio.sleep(0.2)
     assert events == []
@@ -135,15 +137,15 @@ async def test_a_step_does_not_wait_for_the_writing_and_the_next_checkpoint_does
     going.set()
     await asyncio.wait_for(saving, 20)
     assert events[0] == "written"
-    assert 1 in checkpoints.steps()
+    assert 1 in checkpoints.list_steps()
     for step in (3, 4):
-        await writer.save(training_state(step), hold_nothing, parts_of(tiny_state(step)))
-    await writer.finish()
-    assert checkpoints.steps() == [3, 4]
+        await writer.save_checkpoint(training_state(step), hold_nothing, parts_of(tiny_state(step)))
+    await writer.wait_until_written()
+    assert checkpoints.list_steps() == [3, 4]
 
 
 async def test_one_that_is_written_is_no_failure_when_older_ones_cannot_be_removed(writer_of, tmp_path):
-    class Stuck(Disk):
+    class Stuck(SystemFiles):
         def remove_tree(self, path):
             if path.suffix == ".removing":
                 raise PermissionError(13, "Permission denied")
@@ -154,71 +156,71 @@ async def test_one_that_is_written_is_no_failure_when_older_ones_cannot_be_remov
 
     writer = writer_of("checkpoint.keep_last=1", world=World())
     for step in (1, 2):
-        await writer.save(training_state(step), hold_nothing, parts_of(tiny_state(step)))
-        await writer.finish()
-    events = [e["event"] for e in read_objects(tmp_path / "events.jsonl")]
+        await writer.save_checkpoint(training_state(step), hold_nothing, parts_of(tiny_state(step)))
+        await writer.wait_until_written()
+    events = [e["event"] for e in read_json_objects(tmp_path / "events.jsonl")]
     assert events == ["checkpoint_written", "checkpoint_written", "checkpoint_prune_failed"]
-    assert Checkpoints(tmp_path / "checkpoints").newest().state.steps == 2
+    assert CheckpointDirectory(tmp_path / "checkpoints").recover_newest().state.steps == 2
 
 
 async def test_a_writing_that_never_ends_is_not_waited_for(writer_of, tmp_path):
     never = threading.Event()
     writer = writer_of("checkpoint.write_timeout=0.2")
-    await writer.save(training_state(1), hold_nothing, lambda directory: never.wait(30) and [])
+    await writer.save_checkpoint(training_state(1), hold_nothing, lambda directory: never.wait(30) and [])
     with pytest.raises(CheckpointError, match=r"not written within 0\.2 s \(checkpoint\.write_timeout\)"):
-        await writer.save(training_state(2), hold_nothing, parts_of(tiny_state(2)))
+        await writer.save_checkpoint(training_state(2), hold_nothing, parts_of(tiny_state(2)))
     never.set()
-    await writer.finish()
+    await writer.wait_until_written()
 
 
 async def test_without_asynchronous_it_is_there_when_the_call_returns(writer_of, tmp_path):
     writer = writer_of("checkpoint.asynchronous=false")
-    await writer.save(training_state(1), hold_nothing, parts_of(tiny_state(1)))
-    assert Checkpoints(tmp_path / "checkpoints").newest().state.steps == 1
+    await writer.save_checkpoint(training_state(1), hold_nothing, parts_of(tiny_state(1)))
+    assert CheckpointDirectory(tmp_path / "checkpoints").recover_newest().state.steps == 1
 
 
 async def test_a_place_of_ones_own_for_checkpoints(writer_of, tmp_path):
     writer = writer_of(f"checkpoint.directory={tmp_path / 'elsewhere'}")
     await Learner().save(writer, 1, lambda: None)
-    await writer.finish()
-    assert Checkpoints(tmp_path / "elsewhere").steps() == [1]
+    await writer.wait_until_written()
+    assert CheckpointDirectory(tmp_path / "elsewhere").list_steps() == [1]
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_resumed_buffer_and_ledger_take_nothing_that_was_trained():
     buffer = GroupBuffer(1, window=3, head=4, beyond=[6])
-    ledger = Ledger(buffer.taken)
-    assert ledger.oldest == 4
+    ledger = TrajectoryLedger(buffer.consumed)
+    assert ledger.oldest_group == 4
     for group in range(8):
         over = group < 4 or group == 6
-        assert ledger.is_forgotten(group) == over
+        assert ledger.is_group_consumed(group) == over
         assert buffer.add(make_trajectory(group), 1) != over
     assert buffer.newest_group == 7
-    assert buffer.batch(3, 3, 0) == [4, 5, 7]
-    buffer.take([4, 5])
-    assert (ledger.oldest, ledger.is_forgotten(5)) == (7, True)
+    assert buffer.choose_groups(3, 3, 0) == [4, 5, 7]
+    buffer.take_groups([4, 5])
+    assert (ledger.oldest_group, ledger.is_group_consumed(5)) == (7, True)
 
 
 def test_rows_that_waited_at_a_checkpoint_are_written_after_the_resume_with_rates_of_their_own(tmp_path):
     now = iter([0.0, 0.0, 10.0, 20.0, 30.0]).__next__
-    book = StepRows(tmp_path / "a", lambda *a, **k: None, clock=now)
+    book = StepWriter(tmp_path / "a", lambda *a, **k: None, clock=now)
     book.add(1, 1, {"batch/trained_tokens": 5}, [])
-    pending = book.pending
-    book.delivered(1, 100, {})
+    pending = book.pending_rows
+    book.write_delivered(1, 100, {})
     assert pending == [{"step": 1, "version": 1, "batch/trained_tokens": 5}]
-    resumed = StepRows(tmp_path / "b", lambda *a, **k: None, clock=now)
-    resumed.restore(pending, 100)
-    resumed.delivered(1, 150, {})
-    (row,) = read_objects(tmp_path / "b" / "metrics.jsonl")
+    resumed = StepWriter(tmp_path / "b", lambda *a, **k: None, clock=now)
+    resumed.restore_pending(pending, 100)
+    resumed.write_delivered(1, 150, {})
+    (row,) = read_json_objects(tmp_path / "b" / "metrics.jsonl")
     assert row["step"] == 1
     assert row["throughput/generated_tokens_per_second"] == 5.0
 
 
 def test_the_record_of_what_was_trained_names_each_trajectory_and_its_tokens(tmp_path):
     groups = [[make_trajectory(0, 0), make_trajectory(0, 1)], [make_trajectory(3)]]
-    AppendFile(tmp_path / TRAINED).append(msgspec.json.encode(trained_step(7, 6, groups, 2)))
+    AppendFile(tmp_path / TRAINED_FILE).append(msgspec.json.encode(make_trained_step(7, 6, groups, 2)))
     tokens = groups[0][0].samples[0].table["token_ids"]
-    assert read_objects(tmp_path / TRAINED) == [
+    assert read_json_objects(tmp_path / TRAINED_FILE) == [
         {
             "step": 7,
             "version": 6,
@@ -231,4 +233,4 @@ def test_the_record_of_what_was_trained_names_each_trajectory_and_its_tokens(tmp
         }
     ]
     other = make_trajectory(0, 0, token_ids=tokens[::-1].copy())
-    assert trained_step(7, 6, [[other]]).crc32 != trained_step(7, 6, [[groups[0][0]]]).crc32
+    assert make_trained_step(7, 6, [[other]]).crc32 != make_trained_step(7, 6, [[groups[0][0]]]).crc32

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.schedule.admission import oldest_age
-from r3async.schedule.validation import AgeError, age_metrics, check_ages
+from r3async.schedule.admission import worst_case_staleness
+from r3async.schedule.validation import StalenessError, check_staleness, compute_staleness_metrics
 from tests.helpers.schedule import Run, Shape, episode
 
 
@@ -84,9 +84,9 @@ def visit(shape, path):
             run.arrive("p0")
     playing = tuple(sorted((g, v) for (g, _), v in player.playing.items()))
     here = tuple(sorted((g, int(e[0][0].samples[0].table["policy_version"][1])) for g, e in run.buffer._groups.items()))
-    taken = run.buffer._taken
+    taken = run.buffer._consumed
     held = tuple(sorted(player.held.items()))
-    state = (playing, held, here, taken.head, tuple(sorted(taken.beyond)), run.steps, player.version, run.oldest)
+    state = (playing, held, here, taken.head, tuple(sorted(taken.beyond_head)), run.steps, player.version, run.oldest)
     moves: list = [g for g, _ in playing]
     if not run.done:
         moves += ["lease"] * (run.admission.can_lease())
@@ -133,24 +133,26 @@ def test_long_random_runs_with_stragglers_keep_the_bound(shape, chance):
 
 def test_strict_order_is_a_window_of_one_and_a_window_of_one_step_may_be_a_version_older():
     """Not `W = P`: where a step chooses its groups one by one, strict order leaves it no choice at all."""
-    assert worst(Shape(1, 4, window=1, samples=1, versions=8)) == oldest_age(1, 1, 4) == 1
-    assert worst(Shape(1, 4, window=4, samples=1, versions=8)) == oldest_age(1, 4, 4) == 2
+    assert worst(Shape(1, 4, window=1, samples=1, versions=8)) == worst_case_staleness(1, 1, 4) == 1
+    assert worst(Shape(1, 4, window=4, samples=1, versions=8)) == worst_case_staleness(1, 4, 4) == 2
     assert worst(Shape(1, 4, window=5, samples=1, versions=8)) == 2
     assert worst(Shape(1, 4, window=6, samples=1, versions=8)) == 3
 
 
 def test_a_token_older_than_the_bound_stops_the_run_and_is_named():
     young, old = [episode(6, 0, 5, 0)], [episode(7, 0, 5, 0), episode(7, 1, 2, 0)]
-    check_ages([young, old], version=5, bound=3)
-    with pytest.raises(AgeError, match=r"group 7 holds a token of age 4 \(trajectory g7e1 .*version 6.* at most 3"):
-        check_ages([young, old], version=6, bound=3)
+    check_staleness([young, old], version=5, bound=3)
+    with pytest.raises(
+        StalenessError, match=r"group 7 holds a token of age 4 \(trajectory g7e1 .*version 6.* at most 3"
+    ):
+        check_staleness([young, old], version=6, bound=3)
 
 
 def test_ages_are_counted_by_token_with_the_time_they_queued():
     groups = [[episode(0, 0, 5, 0), episode(0, 1, 3, 0)], [episode(1, 0, 4, 0), episode(1, 1, 5, 0)]]
     for i, trajectory in enumerate(t for g in groups for t in g):
         trajectory.finished_at = 100.0 + i
-    found = age_metrics(groups, version=5, bound=3, now=110.0, max_token_age=1)
+    found = compute_staleness_metrics(groups, version=5, bound=3, now=110.0, max_token_age=1)
     assert found == {
         "staleness/mean": 0.75,
         "staleness/max": 2.0,

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from r3async.data.window import Consumed
-from r3async.schedule.admission import Admission
+from r3async.data.window import ConsumedGroups
+from r3async.schedule.admission import AdmissionController
 from r3async.schedule.groups import GroupBuffer
-from r3async.schedule.validation import AgeError
+from r3async.schedule.validation import StalenessError
 from tests.helpers.schedule import Run, Shape
 
 PLAYERS = ["p0", "p1", "p2"]
@@ -33,9 +33,9 @@ shapes = st.builds(
 
 
 class Machine(RuleBasedStateMachine):
-    """The real `Admission`, `GroupBuffer`, `Cursor` and age check, driven by `Run`."""
+    """The real `AdmissionController`, `GroupBuffer`, `TaskCursor` and age check, driven by `Run`."""
 
-    admission: type[Admission] = Admission
+    admission: type[AdmissionController] = AdmissionController
     buffer: type[GroupBuffer] = GroupBuffer
     most_at_once = 6
     """Episodes that a player plays at once, at most."""
@@ -72,7 +72,7 @@ class Machine(RuleBasedStateMachine):
     def finish_all_but_the_oldest(self, name, late):
         """So that windows, and long runs, are reached: groups other than the oldest few end and arrive."""
         player = self.run.players[name]
-        first = self.run.buffer.next_group + late
+        first = self.run.buffer.oldest_group + late
         for key in [k for k in player.playing if k[0] >= first]:
             self.run.finish(name, list(player.playing).index(key))
         while self.run.arrive(name):
@@ -184,45 +184,45 @@ def test_the_bound_holds_nothing_is_lost_or_trained_twice_and_every_state_can_pr
 # -- the machine sees what is wrong -----------------------------------------------------------------------------------
 
 
-class OneSlotTooMany(Admission):
+class OneSlotTooMany(AdmissionController):
     def __init__(self, schedule, **arguments):
         super().__init__(schedule, **arguments)
         self.slots += 1
 
 
-class OneSlotTooFew(Admission):
+class OneSlotTooFew(AdmissionController):
     def __init__(self, schedule, **arguments):
         super().__init__(schedule, **arguments)
         self.slots -= 1
 
 
-class NamesTheVersionBefore(Admission):
-    def _oldest_weights(self, group):
-        return max(0, super()._oldest_weights(group) - 1)
+class NamesTheVersionBefore(AdmissionController):
+    def _oldest_allowed_version(self, group):
+        return max(0, super()._oldest_allowed_version(group) - 1)
 
 
-class ForgetsAReturnedLease(Admission):
-    def lose(self, owner, missing):
-        back = super().lose(owner, missing)
+class ForgetsAReturnedLease(AdmissionController):
+    def requeue_leases(self, owner, missing_episodes):
+        back = super().requeue_leases(owner, missing_episodes)
         for group in back[-1:]:
-            del self._waiting[group]
+            del self._waiting_episodes[group]
         return back
 
 
-class TakesWhatOthersPlay(Admission):
+class TakesWhatOthersPlay(AdmissionController):
     """Of a dead owner's groups, all that is missing is leased again, whoever plays it."""
 
-    def lose(self, owner, missing):
-        groups = self.leases(owner)
-        back = super().lose(owner, missing)
+    def requeue_leases(self, owner, missing_episodes):
+        groups = self.list_leased_groups(owner)
+        back = super().requeue_leases(owner, missing_episodes)
         for group in groups:
-            if missing(group):
-                self._waiting[group] = tuple(missing(group))
+            if missing_episodes(group):
+                self._waiting_episodes[group] = tuple(missing_episodes(group))
         return back
 
 
-class LeasesToTheStale(Admission):
-    def _oldest_weights(self, group):
+class LeasesToTheStale(AdmissionController):
+    def _oldest_allowed_version(self, group):
         return 0
 
 
@@ -234,13 +234,13 @@ class WiderWindow(GroupBuffer):
 class ForgetsWhatOvertook(GroupBuffer):
     """Groups beyond the head are not remembered as trained."""
 
-    def take(self, groups):
-        taken = super().take(groups)
-        self._taken = Consumed(self._taken.window, self._taken.head)
+    def take_groups(self, groups):
+        taken = super().take_groups(groups)
+        self._consumed = ConsumedGroups(self._consumed.window, self._consumed.head)
         return taken
 
 
-class WiderWindowUnseen(Admission):
+class WiderWindowUnseen(AdmissionController):
     """Admission would notice the wider window of `WiderWindow` itself; here the age check has to."""
 
     def __init__(self, schedule, **arguments):
@@ -256,8 +256,8 @@ class WiderWindowUnseen(Admission):
         (ForgetsAReturnedLease, GroupBuffer, "cannot be finished"),
         (TakesWhatOthersPlay, GroupBuffer, "two live owners"),
         (LeasesToTheStale, GroupBuffer, "promise at most"),
-        (Admission, WiderWindow, "may not overtake"),
-        (Admission, ForgetsWhatOvertook, "cannot be finished"),
+        (AdmissionController, WiderWindow, "may not overtake"),
+        (AdmissionController, ForgetsWhatOvertook, "cannot be finished"),
     ],
 )
 @pytest.mark.long
@@ -268,13 +268,14 @@ def test_a_broken_scheduler_is_caught(admission, buffer, caught_by):
     search = settings(
         max_examples=3000, stateful_step_count=50, phases=[Phase.generate], database=None, derandomize=True, **CHECKS
     )
-    with pytest.raises((AssertionError, ValueError, AgeError)) as caught:
+    with pytest.raises((AssertionError, ValueError, StalenessError)) as caught:
         run_state_machine_as_test(broken, settings=search)
     assert caught_by in first_of(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("admission", "buffer", "holds"), [(Admission, GroupBuffer, True), (WiderWindowUnseen, WiderWindow, False)]
+    ("admission", "buffer", "holds"),
+    [(AdmissionController, GroupBuffer, True), (WiderWindowUnseen, WiderWindow, False)],
 )
 def test_a_group_that_one_more_may_overtake_than_the_window_says_grows_too_old(admission, buffer, holds):
     # A search finds this in one of a thousand runs only, so here it is: groups 0 and 1 begin with version 0, and 1 lasts.
@@ -292,7 +293,7 @@ def test_a_group_that_one_more_may_overtake_than_the_window_says_grows_too_old(a
     assert train_on_what_p0_plays() is not holds  # it may not overtake group 1
     assert run.finish("p1")
     assert run.arrive("p1")
-    with contextlib.nullcontext() if holds else pytest.raises(AgeError, match="promise at most 1"):
+    with contextlib.nullcontext() if holds else pytest.raises(StalenessError, match="promise at most 1"):
         assert run.train()
     assert holds is (run.trained == [0, 1])
 

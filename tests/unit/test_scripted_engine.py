@@ -12,12 +12,18 @@ import torch
 
 from r3async.config import ConfigError, load_config
 from r3async.data.model_shape import RoutingShape
-from r3async.data.routes import validate_rows
-from r3async.data.versions import expand
+from r3async.data.routes import validate_routes
+from r3async.data.versions import expand_version_spans
 from r3async.rollout.engines import Engine, EngineError, GenerationRequest, build_engine
-from r3async.rollout.engines.scripted import DIGEST, LETTERS, SCRIPTED_ROUTING, ScriptedEngine, scripted_logprobs
+from r3async.rollout.engines.scripted import (
+    DIGEST_TENSOR,
+    LETTER_TOKEN_IDS,
+    SCRIPTED_ROUTING,
+    ScriptedEngine,
+    scripted_logprobs,
+)
 from r3async.weights.manifest import WeightManifest
-from r3async.weights.publish import Publisher
+from r3async.weights.publish import VersionStore
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 
 PROMPT = np.asarray([5, 6, 7], np.int32)
@@ -81,7 +87,7 @@ async def test_answers_end_at_a_stop_token_or_the_limit(answer, max_tokens, expe
 async def test_scripts_are_functions_of_the_call_or_tables():
     engine = await started(lambda request, index: [index, len(request.prompt_ids)])
     assert [(await engine.generate(request())).token_ids.tolist() for _ in range(2)] == [[0, 3], [1, 3]]
-    assert len(engine.calls) == 2
+    assert len(engine.requests) == 2
     engine = await started([[1], [2]])
     assert [(await engine.generate(request())).token_ids.tolist() for _ in range(3)] == [[1], [2], [1]]
 
@@ -95,7 +101,7 @@ async def test_numbers_depend_on_position_version_and_token_only():
     assert a.logprobs[1] == pytest.approx(scripted_logprob(4, -1, 5))
     assert a.routed_experts[3].tolist() == scripted_routes(3, -1, 4, SCRIPTED_ROUTING)
     assert len({scripted_logprob(p, v, t) for p in range(20) for v in range(5) for t in range(20)}) == 2000
-    assert (await first.score(np.asarray([5, 6, 7, 4]))).tolist() == pytest.approx(
+    assert (await first.score_tokens(np.asarray([5, 6, 7, 4]))).tolist() == pytest.approx(
         [scripted_logprob(1, -1, 6), scripted_logprob(2, -1, 7), scripted_logprob(3, -1, 4)]
     )
 
@@ -106,37 +112,37 @@ async def test_routes_are_valid_and_begin_where_asked(shape):
     everything = (await engine.generate(request(50))).routed_experts
     assert everything.shape == (3 + 50 - 1, shape.layers, shape.top_k)
     assert everything.dtype == (np.uint8 if shape.num_experts <= 256 else np.uint16)
-    validate_rows(everything, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
+    validate_routes(everything, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
     for first in (1, 3):
         rows = (await engine.generate(request(50, routes_from=first))).routed_experts
         assert np.array_equal(rows, everything[first:])
 
 
 async def test_routes_can_be_missing():
-    assert (await (await started([[1, 2]], rows="none")).generate(request())).routed_experts is None
+    assert (await (await started([[1, 2]], returned_routes="none")).generate(request())).routed_experts is None
     assert (await (await started([[1, 2]], routing=None)).generate(request())).routed_experts is None
-    assert len((await (await started([[1, 2]], rows="half")).generate(request())).routed_experts) == 2
+    assert len((await (await started([[1, 2]], returned_routes="half")).generate(request())).routed_experts) == 2
 
 
 async def test_an_installation_in_the_middle_of_an_answer_splits_its_spans():
     gate = Gate()
-    engine = await started([[1, 2, 3, 4, 5]], pace=gate)
+    engine = await started([[1, 2, 3, 4, 5]], before_token=gate)
     running = asyncio.create_task(engine.generate(request()))
     await gate.let(2)
-    report = await engine.install(manifest(0), 1.0)
+    report = await engine.install_version(manifest(0), 1.0)
     assert report.version == engine.version == 0
     await gate.let(1)
-    await engine.install(manifest(3), 1.0)
+    await engine.install_version(manifest(3), 1.0)
     await gate.let(2)
     generation = await asyncio.wait_for(running, 5)
-    versions = expand(generation.version_spans, 5)
+    versions = expand_version_spans(generation.version_spans, 5)
     assert versions.tolist() == [-1, -1, 0, 3, 3]
     assert generation.logprobs.tolist() == pytest.approx(
         [scripted_logprob(3 + i, v, i + 1) for i, v in enumerate(versions.tolist())]
     )
     # Token i is fed by the step that samples token i + 1, under its version.
     assert generation.routed_experts[4].tolist() == scripted_routes(4, 0, 2, SCRIPTED_ROUTING)
-    assert engine.installed == [0, 3]
+    assert engine.installed_versions == [0, 3]
 
 
 async def test_nothing_is_sampled_while_weights_are_installed():
@@ -145,35 +151,35 @@ async def test_nothing_is_sampled_while_weights_are_installed():
     async def slow(manifest):
         await loading.wait()
 
-    engine = await started([[1, 2, 3]], pace=gate, before_install=slow)
+    engine = await started([[1, 2, 3]], before_token=gate, before_install=slow)
     running = asyncio.create_task(engine.generate(request()))
     await gate.let(1)
-    installing = asyncio.create_task(engine.install(manifest(0), 5.0))
+    installing = asyncio.create_task(engine.install_version(manifest(0), 5.0))
     await gate.let(2)
     assert not running.done()
     loading.set()
     await asyncio.wait_for(installing, 5)
     generation = await asyncio.wait_for(running, 5)
-    assert expand(generation.version_spans, 3).tolist() == [-1, 0, 0]
+    assert expand_version_spans(generation.version_spans, 3).tolist() == [-1, 0, 0]
 
 
 async def test_abort_returns_what_was_sampled_and_cancel_nothing():
     gate = Gate()
-    engine = await started([[1, 2, 3, 4]], pace=gate)
+    engine = await started([[1, 2, 3, 4]], before_token=gate)
     running = asyncio.create_task(engine.generate(request()))
     await gate.let(2)
-    await engine.abort("r")
+    await engine.abort_request("r")
     await gate.let(1)
     generation = await asyncio.wait_for(running, 5)
     assert (generation.token_ids.tolist(), generation.stop_reason) == ([1, 2], "abort")
     assert len(generation.routed_experts) == 3 + 2 - 1
     running = asyncio.create_task(engine.generate(request()))
     await gate.let(1)
-    assert engine.stats()["running"] == 1
+    assert engine.collect_stats()["running"] == 1
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert engine.stats() == {"running": 0, "generated_tokens": 2, "pause_seconds": 0.0}
+    assert engine.collect_stats() == {"running": 0, "generated_tokens": 2, "pause_seconds": 0.0}
 
 
 async def test_failures_are_engine_errors():
@@ -185,16 +191,16 @@ async def test_failures_are_engine_errors():
         await engine.generate(request())
     await engine.start()
     with pytest.raises(EngineError, match="installing version 1 failed: OSError"):
-        await engine.install(manifest(1), 1.0)
+        await engine.install_version(manifest(1), 1.0)
     with pytest.raises(EngineError, match="not running"):
         await engine.generate(request())
     engine = await started([[1]])
-    await engine.install(manifest(2), 1.0)
+    await engine.install_version(manifest(2), 1.0)
     with pytest.raises(EngineError, match="version 1 is older"):
-        await engine.install(manifest(1), 1.0)
+        await engine.install_version(manifest(1), 1.0)
     await engine.stop()
     with pytest.raises(EngineError, match="not running"):
-        await engine.score(PROMPT)
+        await engine.score_tokens(PROMPT)
 
 
 class Watch:
@@ -214,12 +220,12 @@ async def test_an_answer_may_take_as_long_as_a_function_says_and_weights_come_in
         clock.now += 5.0
         await loading.wait()
 
-    engine = await started([list(range(1, 11))] * 2, seconds=lambda tokens, running: 0.1 * tokens, clock=clock)
+    engine = await started([list(range(1, 11))] * 2, answer_seconds=lambda tokens, running: 0.1 * tokens, clock=clock)
     first = asyncio.create_task(engine.generate(request(20)))
     await asyncio.sleep(0)
     clock.now = 0.4
     engine._before_install = load
-    installing = asyncio.create_task(engine.install(manifest(3), 5))
+    installing = asyncio.create_task(engine.install_version(manifest(3), 5))
     await asyncio.sleep(0.2)  # the loop's clock goes on, and the engine's stands
     second = asyncio.create_task(engine.generate(request(20)))
     await asyncio.sleep(0)
@@ -234,16 +240,16 @@ async def test_an_answer_may_take_as_long_as_a_function_says_and_weights_come_in
     assert a.routed_experts[0].tolist() == scripted_routes(0, -1, 5, SCRIPTED_ROUTING)
     assert [(s.version, s.start, s.stop) for s in b.version_spans] == [(3, 0, 10)]
     assert b.routed_experts[0].tolist() == scripted_routes(0, 3, 5, SCRIPTED_ROUTING)
-    assert engine.stats()["generated_tokens"] == 20
+    assert engine.collect_stats()["generated_tokens"] == 20
 
 
 async def test_an_answer_that_takes_time_is_aborted_with_what_was_sampled_and_ends_with_the_engine():
     clock = Watch()
-    engine = await started([list(range(1, 11))] * 2, seconds=lambda tokens, running: 0.1 * tokens, clock=clock)
+    engine = await started([list(range(1, 11))] * 2, answer_seconds=lambda tokens, running: 0.1 * tokens, clock=clock)
     first = asyncio.create_task(engine.generate(request(20)))
     await asyncio.sleep(0)
     clock.now = 0.3
-    await engine.abort("r")
+    await engine.abort_request("r")
     generation = await asyncio.wait_for(first, 5)
     assert (generation.token_ids.tolist(), generation.stop_reason) == ([1, 2, 3], "abort")
     second = asyncio.create_task(engine.generate(request(20)))
@@ -261,7 +267,7 @@ async def test_a_run_can_have_an_engine_without_vllm_whose_routes_fit_the_model(
     answers = []
     for engine in engines:
         await engine.start()
-        await engine.install(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
+        await engine.install_version(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
         prompt = np.asarray([5, 6], np.int32)
         requests = [GenerationRequest(name, prompt, max_tokens=50, stop_token_ids=(257,)) for name in "abca"]
         generations = [await engine.generate(request) for request in requests]
@@ -269,8 +275,8 @@ async def test_a_run_can_have_an_engine_without_vllm_whose_routes_fit_the_model(
         for generation in generations:
             assert generation.routed_experts.shape == (1 + len(generation.token_ids), 2, 2)
             assert generation.stop_reason in ("stop", "length")
-            assert set(generation.token_ids.tolist()) <= {*LETTERS, 257}
-        assert engine.calls == []  # a long run asks millions
+            assert set(generation.token_ids.tolist()) <= {*LETTER_TOKEN_IDS, 257}
+        assert engine.requests == []  # a long run asks millions
     # An episode that is played again, by whomever, is the same: what a resumed run trains can be compared.
     assert answers[0] == answers[1]
     assert answers[0][0] == answers[0][3]
@@ -289,12 +295,12 @@ def test_an_engine_without_weights_refuses_a_probe_and_settings_of_another(tmp_p
 
 
 def test_it_installs_the_bytes_of_the_file_and_refuses_those_that_were_not_published(tmp_path):
-    weights = [{DIGEST: torch.full((32,), version, dtype=torch.uint8)} for version in (0, 1)]
-    with Publisher(tmp_path) as publisher:
-        first, second = (publisher.publish(v, each, torch.bfloat16) for v, each in enumerate(weights))
+    weights = [{DIGEST_TENSOR: torch.full((32,), version, dtype=torch.uint8)} for version in (0, 1)]
+    with VersionStore(tmp_path) as publisher:
+        first, second = (publisher.write_tensors(v, each, torch.bfloat16) for v, each in enumerate(weights))
         scores, failure = asyncio.run(installed(first, second))
         assert not failure
-        key = first.tensors[DIGEST].checksum & 0xFFFFFFFF
+        key = first.tensors[DIGEST_TENSOR].checksum & 0xFFFFFFFF
         at = np.arange(1, len(PROMPT))
         assert scores.tolist() == scripted_logprobs(at, np.full(len(at), key), PROMPT[1:]).tolist()
         # A file in which the weights of another version are found is not what the manifest says.
@@ -310,10 +316,10 @@ def test_it_installs_the_bytes_of_the_file_and_refuses_those_that_were_not_publi
 async def installed(first: WeightManifest, second: WeightManifest) -> tuple[np.ndarray, str]:
     """Scores with the first of two versions that are installed, and why the second one was not."""
     engine = await started([[1]])
-    await engine.install(first, timeout=5)
-    scores = await engine.score(PROMPT)
+    await engine.install_version(first, timeout=5)
+    scores = await engine.score_tokens(PROMPT)
     try:
-        await engine.install(second, timeout=5)
+        await engine.install_version(second, timeout=5)
     except EngineError as error:
         return scores, str(error)
     return scores, ""
@@ -326,6 +332,6 @@ async def test_installing_takes_its_seconds_of_the_clock(tiny_model):
     )
     engine = build_engine(config, str(tiny_model), seed=0)
     await engine.start()
-    reports = [await engine.install(manifest(version), timeout=5) for version in range(8)]
+    reports = [await engine.install_version(manifest(version), timeout=5) for version in range(8)]
     assert all(0 <= report.pause_seconds <= 1 for report in reports)
     assert max(report.pause_seconds for report in reports) > 0

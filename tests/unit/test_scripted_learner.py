@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.actors.ranks import LocalLearner
-from r3async.checkpoint.tensors import LearnerParts, write_part
+from r3async.actors.ranks import LocalRank
+from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
 from r3async.config import ConfigError, load_config
 from r3async.learner import LearnerError, build_learner
 from r3async.learner.backend import LearnerBackend
 from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.trainer import train_minibatch
 from r3async.rollout.engines import sample_probe
-from r3async.rollout.engines.scripted import DIGEST, ScriptedEngine
-from r3async.weights.probe import compare_probe, compare_sampled
+from r3async.rollout.engines.scripted import DIGEST_TENSOR, ScriptedEngine
+from r3async.weights.probe import compare_probe, compare_sampled_probe
 from tests.helpers import models as hm
 from tests.helpers.parity import batch, config
 
@@ -43,7 +43,7 @@ def learner(model_path: Path) -> LearnerBackend:
 
 
 def digest(of: LearnerBackend) -> bytes:
-    return of.export()[DIGEST].numpy().tobytes()
+    return of.export_weights()[DIGEST_TENSOR].numpy().tobytes()
 
 
 def changed(batches: list[MicroBatch], name: str, row: int = 5) -> list[MicroBatch]:
@@ -69,7 +69,7 @@ def test_equal_batches_make_equal_weights_and_anything_else_others(model_path):
         train_minibatch(other, batches, version=1)
         seen.append(digest(other))
     assert len(set(seen)) == len(seen)
-    assert a.version == b.version == 3
+    assert a.update_count == b.update_count == 3
 
 
 def test_figures_are_those_of_any_backend(model_path):
@@ -97,8 +97,8 @@ def test_a_step_without_an_advantage_changes_nothing_and_a_batch_without_routes_
     nothing = [replace(m, table=m.table.with_columns(advantages=0 * m.table["advantages"])) for m in batch()]
     result = train_minibatch(trained, nothing, version=0)
     assert result.metrics["optimizer/no_contrast"] == result.metrics["optimizer/skipped"] == 1
-    assert (digest(trained), trained.version) == (before, 0)
-    bare = [replace(m, table=m.table.without("routed_experts", "routing_recorded")) for m in batch()]
+    assert (digest(trained), trained.update_count) == (before, 0)
+    bare = [replace(m, table=m.table.without_columns("routed_experts", "routing_recorded")) for m in batch()]
     strict = settings()
     strict.routing.min_recorded_fraction = 0.9
     with pytest.raises(LearnerError, match="min_recorded_fraction"):
@@ -110,11 +110,11 @@ def test_a_resume_goes_on_with_the_same_weights(model_path, tmp_path):
     for seed in (1, 2):
         train_minibatch(whole, batch(seed))
         train_minibatch(saved, batch(seed))
-    record = write_part(tmp_path, saved.state())
+    record = write_rank_file(tmp_path, saved.capture_state())
     train_minibatch(saved, batch(9))  # taken back
     resumed = learner(model_path)
-    resumed.restore(LearnerParts([tmp_path / record.name]))
-    assert (digest(resumed), resumed.version) == (digest(whole), 2)
+    resumed.restore_state(LearnerStateReader([tmp_path / record.name]))
+    assert (digest(resumed), resumed.update_count) == (digest(whole), 2)
     for of in (whole, resumed):
         train_minibatch(of, batch(3))
     assert digest(resumed) == digest(whole) != digest(saved)
@@ -126,25 +126,25 @@ async def test_an_engine_with_its_weights_passes_the_probe_and_one_with_older_on
 ):
     made = settings()
     made.weights.directory = str(tmp_path / "weights")
-    local = LocalLearner.load(made, model_path)
+    local = LocalRank.load(made, model_path)
     engine, stale = ScriptedEngine([[7]]), ScriptedEngine([[7]])
     try:
-        local.publish_through("shared_memory")
+        local.set_weight_transport("shared_memory")
         for version in range(2):
-            local.snapshot(version)
-            manifest = local.write().manifest
+            local.snapshot_weights(version)
+            manifest = local.write_version().manifest
             for each in (engine, stale) if not version else (engine,):
                 await each.start()
-                await each.install(manifest, 5)
+                await each.install_version(manifest, 5)
             if not version:
-                local.train([[batch()]], version=0)
-        assert torch.equal(load_file(manifest.path)[DIGEST], local.backend.export()[DIGEST])
-        scores = np.stack([local.score(TEXT), local.score(TEXT, temperature)])
+                local.train_minibatches([[batch()]], version=0)
+        assert torch.equal(load_file(manifest.path)[DIGEST_TENSOR], local.backend.export_weights()[DIGEST_TENSOR])
+        scores = np.stack([local.score_tokens(TEXT), local.score_tokens(TEXT, temperature)])
         for each, passes in ((engine, True), (stale, False)):
             tokens = TEXT.tolist()
-            assert compare_probe(tokens, scores[0], await each.score(TEXT), 1e-3).passed is passes
+            assert compare_probe(tokens, scores[0], await each.score_tokens(TEXT), 1e-3).passed is passes
             sampled = await sample_probe(each, TEXT, temperature)
-            assert compare_sampled(sampled, scores, temperature, 1e-3).passed  # it says what it samples with
+            assert compare_sampled_probe(sampled, scores, temperature, 1e-3).passed  # it says what it samples with
     finally:
         local.close()
 

@@ -45,9 +45,9 @@ async def test_a_conversation_is_one_row_whose_tokens_logprobs_versions_and_rout
         assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (3, 4)
         history = [user("a"), first.choices[0].message, user("b")]
         assert (await ask(client, history)).choices[0].message.content == "two"
-        session.reward(1.5)
+        session.set_reward(1.5)
         session.close()
-        trajectory = session.trajectory("stop")
+        trajectory = session.build_trajectory("stop")
     (sample,) = trajectory.samples
     table, chat = sample.table, session.renderer
     assert sampled(table) == [t for answer in answer_ids(chat, "one", "two") for t in answer]
@@ -85,9 +85,9 @@ async def test_a_tool_call_that_comes_back_parsed_keeps_the_tokens_that_were_sam
         }
         final = (await ask(client, [user("3+4"), again, result], tools=[ADD])).choices[0]
         assert (final.message.content, final.finish_reason) == ("It is 7.", "stop")
-        session.reward(1)
+        session.set_reward(1)
         session.close()
-        (sample,) = session.trajectory("stop").samples
+        (sample,) = session.build_trajectory("stop").samples
     assert sampled(sample.table) == [
         t for a in answer_ids(session.renderer, f"Let me see. {CALL}", "It is 7.") for t in a
     ]
@@ -104,9 +104,9 @@ async def test_a_template_that_insists_on_the_call_gets_it_and_the_row_branches(
         message = (await ask(client, [user("3+4")], tools=[ADD])).choices[0].message
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "7"}
         await ask(client, [user("3+4"), message, result], tools=[ADD])
-        session.reward(1)
+        session.set_reward(1)
         session.close()
-        samples = session.trajectory("stop").samples
+        samples = session.build_trajectory("stop").samples
     assert [sampled(s.table) for s in samples] == answer_ids(session.renderer, CALL, "7")
 
 
@@ -121,14 +121,14 @@ async def test_streams_are_the_same_answers_in_pieces():
         (call,) = next(c.choices[0].delta.tool_calls for c in chunks if c.choices[0].delta.tool_calls)
         assert (call.index, call.function.name) == (0, "add")
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
-        assert session.turns == 2
+        assert session.turn_count == 2
 
 
 async def test_the_logprob_of_each_sampled_token_is_returned():
     async with talking(["hi"]) as (_, _, client):
         content = (await ask(client, [user("a")], logprobs=True, top_logprobs=3)).choices[0].logprobs.content
     chat = renderer()
-    tokens = [*chat.encode("hi"), chat.end_id]
+    tokens = [*chat.encode("hi"), chat.eos_token_id]
     assert [c.token for c in content] == ["h", "i", "<|end|>"]
     assert [c.logprob for c in content] == pytest.approx([scripted_logprob(3 + i, 5, t) for i, t in enumerate(tokens)])
     assert [[t.token for t in c.top_logprobs] for c in content] == [["h"], ["i"], ["<|end|>"]]
@@ -144,9 +144,9 @@ async def test_completions_keep_the_tokens_of_a_text_that_is_continued():
         ids = session.renderer.encode("abcd efgh")
         chunks = [c async for c in await client.completions.create(model="m", prompt=[ids], stream=True)]
         assert "".join(c.choices[0].text for c in chunks) == "x"
-        session.reward(1)
+        session.set_reward(1)
         session.close()
-        rows = session.trajectory("stop").samples
+        rows = session.build_trajectory("stop").samples
     # The first answer's stop token is not part of the text that goes on: a branch. The third extends the second exactly.
     assert [sampled(r.table) for r in rows] == [
         answer_ids(session.renderer, "bcd ")[0],
@@ -177,7 +177,7 @@ async def test_what_would_change_the_sampling_and_cannot_be_granted_is_refused(v
         assert message in caught.value.body["message"]
         assert caught.value.body["type"] == "invalid_request_error"
         await ask(client, [user("a")], temperature=1, top_p=1.0, n=1, stop=None, seed=7, user="me")
-        assert session.turns == 1
+        assert session.turn_count == 1
 
 
 async def test_max_tokens_is_honoured_and_bounded_by_the_episode():
@@ -187,7 +187,7 @@ async def test_max_tokens_is_honoured_and_bounded_by_the_episode():
             answer = await ask(client, [user("a")], **values)
             assert answer.choices[0].finish_reason == "length"
         await ask(client, [user("a" * 36)])
-        assert [c.max_tokens for c in server._engine.calls] == [3, 3, 8, 8, 44 - 38]
+        assert [c.max_tokens for c in server._engine.requests] == [3, 3, 8, 8, 44 - 38]
 
 
 async def test_a_context_that_is_too_long_and_too_many_turns_are_errors_that_agents_know():
@@ -196,12 +196,12 @@ async def test_a_context_that_is_too_long_and_too_many_turns_are_errors_that_age
         with pytest.raises(openai.BadRequestError, match=r"maximum context length is 40 .* 62 tokens") as caught:
             await ask(client, [user("a" * 60)])
         assert caught.value.code == "context_length_exceeded"
-        assert session.limit == "length"
+        assert session.exceeded_limit == "length"
         await ask(client, [user("a")])
         await ask(client, [user("a")])
         with pytest.raises(openai.BadRequestError, match=r"episode\.max_turns = 2"):
             await ask(client, [user("a")])
-        assert session.limit == "turns"
+        assert session.exceeded_limit == "turns"
 
 
 async def test_only_an_open_key_is_answered():
@@ -212,42 +212,42 @@ async def test_only_an_open_key_is_answered():
                 await ask(stranger, [user("a")])
             with pytest.raises(openai.AuthenticationError):
                 await stranger.models.list()
-        other = server.open(session.task)
+        other = server.open_session(session.task)
         assert other.key != session.key
         assert len(session.key) > 40
-        server.close(session)
+        server.close_session(session)
         with pytest.raises(openai.AuthenticationError, match="it has ended"):
             await ask(client, [user("a")])
         async with client_of(server, other.key) as neighbour:
             await ask(neighbour, [user("a")])
-        assert (session.turns, other.turns) == (0, 1)
+        assert (session.turn_count, other.turn_count) == (0, 1)
 
 
 async def test_closing_a_session_aborts_what_runs_in_it():
     never = asyncio.Event()
-    async with talking(["abc"], options={"pace": never.wait}) as (server, session, client):
+    async with talking(["abc"], options={"before_token": never.wait}) as (server, session, client):
         asking = asyncio.create_task(ask(client, [user("a")]))
-        await until(lambda: server._engine.calls)
-        server.close(session)
+        await until(lambda: server._engine.requests)
+        server.close_session(session)
         with pytest.raises(openai.AuthenticationError):
             await asking
-        assert server._engine.stats()["running"] == 0
-        session.reward(1)
+        assert server._engine.collect_stats()["running"] == 0
+        session.set_reward(1)
         with pytest.raises(EpisodeError, match="got no answer"):
-            session.trajectory("stop")
+            session.build_trajectory("stop")
 
 
 async def test_a_client_that_hangs_up_aborts_its_request_and_may_ask_again():
     never = asyncio.Event()
-    async with talking(["abc"], options={"pace": never.wait}) as (server, session, client):
+    async with talking(["abc"], options={"before_token": never.wait}) as (server, session, client):
         with pytest.raises(openai.APITimeoutError):
             await ask(client, [user("a")], timeout=0.3)
-        await until(lambda: not server._engine.stats()["running"])
+        await until(lambda: not server._engine.collect_stats()["running"])
         never.set()
         await ask(client, [user("a")])
-        session.reward(1)
+        session.set_reward(1)
         session.close()
-        (sample,) = session.trajectory("stop").samples
+        (sample,) = session.build_trajectory("stop").samples
     assert sample.table["routing_recorded"][:-1].all()
 
 
@@ -255,7 +255,7 @@ async def test_a_client_that_hangs_up_aborts_its_request_and_may_ask_again():
 async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_counted(stream):
     reports, parsing, gone = [], asyncio.Event(), asyncio.Event()
     async with talking(["first", "second"]) as (server, _, _):
-        parse, server._report = server._parse, lambda event, **fields: reports.append((event, fields))
+        parse, server._report = server._parse_tool_calls, lambda event, **fields: reports.append((event, fields))
 
         async def slow(text, *known):
             parsing.set()
@@ -266,21 +266,21 @@ async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_c
                 raise
             return await parse(text, *known)
 
-        server._parse = slow
-        session = server.open(TASK)
+        server._parse_tool_calls = slow
+        session = server.open_session(TASK)
         async with client_of(server, session.key) as client:
             asking = asyncio.create_task(ask(client, [user("a")], stream=stream))
             async with asyncio.timeout(10):
                 await parsing.wait()
-                assert len(server._engine.calls) == 1
+                assert len(server._engine.requests) == 1
                 asking.cancel()
                 await gone.wait()
-            assert session.turns == 0
+            assert session.turn_count == 0
             answer = await ask(client, [user("a")])
             assert answer.choices[0].message.content == "second"
             await client.post("/r3async/reward", body={"reward": 1, "id": answer.id}, cast_to=object)
         session.close()
-        trajectory = session.trajectory("stop")
+        trajectory = session.build_trajectory("stop")
     assert reports == [("answer_undelivered", {"episode": "g00000003e0000", "tokens": 6})]
     assert [turn.reward for turn in trajectory.turns] == [1]
     (row,) = trajectory.samples
@@ -294,7 +294,7 @@ async def test_an_answer_of_which_only_the_beginning_was_received_is_no_turn():
     limits = EpisodeConfig(max_new_tokens=3000, max_prompt_tokens=900, max_total_tokens=5000)
     async with talking(["x" * 2000], settings=limits) as (server, _, _):
         server._report = lambda event, **fields: reports.append((event, fields["tokens"]))
-        session = server.open(TASK)
+        session = server.open_session(TASK)
         body = json.dumps({"messages": [user("a")], "logprobs": True, "top_logprobs": 1}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
         port = int(server.base_url.split(":")[2].split("/")[0])
@@ -308,23 +308,23 @@ async def test_an_answer_of_which_only_the_beginning_was_received_is_no_turn():
         assert connection.transport.get_write_buffer_size()
         writer.transport.abort()
         await until(lambda: reports)
-        assert session.turns == 0
+        assert session.turn_count == 0
     assert reports == [("answer_undelivered", 2001)]
 
 
 async def test_an_episode_that_nobody_could_be_given_waits_for_the_next_who_asks():
     chat = renderer()
     async with serving(await ready(answer_ids(chat, "a")), chat, enabled=True) as server:
-        session, summary = server.open(TASK), server._summary
-        server.offer(session)
+        session, summary = server.open_session(TASK), server._summarize_session
+        server.offer_session(session)
 
         def lose_connection(of):
             (connection,) = server._runner.server.connections
             connection.transport.abort()
-            server._summary = summary
+            server._summarize_session = summary
             return summary(of)
 
-        server._summary = lose_connection
+        server._summarize_session = lose_connection
         async with client_of(server, server.token) as owner:
             with pytest.raises(openai.APIConnectionError):
                 await owner.post("/r3async/sessions", body={}, cast_to=object)
@@ -337,7 +337,7 @@ async def test_an_engine_failure_is_reported_once_and_remembered():
             await server._engine.stop()
             with pytest.raises(openai.InternalServerError, match="the engine failed"):
                 await ask(client, [user("a")])
-    assert "not running" in str(session.failure)
+    assert "not running" in str(session.engine_failure)
 
 
 async def test_rewards_add_up_are_credited_where_they_belong_and_can_be_replaced():
@@ -356,7 +356,7 @@ async def test_rewards_add_up_are_credited_where_they_belong_and_can_be_replaced
         assert session.closed.is_set()
         with pytest.raises(openai.AuthenticationError):
             await ask(client, [user("4")])
-        trajectory = session.trajectory("stop")
+        trajectory = session.build_trajectory("stop")
     assert [t.reward for t in trajectory.turns] == [0.5, 0, 1]
     assert sum(s.table["rewards"].sum() for s in trajectory.samples) == pytest.approx(1.5)
     assert [p["role"] for p in trajectory.preview] == ["user", "assistant"] * 3
@@ -367,20 +367,20 @@ async def test_an_episode_without_a_reward_is_an_error_that_names_the_call_unles
         await ask(client, [user("1")])
         session.close()
         with pytest.raises(EpisodeError, match=r"gave no reward.*POST /v1/r3async/reward.*serving\.unrewarded"):
-            session.trajectory("stop")
+            session.build_trajectory("stop")
     async with talking(["a"], unrewarded=-1.0) as (_, session, client):
         await ask(client, [user("1")])
         session.close()
-        assert session.trajectory("stop").reward == -1
+        assert session.build_trajectory("stop").reward == -1
 
 
 async def test_answers_after_the_last_reward_are_left_out_when_time_ran_out():
     async with talking(["a", "b"]) as (_, session, client):
         await ask(client, [user("1")])
-        session.reward(1, turn=0)
+        session.set_reward(1, turn=0)
         await ask(client, [user("2")])
         session.close()
-        trajectory = session.trajectory("timeout")
+        trajectory = session.build_trajectory("timeout")
     assert [t.reward for t in trajectory.turns] == [1]
     assert len(trajectory.samples) == 1
 
@@ -403,7 +403,7 @@ async def test_ill_formed_requests_and_unknown_paths_are_errors_in_the_same_shap
             await client.completions.create(model="m", prompt=[1, 10**6])
         with pytest.raises(openai.BadRequestError):
             await client.post("/chat/completions", body=[1], cast_to=object)
-        assert session.turns == 0
+        assert session.turn_count == 0
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         await ask(client, [{"role": "developer", "content": "be"}, {"role": "user", "content": parts}])
 
@@ -424,13 +424,13 @@ async def test_numbers_that_no_float_or_tokenizer_holds_are_refused_by_name():
         await refused("/r3async/reward", {"reward": 1.0, "id": name}, "is not the id of an answer")
         for ids in ([1, 2**70], [-(2**70)], [1, 10**400]):
             await refused("/completions", {"prompt": ids}, "ids of 0")
-        assert (session.turns, session.rewarded) == (1, False)
+        assert (session.turn_count, session.is_rewarded) == (1, False)
         await client.post("/r3async/reward", body={"reward": 9e14, "turn": 0}, cast_to=object)
         await refused("/r3async/reward", {"reward": -2e14}, r"makes 1\.1e\+15 together")
         await client.post("/r3async/reward", body={"reward": 3e14, "turn": 0}, cast_to=object)
         await client.post("/r3async/reward", body={"reward": -2e14}, cast_to=object)
         session.close()
-        check_trajectory(session.trajectory("stop"))
+        check_trajectory(session.build_trajectory("stop"))
 
 
 @pytest.mark.parametrize("seed", [2**63, -1, 10**400, True, 1.5, "1"], ids=range(6))
@@ -503,9 +503,9 @@ async def test_parallel_requests_branch_share_their_prompts_routes_and_are_train
         answers = await asyncio.gather(*(ask(client, [user("q")]) for _ in texts))
         got = [a.choices[0].message for a in answers]
         await ask(client, [user("q"), got[1], user("more")])
-        session.reward(1)
+        session.set_reward(1)
         session.close()
-        trajectory = session.trajectory("stop")
+        trajectory = session.build_trajectory("stop")
     assert len(trajectory.samples) == 3
     assert sorted(len(s.table) for s in trajectory.samples)[:2] == [6, 6]
     long = max(trajectory.samples, key=lambda s: len(s.table)).table

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 
 from r3async.config import EpisodeConfig
 from r3async.envs import Message
-from r3async.record.routes import EngineCall, TrainedRoutes, parse_id
-from r3async.record.verify import engine_rows
-from r3async.rollout.agents.protocol import Asked, Refused
-from r3async.rollout.agents.session import Session
+from r3async.record.routes import EngineCall, TrainedRoutes, parse_episode_id
+from r3async.record.verify import find_engine_routes
+from r3async.rollout.agents.protocol import AgentRequest, ApiError
+from r3async.rollout.agents.session import AgentSession
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 from tests.helpers.serving import HERMES, TASK, handed_out, merging_renderer, ready
@@ -47,10 +47,10 @@ def test_rows_are_what_the_engine_saw_and_each_sampled_token_is_trained_once(req
     asyncio.run(_play(requests, rows, RENDERERS[template]))
 
 
-class Afresh(Session):
+class Afresh(AgentSession):
     """Begins a conversation for every request."""
 
-    def _continued(self, messages, tools, renderer):
+    def _find_continued(self, messages, tools, renderer):
         return None
 
 
@@ -67,7 +67,9 @@ def test_a_conversation_that_is_continued_gives_what_one_begun_afresh_gives(requ
         {**r, "say": f"{r['say']}{i}", "beside": False, "lost": False, "after": 8 if r["after"] > 2 else r["after"]}
         for i, r in enumerate(requests)
     ]
-    continued, afresh = (asyncio.run(_play(requests, rows, RENDERERS[template], kind)) for kind in (Session, Afresh))
+    continued, afresh = (
+        asyncio.run(_play(requests, rows, RENDERERS[template], kind)) for kind in (AgentSession, Afresh)
+    )
     assert continued.turns == afresh.turns
     assert all(a.table == b.table for a, b in zip(continued.samples, afresh.samples, strict=True))
 
@@ -89,13 +91,13 @@ def test_an_answer_that_nobody_got_leaves_the_episode_as_if_it_had_not_been_aske
         assert [s.table for s in with_them.samples] == [s.table for s in without.samples]
 
 
-async def _play(requests, rows, chat, kind=Session):
+async def _play(requests, rows, chat, kind=AgentSession):
     limits = EpisodeConfig(max_turns=99, max_new_tokens=120, max_prompt_tokens=3000, max_total_tokens=4000, rows=rows)
     answers = []
     for r in requests:
         ids = [chat.encode(c)[0] for c in r["answer"]] if r["spelled"] else chat.encode(r["answer"])
         # An answer has at least one token; one that does not end runs to the limit, of which there is none in reach.
-        answers.append([*ids, chat.end_id] if r["ended"] or not ids else ids)
+        answers.append([*ids, chat.eos_token_id] if r["ended"] or not ids else ids)
     engine = await ready(lambda request, index: answers[int(request.request_id.rpartition("t")[2])])
     session = kind(TASK, engine, chat, limits)
     histories: list[list[Message]] = []
@@ -106,7 +108,7 @@ async def _play(requests, rows, chat, kind=Session):
         if request["edit"] and history:
             history = [Message(history[0].role, history[0].content + "!"), *history[1:]]
         history.append(Message("user", request["say"]))
-        async with session.chat(history, Asked((), [ADD])) as (sampled, message):
+        async with session.answer_chat(history, AgentRequest((), [ADD])) as (sampled, message):
             if request["lost"]:
                 raise ConnectionResetError
         calls = [{**c, "function": {**c["function"], "arguments": {"a": 1}}} for c in message.get("tool_calls", [])]
@@ -123,13 +125,13 @@ async def _play(requests, rows, chat, kind=Session):
     got = [one for one in ended if not isinstance(one, ConnectionResetError)]
     if not got:
         return None
-    session.reward(1.0)
+    session.set_reward(1.0)
     session.close()
-    trajectory = session.trajectory("stop")
+    trajectory = session.build_trajectory("stop")
 
-    by_turn = {session.turn_of(s.name): s for s in got}
+    by_turn = {session.find_turn(s.answer_name): s for s in got}
     assert sorted(by_turn) == list(range(len(got)))
-    asked = {int(c.request_id.rpartition("t")[2]): c.prompt_ids.tolist() for c in engine.calls}
+    asked = {int(c.request_id.rpartition("t")[2]): c.prompt_ids.tolist() for c in engine.requests}
     prompts = [(p, answers[i]) for i, p in asked.items()]
     seen = []
     for turn in trajectory.turns:
@@ -156,83 +158,83 @@ async def _play(requests, rows, chat, kind=Session):
 
 async def test_a_request_that_goes_on_renders_and_encodes_only_what_is_new():
     chat = RENDERERS["plain"]
-    engine = await ready([[*chat.encode("ab"), chat.end_id]])
+    engine = await ready([[*chat.encode("ab"), chat.eos_token_id]])
     limits = EpisodeConfig(max_turns=99, max_prompt_tokens=9000, max_total_tokens=10000)
-    session, history, encoded = Session(TASK, engine, chat, limits), [], []
+    session, history, encoded = AgentSession(TASK, engine, chat, limits), [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat, "encode", lambda text: encoded.append(len(text)) or type(chat).encode(chat, text))
         for turn in range(60):
             history.append({"role": "user", "content": f"and {turn:03}?"})
-            _, message = await handed_out(session.chat(session.read(history)))
+            _, message = await handed_out(session.answer_chat(session.parse_messages(history)))
             history.append(message)
     assert encoded == [len("<|user|>and 000?<|assistant|>")] * 60
-    assert len(session._talks) == 1
-    session.reward(1)
+    assert len(session._conversations) == 1
+    session.set_reward(1)
     session.close()
-    assert len(session.trajectory("stop").samples) == 1
+    assert len(session.build_trajectory("stop").samples) == 1
 
 
 @pytest.mark.parametrize("template", list(RENDERERS))
 async def test_an_answer_keeps_its_own_tokens_on_every_branch_that_repeats_it(template):
     chat = RENDERERS[template]
-    spelled = [[chat.encode(c)[0] for c in text] + [chat.end_id] for text in ("abab", "ba", "aa", "b")]
+    spelled = [[chat.encode(c)[0] for c in text] + [chat.eos_token_id] for text in ("abab", "ba", "aa", "b")]
     engine = await ready(spelled)
-    session = Session(TASK, engine, chat, EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000))
+    session = AgentSession(TASK, engine, chat, EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000))
     root = [Message("user", "ab")]
-    first, _ = await handed_out(session.chat(root))
+    first, _ = await handed_out(session.answer_chat(root))
     left = [*root, Message("assistant", "abab"), Message("user", "left")]
-    await handed_out(session.chat(left))
-    await handed_out(session.chat([*root, Message("assistant", "abab"), Message("user", "right")]))
+    await handed_out(session.answer_chat(left))
+    await handed_out(session.answer_chat([*root, Message("assistant", "abab"), Message("user", "right")]))
     # The older branch goes on after the newer one.
-    await handed_out(session.chat([*left, Message("assistant", "ba"), Message("user", "more")]))
-    prompts = [call.prompt_ids.tolist() for call in engine.calls]
+    await handed_out(session.answer_chat([*left, Message("assistant", "ba"), Message("user", "more")]))
+    prompts = [call.prompt_ids.tolist() for call in engine.requests]
     head = [*prompts[0], *first.token_ids]
     for prompt in prompts[1:]:
         assert prompt[: len(head)] == head
     assert prompts[3][: len(prompts[1]) + 3] == [*prompts[1], *spelled[1]]
-    session.reward(1)
+    session.set_reward(1)
     session.close()
-    assert len(session.trajectory("stop").samples) == 2
+    assert len(session.build_trajectory("stop").samples) == 2
 
 
 async def test_history_that_was_edited_keeps_the_answers_that_it_repeats():
     chat = RENDERERS["hermes"]
-    spelled = [[chat.encode(c)[0] for c in text] + [chat.end_id] for text in ("abab", "ba", "b")]
+    spelled = [[chat.encode(c)[0] for c in text] + [chat.eos_token_id] for text in ("abab", "ba", "b")]
     engine = await ready(spelled)
-    session = Session(TASK, engine, chat, EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000))
+    session = AgentSession(TASK, engine, chat, EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000))
     history = [Message("user", "one"), Message("assistant", "abab"), Message("user", "two"), Message("assistant", "ba")]
-    await handed_out(session.chat(history[:1]))
-    await handed_out(session.chat(history[:3]))
+    await handed_out(session.answer_chat(history[:1]))
+    await handed_out(session.answer_chat(history[:3]))
     summary = [Message("user", "so far"), *history[1:], Message("user", "go on")]
-    await handed_out(session.chat(summary))
-    tokens = engine.calls[2].prompt_ids.tolist()
+    await handed_out(session.answer_chat(summary))
+    tokens = engine.requests[2].prompt_ids.tolist()
     text = chat.decode(tokens)
     assert text == chat.render(summary)
     for answer in spelled[:2]:
         assert any(tokens[i : i + len(answer)] == answer for i in range(len(tokens)))
-    session.reward(1)
+    session.set_reward(1)
     session.close()
-    rows = session.trajectory("stop").samples
+    rows = session.build_trajectory("stop").samples
     assert [int(r.table["loss_mask"].sum()) for r in rows] == [len(spelled[0]) + len(spelled[1]), len(spelled[2])]
 
 
 async def test_an_agent_that_gives_up_may_ask_for_something_else_where_an_episode_is_one_row():
     chat, reports = RENDERERS["plain"], []
-    engine = await ready([[*chat.encode(text), chat.end_id] for text in ("p", "ab", "q", "ba")])
+    engine = await ready([[*chat.encode(text), chat.eos_token_id] for text in ("p", "ab", "q", "ba")])
     limits = EpisodeConfig(max_turns=2, max_prompt_tokens=900, max_total_tokens=1000, rows="merged")
     report = lambda event, **fields: reports.append((event, fields["tokens"]))  # noqa: E731
-    session, asked = Session(TASK, engine, chat, limits, report=report), []
+    session, asked = AgentSession(TASK, engine, chat, limits, report=report), []
     for said in ("one", "another"):
         with pytest.raises(ConnectionResetError):
-            async with session.chat([*asked, Message("user", "a long " + said)]):
+            async with session.answer_chat([*asked, Message("user", "a long " + said)]):
                 raise ConnectionResetError
         asked.append(Message("user", said))
-        sampled, _ = await handed_out(session.chat(asked))
+        sampled, _ = await handed_out(session.answer_chat(asked))
         asked.append(Message("assistant", sampled.text))
     assert reports == [("answer_undelivered", 2)] * 2
-    session.reward(1)
+    session.set_reward(1)
     session.close()
-    (row,) = session.trajectory("stop").samples
+    (row,) = session.build_trajectory("stop").samples
     text = chat.decode(row.table["token_ids"].tolist())
     assert text == "<|user|>one<|assistant|>ab<|end|><|user|>another<|assistant|>ba<|end|>"
 
@@ -240,10 +242,10 @@ async def test_an_agent_that_gives_up_may_ask_for_something_else_where_an_episod
 async def test_merged_rows_refuse_a_branch_and_name_the_setting():
     chat = RENDERERS["plain"]
     limits = EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000, rows="merged")
-    session = Session(TASK, await ready([[chat.end_id]]), chat, limits)
-    await handed_out(session.chat([Message("user", "one")]))
-    with pytest.raises(Refused, match=r"episode\.rows"):
-        await handed_out(session.chat([Message("user", "two")]))
+    session = AgentSession(TASK, await ready([[chat.eos_token_id]]), chat, limits)
+    await handed_out(session.answer_chat([Message("user", "one")]))
+    with pytest.raises(ApiError, match=r"episode\.rows"):
+        await handed_out(session.answer_chat([Message("user", "two")]))
     assert np.isfinite(session.total_reward)
 
 
@@ -254,7 +256,7 @@ async def test_answers_that_come_in_another_order_than_they_were_asked_for_are_s
     calls = []
 
     class Recorded:
-        """What `observe.tracing.recording` writes down, in its order."""
+        """What `record.routes.record_engine_routes` writes down, in its order."""
 
         def __init__(self, engine):
             self.engine, self.routing = engine, engine.routing
@@ -262,35 +264,37 @@ async def test_answers_that_come_in_another_order_than_they_were_asked_for_are_s
         async def generate(self, request):
             await gates[request.request_id].wait()
             got = await self.engine.generate(request)
-            which = parse_id(request.request_id)
+            which = parse_episode_id(request.request_id)
             versions = np.zeros(len(got.token_ids), np.int32)
             facts = (request.prompt_ids, got.token_ids, got.logprobs, got.routed_experts, versions)
-            calls.append(EngineCall(which.trajectory_id, which.number, 0.0, got.routes_from, *facts))
+            calls.append(EngineCall(which.trajectory_id, which.sample_or_turn, 0.0, got.routes_from, *facts))
             return got
 
-    engine = await ready([[*chat.encode(c), chat.end_id] for c in "pqrs"])
-    session = Session(TASK, Recorded(engine), chat, EpisodeConfig(max_prompt_tokens=900, max_total_tokens=1000))
+    engine = await ready([[*chat.encode(c), chat.eos_token_id] for c in "pqrs"])
+    session = AgentSession(TASK, Recorded(engine), chat, EpisodeConfig(max_prompt_tokens=900, max_total_tokens=1000))
     gates["g00000003e0000t0"].set()
     root = [Message("user", "x")]
-    sampled, _ = await handed_out(session.chat(root))
+    sampled, _ = await handed_out(session.answer_chat(root))
     root += [Message("assistant", sampled.text), Message("user", "y")]
-    asked = [asyncio.create_task(handed_out(session.chat(root))) for _ in range(2)]
+    asked = [asyncio.create_task(handed_out(session.answer_chat(root))) for _ in range(2)]
     await asyncio.sleep(0)
     for i in (2, 1):
         gates[f"g00000003e0000t{i}"].set()
         await asyncio.wait([asked[i - 1]])
     gates["g00000003e0000t3"].set()
     second, _ = asked[1].result()
-    await handed_out(session.chat([*root, Message("assistant", second.text), Message("user", "z")]))
-    session.reward(1)
+    await handed_out(session.answer_chat([*root, Message("assistant", second.text), Message("user", "z")]))
+    session.set_reward(1)
     session.close()
     assert [call.turn for call in calls] == [0, 2, 1, 3]
-    for sample in session.trajectory("stop").samples:
+    for sample in session.build_trajectory("stop").samples:
         table = sample.table
         names = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
         columns = {n: table[n] for n in names}
         used = table["routed_experts"]
-        found = engine_rows(TrainedRoutes(1, sample.sample_id, "g00000003e0000", **columns, own=used, used=used), calls)
+        found = find_engine_routes(
+            TrainedRoutes(1, sample.sample_id, "g00000003e0000", **columns, own=used, used=used), calls
+        )
         assert found is not None, f"{sample.sample_id}: no attempt sampled it"
         rows, recorded = found
         assert recorded.tolist() == table["routing_recorded"].tolist()

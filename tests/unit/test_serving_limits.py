@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from r3async.config import EpisodeConfig
-from r3async.rollout.agents.session import Session
+from r3async.rollout.agents.session import AgentSession
 from tests.helpers.serving import (
     SETTINGS,
     TASK,
@@ -66,7 +66,7 @@ async def test_texts_are_rendered_and_tokenised_off_the_event_loop():
         assert len(threads) >= 3
         assert threading.get_ident() not in threads
         assert len(set(threads)) == 1  # a tokenizer is not for several threads at once
-        assert session.turns == 2
+        assert session.turn_count == 2
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenised(path, body):
         assert "episode.max_prompt_tokens" in answer["error"]["message"]
         assert encoded == []
         # To have asked how long it would be is no reason to end.
-        assert (session.limit, session.turns) == ("" if "count" in path else "length", 0)
+        assert (session.exceeded_limit, session.turn_count) == ("" if "count" in path else "length", 0)
         assert threading.get_ident() not in threads
 
 
@@ -225,7 +225,7 @@ async def test_of_too_many_connections_those_go_first_that_have_shown_no_key():
         for other in (writer, last, *(w for _, w in more)):
             other.close()
         await until(lambda: not server._runner.server.connections)
-        assert not server._admitted
+        assert not server._admitted_connections
 
 
 @pytest.mark.parametrize("key", ["guess", "\udcff", "", "r3-" + "x" * 4000], ids=["guess", "no text", "none", "long"])
@@ -268,12 +268,12 @@ async def test_overlapping_requests_of_one_session_are_tokenised_in_order():
     chat = renderer()
     settings = SETTINGS
     async with serving(await ready(answer_ids(chat, *"abcdef")), chat, settings) as server:
-        session = server.open(TASK)
+        session = server.open_session(TASK)
         async with client_of(server, session.key) as client:
             asked = [client.chat.completions.create(model="m", messages=[user(f"q{i}")]) for i in range(6)]
             answers = await asyncio.gather(*asked)
         assert sorted(a.choices[0].message.content for a in answers) == list("abcdef")
-        assert session.turns == 6
+        assert session.turn_count == 6
 
 
 async def test_an_answer_counts_once_also_before_its_caller_has_it():
@@ -288,12 +288,12 @@ async def test_an_answer_counts_once_also_before_its_caller_has_it():
 
     engine.generate = answer
     settings = EpisodeConfig(max_turns=2, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128)
-    session = Session(TASK, engine, chat, settings)
+    session = AgentSession(TASK, engine, chat, settings)
 
     async def ask_after_the_first():
         await answered.wait()
-        return await handed_out(session.complete([*b"second"]))
+        return await handed_out(session.answer_completion([*b"second"]))
 
     async with asyncio.timeout(LIMIT):
-        await asyncio.gather(handed_out(session.complete([*b"first"])), ask_after_the_first())
-    assert session.turns == 2
+        await asyncio.gather(handed_out(session.answer_completion([*b"first"])), ask_after_the_first())
+    assert session.turn_count == 2

@@ -7,8 +7,8 @@ import openai
 import pytest
 
 from r3async.config import ConfigError, EpisodeConfig
-from r3async.rollout.agents.session import Session
-from r3async.rollout.agents.tool_parsers import form_of
+from r3async.rollout.agents.session import AgentSession
+from r3async.rollout.agents.tool_parsers import detect_parser
 from r3async.rollout.engines import EngineError
 from tests.helpers.serving import HERMES, TASK, answer_ids, ready, renderer, serving, user
 from tests.helpers.serving import talking as talking_to
@@ -33,11 +33,11 @@ def anthropic_client(server, key):
     return anthropic.AsyncAnthropic(base_url=base_url, api_key=key, max_retries=0, timeout=10)
 
 
-def one_row(session: Session, *answers: str):
+def one_row(session: AgentSession, *answers: str):
     """The only sample, which has these answers as they were sampled."""
-    session.reward(1)
+    session.set_reward(1)
     session.close()
-    (sample,) = session.trajectory("stop").samples
+    (sample,) = session.build_trajectory("stop").samples
     table = sample.table
     said = [token for ids in answer_ids(session.renderer, *answers) for token in ids]
     assert table["token_ids"][table["loss_mask"]].tolist() == said
@@ -110,7 +110,7 @@ async def test_a_stream_of_responses_builds_the_response_in_the_official_client(
         raw = [e async for e in await client.responses.create(model="m", input="x", max_output_tokens=3, stream=True)]
         assert (raw[-1].type, raw[-1].response.output_text) == ("response.incomplete", "so ")
         assert raw[-1].response.incomplete_details.reason == "max_output_tokens"
-        assert session.turns == 2
+        assert session.turn_count == 2
 
 
 async def play_messages(client, system):
@@ -203,7 +203,7 @@ class Reads:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    async def tool_calls(self, parser, text, tools):
+    async def parse_tool_calls(self, parser, text, tools):
         self.asked.append((parser, text))
         if parser != "mistral":
             raise EngineError(f"no tool parser {parser!r}")
@@ -217,7 +217,7 @@ async def test_calls_are_read_by_the_engines_parser_where_it_is_named_or_the_tem
     chat = renderer(template)
     engine = Reads(await ready(answer_ids(chat, 'CALL add {"a":3}', "CALL add {")))
     async with serving(engine, chat, SETTINGS, tool_parser=name) as server:
-        session = server.open(TASK)
+        session = server.open_session(TASK)
         async with anthropic_client(server, session.key) as client:
             ask = {"model": "m", "max_tokens": 50, "tools": [TOOL]}
             first = await client.messages.create(messages=[user("a")], **ask)
@@ -240,12 +240,12 @@ async def test_a_parser_that_the_engine_does_not_have_is_named():
 
 
 def test_the_form_of_calls_is_that_of_the_chat_template():
-    assert form_of("<tool_call>\n{{ call | tojson }}\n</tool_call>") == "builtin"
-    assert form_of("plain") == "builtin"
-    assert form_of("<tool_call>\n<function={{ f }}>\n<parameter={{ p }}>") == "qwen3_coder"
-    assert form_of("<tool_call>{{ name }}<arg_key>") == "glm45"
-    assert form_of("<｜tool▁calls▁begin｜>```json") == "deepseek_v3"
-    assert form_of("<｜tool▁calls▁begin｜>") == "deepseek_v31"
+    assert detect_parser("<tool_call>\n{{ call | tojson }}\n</tool_call>") == "builtin"
+    assert detect_parser("plain") == "builtin"
+    assert detect_parser("<tool_call>\n<function={{ f }}>\n<parameter={{ p }}>") == "qwen3_coder"
+    assert detect_parser("<tool_call>{{ name }}<arg_key>") == "glm45"
+    assert detect_parser("<｜tool▁calls▁begin｜>```json") == "deepseek_v3"
+    assert detect_parser("<｜tool▁calls▁begin｜>") == "deepseek_v31"
 
 
 # -- errors -------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ async def test_what_responses_cannot_be_granted_is_openais_error(values, param):
             await client.responses.create(**{"model": "m", "input": "a", **values})
         assert caught.value.param == param
         assert caught.value.type == "invalid_request_error"
-        assert session.turns == 0
+        assert session.turn_count == 0
 
 
 REFUSED_MESSAGES = [
@@ -302,7 +302,7 @@ async def test_what_messages_cannot_be_granted_is_anthropics_error(values, messa
         body = caught.value.body
         assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
         assert message in body["error"]["message"]
-        assert session.turns == 0
+        assert session.turn_count == 0
 
 
 async def test_each_protocol_has_its_own_statuses_and_error_objects():

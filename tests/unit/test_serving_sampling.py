@@ -5,9 +5,9 @@ import openai
 import pytest
 
 from r3async.config import EpisodeConfig
-from r3async.rollout.agents.chat_completions import read_chat
-from r3async.rollout.agents.protocol import Refused
-from r3async.rollout.chat import ChatRenderer, TemplateError, template_variables
+from r3async.rollout.agents.chat_completions import parse_chat_request
+from r3async.rollout.agents.protocol import ApiError
+from r3async.rollout.chat import ChatRenderer, TemplateError, find_template_variables
 from tests.helpers.serving import HERMES, answer_ids, renderer, talking, user
 
 EFFORT = "{% if reasoning_effort is defined %}<|system|>{{ reasoning_effort }}<|end|>{% endif %}" + HERMES
@@ -20,9 +20,9 @@ SETTINGS = EpisodeConfig(
 def test_what_the_episode_has_may_be_asked_for():
     settings = EpisodeConfig(top_p=0.9, top_k=5)
     asked = {"messages": [{"role": "user", "content": "a"}], "temperature": 1, "top_p": 0.9, "top_k": 5}
-    assert read_chat(asked, settings, {})
-    with pytest.raises(Refused, match=r"episode\.top_p = 0\.9"):
-        read_chat(asked | {"top_p": 0.8}, settings, {})
+    assert parse_chat_request(asked, settings, {})
+    with pytest.raises(ApiError, match=r"episode\.top_p = 0\.9"):
+        parse_chat_request(asked | {"top_p": 0.8}, settings, {})
 
 
 def stopping(*texts):
@@ -30,16 +30,16 @@ def stopping(*texts):
 
     def script(request, index):
         text = texts[index % len(texts)]
-        ends = [text.find(stop) + len(stop) for stop in request.stop if stop in text]
+        ends = [text.find(stop) + len(stop) for stop in request.stop_strings if stop in text]
         return renderer().encode(text[: min(ends)]) if ends else answer_ids(renderer(), text)[0]
 
     return script
 
 
 def one_row(session):
-    session.reward(1)
+    session.set_reward(1)
     session.close()
-    (sample,) = session.trajectory("stop").samples
+    (sample,) = session.build_trajectory("stop").samples
     ids, trained = sample.table["token_ids"], sample.table["loss_mask"]
     return session.renderer.decode(ids.tolist()), session.renderer.decode(ids[trained].tolist())
 
@@ -66,7 +66,7 @@ async def test_a_stop_string_is_not_handed_out_was_sampled_and_what_closes_the_t
         async with asking as stream:
             third = await stream.get_final_message()
         assert (third.content[0].text, third.stop_reason, third.stop_sequence) == ("So ", "stop_sequence", "3.")
-        assert [call.stop for call in server._engine.calls] == [
+        assert [call.stop_strings for call in server._engine.requests] == [
             ("own", "Observation:", "xyz"),
             ("own", "Observation:"),
             ("own", "3.", ".;"),
@@ -85,7 +85,7 @@ async def test_a_stop_string_ends_a_completion_and_the_episodes_own_is_handed_ou
         for wrong in ([3], {"a": 1}):
             with pytest.raises(openai.BadRequestError, match="stop"):
                 await client.chat.completions.create(model="m", messages=[user("x")], stop=wrong)
-        assert session.turns == 2
+        assert session.turn_count == 2
 
 
 async def test_a_tool_call_before_a_stop_string_is_a_call():
@@ -114,7 +114,7 @@ async def test_each_protocols_effort_is_shown_to_the_model_where_its_template_kn
             (await other.messages.count_tokens(model="m", messages=talk, **asked)).input_tokens
             for asked in ({}, {"output_config": {"effort": "high"}})
         ]
-        shown = [session.renderer.decode(call.prompt_ids.tolist()) for call in server._engine.calls]
+        shown = [session.renderer.decode(call.prompt_ids.tolist()) for call in server._engine.requests]
     rest = "<|user|>x<|end|><|assistant|>"
     assert shown == [f"<|system|>{effort}<|end|>{rest}" for effort in ("low", "high", "max", "some")]
     assert counted == [len(renderer(HERMES).encode(text)) for text in (rest, shown[1])]
@@ -126,9 +126,9 @@ async def test_a_conversation_goes_on_with_the_effort_it_began_with_and_branches
         for effort in ("low", "low", "high"):
             asked = client.chat.completions.create(model="m", messages=talk, reasoning_effort=effort)
             talk += [{"role": "assistant", "content": (await asked).choices[0].message.content}, user("b")]
-        session.reward(1)
+        session.set_reward(1)
         session.close()
-        rows = session.trajectory("stop").samples
+        rows = session.build_trajectory("stop").samples
     trained = [session.renderer.decode(r.table["token_ids"][r.table["loss_mask"]].tolist()) for r in rows]
     assert trained == ["one<|end|>two<|end|>", "three<|end|>"]
 
@@ -136,7 +136,7 @@ async def test_a_conversation_goes_on_with_the_effort_it_began_with_and_branches
 async def test_no_effort_is_no_thinking_and_an_effort_that_cannot_be_shown_is_refused():
     async with talking(["a"], THINKING) as (server, session, client):
         await client.chat.completions.create(model="m", messages=[user("x")], reasoning_effort="none")
-        (call,) = server._engine.calls
+        (call,) = server._engine.requests
         assert session.renderer.decode(call.prompt_ids.tolist()).startswith("<|system|>False<|end|>")
         for values in ({"reasoning_effort": "low"}, {"extra_body": {"chat_template_kwargs": {"messages": []}}}):
             with pytest.raises(openai.BadRequestError, match="only enable_thinking"):
@@ -148,22 +148,24 @@ async def test_no_effort_is_no_thinking_and_an_effort_that_cannot_be_shown_is_re
 async def test_an_effort_is_the_episodes_own_where_the_run_says_so():
     chat = renderer(HERMES)
     chat.template_args["reasoning_effort"] = "high"
-    assert chat.with_args({"reasoning_effort": "high"}) is chat
+    assert chat.with_template_args({"reasoning_effort": "high"}) is chat
     with pytest.raises(TemplateError):
-        chat.with_args({"reasoning_effort": "low"})
+        chat.with_template_args({"reasoning_effort": "low"})
 
 
 def test_what_a_template_may_be_asked_for():
-    assert template_variables(THINKING) == {"tools", "add_generation_prompt", "enable_thinking"}
-    assert template_variables("{% for") == frozenset()
+    assert find_template_variables(THINKING) == {"tools", "add_generation_prompt", "enable_thinking"}
+    assert find_template_variables("{% for") == frozenset()
     local = "{% set own = 1 %}{{ own }}{% for m in messages %}{% if loop.first %}{% break %}{% endif %}{{ given }}{% endfor %}"
-    assert template_variables(local + "{{ strftime_now('%d') }}{{ range(3) }}") == {"given"}
+    assert find_template_variables(local + "{{ strftime_now('%d') }}{{ range(3) }}") == {"given"}
     chat = ChatRenderer(renderer(EFFORT).tokenizer)
-    assert chat.variables == {"reasoning_effort"}
-    low = chat.with_args({"reasoning_effort": "low"})
-    assert chat.with_args({"reasoning_effort": "low"}) is low
-    assert low.with_args({"reasoning_effort": "low"}) is low
-    assert low.with_args({"reasoning_effort": "high"}) is not chat.with_args({"reasoning_effort": "high"})
+    assert chat.template_variables == {"reasoning_effort"}
+    low = chat.with_template_args({"reasoning_effort": "low"})
+    assert chat.with_template_args({"reasoning_effort": "low"}) is low
+    assert low.with_template_args({"reasoning_effort": "low"}) is low
+    assert low.with_template_args({"reasoning_effort": "high"}) is not chat.with_template_args(
+        {"reasoning_effort": "high"}
+    )
     for i in range(40):
-        chat.with_args({"reasoning_effort": str(i)})
-    assert len(chat._with_args) == 32
+        chat.with_template_args({"reasoning_effort": str(i)})
+    assert len(chat._renderers_by_args) == 32

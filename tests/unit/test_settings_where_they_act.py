@@ -11,10 +11,10 @@ import torch
 from r3async.config import ScheduleConfig
 from r3async.config.algorithm import CorrectionConfig, ReferenceKLConfig, RolloutKLConfig
 from r3async.config.difficulty import DifficultyConfig
-from r3async.learner.losses.drift import TrustRegion, correction_weights
-from r3async.learner.losses.objective import reference_kl, rollout_kl
+from r3async.learner.losses.drift import TrustRegion, compute_correction_weights
+from r3async.learner.losses.objective import compute_reference_kl, compute_rollout_kl
 from r3async.schedule.difficulty import TaskHistory
-from r3async.schedule.pace import Pacing
+from r3async.schedule.pace import PaceMonitor
 from tests.helpers.algorithms import algorithm, make_samples, run
 
 
@@ -30,7 +30,7 @@ def test_the_coefficient_rises_by_gain_and_falls_by_gain_down():
         speed = 2 * error - (error if before is None else before)
         coef *= math.exp((config.gain if speed > 0 else config.gain_down) * speed)
         before = error
-        region.update(measured)
+        region.update_coefficient(measured)
         assert region.coef == pytest.approx(coef)
         assert config.coef < coef < config.coef_max
 
@@ -39,7 +39,7 @@ def test_the_coefficient_rises_to_coef_max_and_no_further():
     config = RolloutKLConfig(target=0.02)
     region = TrustRegion(config)
     for _ in range(100):
-        region.update(1.0)
+        region.update_coefficient(1.0)
     assert region.coef == config.coef_max
 
 
@@ -51,10 +51,10 @@ def test_of_one_token_no_more_than_token_limit_is_measured_and_its_loss_is_a_lin
         low, high = (middle, high) if k3(middle) < config.token_limit else (low, middle)
     deltas = torch.tensor([-30.0, 1.0, low - 0.1, low + 0.5, 12.0], dtype=torch.float64)
     expected = [k3(d) if d < low else config.token_limit + math.expm1(low) * (d - low) for d in deltas.tolist()]
-    assert rollout_kl(deltas, config).tolist() == pytest.approx(expected)
+    assert compute_rollout_kl(deltas, config).tolist() == pytest.approx(expected)
     (sample,) = make_samples(1, [2], masked=0.0)
     wild = dataclasses.replace(sample, rollout=sample.logprobs - 12)
-    measured = run([[wild]], algorithm()).sums.metrics()["rollout_kl/k3"]
+    measured = run([[wild]], algorithm()).sums.to_metrics()["rollout_kl/k3"]
     assert measured == pytest.approx(config.token_limit)
 
 
@@ -63,7 +63,7 @@ def test_a_token_of_the_reference_term_weighs_no_more_than_weight_cap():
     logprobs, ratios = torch.full([4], -1.0, dtype=torch.float64), (0.3, 2.0, 4.9, 9.0)
     rollout = logprobs - torch.tensor(ratios, dtype=torch.float64).log()
     expected = [min(ratio, config.weight_cap) * k3(-0.5) for ratio in ratios]
-    assert reference_kl(logprobs, rollout, logprobs - 0.5, config).tolist() == pytest.approx(expected)
+    assert compute_reference_kl(logprobs, rollout, logprobs - 0.5, config).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("weight", ["token", "sequence"])
@@ -71,7 +71,9 @@ def test_a_correction_weighs_no_more_than_weight_cap(weight: str):
     config = CorrectionConfig(weight=weight, anchor="recomputed")
     deltas, episode = [0.2, 0.3, -0.4, 1.0, 0.1], [0, 0, 0, 1, 1]
     old = torch.full([5], -1.0, dtype=torch.float64)
-    weights = correction_weights(old, old - torch.tensor(deltas, dtype=torch.float64), torch.tensor(episode), 2, config)
+    weights = compute_correction_weights(
+        old, old - torch.tensor(deltas, dtype=torch.float64), torch.tensor(episode), 2, config
+    )
     sums = [sum(d for d, e in zip(deltas, episode, strict=True) if e == of) for of in (0, 1)]
     at = deltas if weight == "token" else [sums[e] for e in episode]
     assert weights.tolist() == pytest.approx([min(math.exp(d), config.weight_cap) for d in at])
@@ -81,10 +83,10 @@ def test_a_correction_weighs_no_more_than_weight_cap(weight: str):
 def test_who_waits_is_said_when_it_has_lasted_for_pace_seconds():
     schedule, said = ScheduleConfig(), []
     now = 0.0
-    pacing = Pacing(schedule, lambda event, **facts: said.append((now, event)), lambda: now)
+    pacing = PaceMonitor(schedule, lambda event, **facts: said.append((now, event)), lambda: now)
     step = schedule.pace_seconds / 11.5  # more than eight, and sixteen at most, are looked at
     for number in range(14):
-        pacing.stepped(number, 1, {"transport/received": number, "learner/wait_seconds": 0.9 * step})
+        pacing.record_step(number, 1, {"transport/received": number, "learner/wait_seconds": 0.9 * step})
         now += step
     assert said == [(pytest.approx(12 * step), "pace_generation_bound")]
 
@@ -93,6 +95,6 @@ def test_of_a_target_s_tasks_the_nearest_among_as_many_as_set_is_posed():
     settings = DifficultyConfig(groups=1, target=0.5)
     history = TaskHistory(settings, 0)
     rewards = {0: 0.1, 1: 0.9, 2: 0.2, 3: 0.6, 4: 0.5}
-    history.trained([], rewards.items())
+    history.record_scores([], rewards.items())
     assert settings.among == 4
-    assert history.pose(0, iter(range(5))) == 3
+    assert history.choose_task(0, iter(range(5))) == 3

@@ -11,7 +11,7 @@ from r3async.config import Config, config_from_dict
 from r3async.data.records import Sample
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.learner.batch.packing import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
 from r3async.record.merging import merge_traces
 from tests.helpers import models as hm
@@ -45,8 +45,8 @@ def model_path(tmp_path_factory) -> Path:
 def both(budget: int = 4096, seed: int = 0) -> tuple[list[MicroBatch], list[MicroBatch]]:
     """Packed with shared prefixes, and without."""
     samples = hm.make_families(seed)
-    shared, plain = (pack(samples, budget, share_prefixes=share) for share in (True, False))
-    assert sum(m.shared_tokens for m in shared) > (60 if budget > 100 else 20)
+    shared, plain = (pack_samples(samples, budget, share_prefixes=share) for share in (True, False))
+    assert sum(m.num_shared_tokens for m in shared) > (60 if budget > 100 else 20)
     assert len(shared) <= len(plain)
     return shared, plain
 
@@ -79,7 +79,7 @@ def test_torch_has_the_same_gradient_and_figures(tmp_path, family, recompute):
     samples = hm.make_families(2, layers=ht.moe_layers(family))
     for share in (True, False):
         learner = build_learner(settings, path)
-        result, gradients = ht.gradients_of_step(learner, pack(samples, 4096, share_prefixes=share))
+        result, gradients = ht.gradients_of_step(learner, pack_samples(samples, 4096, share_prefixes=share))
         results.append(result)
         taken.append(gradients)
     assert_alike(results[0].metrics, results[1].metrics)
@@ -93,7 +93,7 @@ def by_sample(micro_batches: list[MicroBatch], values: list[np.ndarray]) -> dict
     """`[T, ...]` of every whole sample."""
     out = {}
     for m, of_rows in zip(micro_batches, values, strict=True):
-        whole, edges = m.unfolded
+        whole, edges = m.expanded_samples
         for s, name in enumerate(m.sample_ids):
             out[name] = of_rows[whole[edges[s] : edges[s + 1]]]
     return out
@@ -119,12 +119,12 @@ def test_log_probs_of_every_trained_token_are_the_same(learner, budget):
 def test_own_routes_of_every_token_are_the_same(learner):
     shared, plain = both()
     ours, exact = (
-        by_sample(m, [np.sort(r.table["routed_experts"], -1) for r in learner.record_routes(m)])
+        by_sample(m, [np.sort(r.table["routed_experts"], -1) for r in learner.record_learner_routes(m)])
         for m in (shared, plain)
     )
     for name, routes in exact.items():
         assert (ours[name] == routes).all()
-    for m in learner.record_routes(shared):
+    for m in learner.record_learner_routes(shared):
         assert m.prefixes is not None
         assert m.table["routing_recorded"].all()
 
@@ -154,7 +154,7 @@ def test_a_first_token_to_be_trained_is_refused_by_name_as_before(learner):
     at = next(i for i, s in enumerate(samples) if s.sample_id == "alone")
     samples[at] = replace_columns(samples[at], loss_mask=np.ones(len(samples[at].table), bool))
     with pytest.raises(LearnerError, match="sample alone: its first token"):
-        train_minibatch(learner, pack(samples, 4096, share_prefixes=True))
+        train_minibatch(learner, pack_samples(samples, 4096, share_prefixes=True))
 
 
 def test_two_steps_of_the_same_batch_are_the_same_to_the_last_bit(learner, model_path):
@@ -162,13 +162,13 @@ def test_two_steps_of_the_same_batch_are_the_same_to_the_last_bit(learner, model
     for each in (learner, again):
         for _ in range(2):
             train_minibatch(each, both()[0], version=0)
-    ours, other = learner.export(), again.export()
+    ours, other = learner.export_weights(), again.export_weights()
     assert all((ours[name] == other[name]).all() for name in ours)
 
 
 def test_prompts_without_routes_are_shared_as_well(tmp_path):
     samples = hm.make_families(0, routes=False)
-    (m,) = pack(samples, 4096, share_prefixes=True)
+    (m,) = pack_samples(samples, 4096, share_prefixes=True)
     rest = [Sample(s.sample_id, s.table) for s in samples]
-    assert m.shared_tokens > 100
-    assert sum(len(s.table) for s in rest) == m.tokens + m.shared_tokens
+    assert m.num_shared_tokens > 100
+    assert sum(len(s.table) for s in rest) == m.num_tokens + m.num_shared_tokens

@@ -9,21 +9,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.checkpoint.tensors import Place
+from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import LearnerConfig, config_from_dict
-from r3async.learner.shares import ALIGNED, Share, by_rows
-from r3async.learner.state import Held
+from r3async.learner.shares import SHARE_ALIGNMENT, RowShare, view_rows
+from r3async.learner.state import ShardSlice
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 9))
 def test_shares_have_every_row_once_and_are_almost_alike(shape, ranks):
     tensor = torch.arange(math.prod(shape)).view(shape)
-    parts = [by_rows(share.of(tensor)) for share in Share(0, ranks).all()]
-    assert torch.equal(torch.cat(parts), by_rows(tensor))
+    parts = [view_rows(share.select_rows(tensor)) for share in RowShare(0, ranks).list_shares()]
+    assert torch.equal(torch.cat(parts), view_rows(tensor))
     sizes = [p.numel() for p in parts]
     assert max(sizes) - min(sizes) < 16 * (shape[-1] if len(shape) > 1 else 1) + 16
     # What is not a full vector is at the end of the whole, as it is where nothing is divided.
-    assert all(p.numel() and p.flatten()[0] % ALIGNED == 0 for p in parts if len(p))
+    assert all(p.numel() and p.flatten()[0] % SHARE_ALIGNMENT == 0 for p in parts if len(p))
 
 
 def interleaved(groups: int, widths: list[int], columns: int):
@@ -37,8 +37,8 @@ def interleaved(groups: int, widths: list[int], columns: int):
         return [part.flatten(0, 1) for part in parts]
 
     whole = [torch.rand(groups * width, columns) for width in widths]
-    places = tuple(Place.whole(f"t{i}", tensor.shape) for i, tensor in enumerate(whole))
-    return join(whole), whole, Held(places, split, join)
+    places = tuple(TensorSlice.full_tensor(f"t{i}", tensor.shape) for i, tensor in enumerate(whole))
+    return join(whole), whole, ShardSlice(places, split, join)
 
 
 @given(
@@ -47,9 +47,9 @@ def interleaved(groups: int, widths: list[int], columns: int):
 def test_a_share_is_a_box_of_each_tensor_that_it_has_rows_of(groups, widths, ranks, columns):
     parameter, tensors, held = interleaved(groups, widths, columns)
     filled = [torch.full_like(t, torch.nan) for t in tensors]
-    for share in Share(0, ranks).all():
-        mine = held.of_share(parameter.shape, share)
-        own = share.of(parameter)
+    for share in RowShare(0, ranks).list_shares():
+        mine = held.narrow_to_share(parameter.shape, share)
+        own = share.select_rows(parameter)
         parts = mine.split(own)
         for place, part in zip(mine.places, parts, strict=True):
             assert tuple(part.shape) == place.size
@@ -63,10 +63,10 @@ def test_a_share_is_a_box_of_each_tensor_that_it_has_rows_of(groups, widths, ran
 
 def test_rows_that_only_pad_a_part_are_in_no_place():
     # The second of two tensor-parallel ranks: 5 rows are divided, and of its 3 the last is padding.
-    held = Held((Place("w", (5, 16), (3, 0), (2, 16)),))
-    first, second = (held.of_share((3, 16), share) for share in Share(0, 2).all())
-    assert first.places == (Place("w", (5, 16), (3, 0), (1, 16)),)
-    assert second.places == (Place("w", (5, 16), (4, 0), (1, 16)),)
+    held = ShardSlice((TensorSlice("w", (5, 16), (3, 0), (2, 16)),))
+    first, second = (held.narrow_to_share((3, 16), share) for share in RowShare(0, 2).list_shares())
+    assert first.places == (TensorSlice("w", (5, 16), (3, 0), (1, 16)),)
+    assert second.places == (TensorSlice("w", (5, 16), (4, 0), (1, 16)),)
     assert [len(part) for part in second.split(torch.zeros(2, 16))] == [2]
     assert len(second.join([torch.zeros(2, 16)])) == 2
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from r3async.config import ObserveConfig, load_config
-from r3async.record.backends import Example, example_of
+from r3async.record.backends import EpisodeExample, make_episode_example
 from r3async.record.sinks import open_sinks
-from r3async.tools.outlets import Outlets
+from r3async.tools.outlets import MetricsForwarder
 
 ROWS = [{"step": i, "time": 1_700_000_000.0 + i, "reward/mean": i / 4, "lr": None, "note": "text"} for i in range(1, 6)]
 LATE = {
@@ -44,7 +44,7 @@ def start(name: str, run_dir: Path, rows: Sequence[dict], options: dict, seed: i
         for row in rows:
             sinks.write(row)
         sinks.write(LATE)
-        sinks.write([example_of(EPISODE)])
+        sinks.write([make_episode_example(EPISODE)])
     assert reported == []
 
 
@@ -58,11 +58,11 @@ def resumed(name: str, tmp_path: Path, **options) -> Path:
 
 
 def test_an_example_is_the_first_prompt_and_all_that_followed() -> None:
-    told = example_of(EPISODE)
-    assert told == Example(
+    told = make_episode_example(EPISODE)
+    assert told == EpisodeExample(
         3, "g00000001e0000", 1.0, 2, "first | prompt\nwith a line", "one\n\n[environment] wrong\n\ntwo"
     )
-    assert example_of({"step": 1, "reward": 0.5, "turns": []}) == Example(1, "", 0.5, 0, "", "")
+    assert make_episode_example({"step": 1, "reward": 0.5, "turns": []}) == EpisodeExample(1, "", 0.5, 0, "", "")
 
 
 def test_tensorboard_shows_each_step_once(tmp_path) -> None:
@@ -77,8 +77,8 @@ def test_tensorboard_shows_each_step_once(tmp_path) -> None:
     assert sorted(events.Tags()["scalars"]) == shown
     (tag,) = events.Tags()["tensors"]
     table = events.Tensors(tag)[-1].tensor_proto
-    assert [d.size for d in table.tensor_shape.dim] == [2, len(Example._fields)]
-    assert list(table.string_val)[: len(Example._fields)] == [name.encode() for name in Example._fields]
+    assert [d.size for d in table.tensor_shape.dim] == [2, len(EpisodeExample._fields)]
+    assert list(table.string_val)[: len(EpisodeExample._fields)] == [name.encode() for name in EpisodeExample._fields]
     assert b"first | prompt\nwith a line" in list(table.string_val)
 
 
@@ -134,8 +134,8 @@ def test_wandb_has_one_run_for_all_starts(tmp_path) -> None:
     assert {row["evaluation/metrics/reward/correct"] for row in rows if "evaluation/reward_mean" in row} == {0.25}
     assert all(row["step"] == 3 for row in tables)
     stored = [json.loads(path.read_text()) for path in run_dir.rglob("*.table.json")]
-    assert [table["columns"] for table in stored] == [list(Example._fields)] * 2
-    assert stored[0]["data"] == [list(example_of(EPISODE))]
+    assert [table["columns"] for table in stored] == [list(EpisodeExample._fields)] * 2
+    assert stored[0]["data"] == [list(make_episode_example(EPISODE))]
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
@@ -174,8 +174,8 @@ def test_mlflow_has_one_run_for_all_starts(tmp_path) -> None:
     (artifact,) = client.list_artifacts(run.info.run_id)
     path = client.download_artifacts(run.info.run_id, artifact.path)
     assert json.loads(Path(path).read_text()) == {
-        "columns": list(Example._fields),
-        "data": [list(example_of(EPISODE))],
+        "columns": list(EpisodeExample._fields),
+        "data": [list(make_episode_example(EPISODE))],
     }
     assert json.loads(run.data.tags["mlflow.loggedArtifacts"]) == [{"path": artifact.path, "type": "table"}]
 
@@ -218,19 +218,19 @@ def test_the_driver_hands_on_what_is_new_in_the_files_of_the_run(tmp_path) -> No
     append(episodes, EPISODE)
     written: list = []
     config = load_config("quickstart")
-    with Outlets(config, tmp_path, print) as outlets:
+    with MetricsForwarder(config, tmp_path, print) as outlets:
         outlets._sinks.write = written.append  # type: ignore[method-assign]
-        outlets.show({"rows": ROWS[:1]})
+        outlets.show_status({"rows": ROWS[:1]})
         append(evaluations, LATE)
         append(episodes, *[{**EPISODE, "step": step} for step in range(4, 25)], {"foreign": 1})
-        outlets.show({"rows": ROWS[1:2]})
+        outlets.show_status({"rows": ROWS[1:2]})
         assert written[:3] == [ROWS[0], ROWS[1], LATE]
         assert [each.step for each in written[3]] == list(range(4, 25))
         # A restart from a checkpoint: files are cut, and what they have was handed on.
         evaluations.write_text(json.dumps({**LATE, "step": 1}) + "\n")
-        outlets.rewind()
+        outlets.skip_written()
         append(evaluations, {**LATE, "step": 3})
         append(episodes, EPISODE)
-        outlets.show({"rows": []})
+        outlets.show_status({"rows": []})
         assert written[4:] == [{**LATE, "step": 3}]  # too few examples for a table
-    assert written[5:] == [[example_of(EPISODE)]]
+    assert written[5:] == [[make_episode_example(EPISODE)]]

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from r3async.config import ConfigError, ObserveConfig, config_from_dict, load_config, to_toml
-from r3async.record.backends import BACKENDS, PACKAGES
-from r3async.record.prometheus import metric_name, serve_metrics
+from r3async.config import ConfigError, ObserveConfig, config_from_dict, config_to_toml, load_config
+from r3async.record.backends import SINK_BACKENDS, SINK_PACKAGES
+from r3async.record.prometheus import serve_metrics, to_prometheus_name
 from r3async.record.sinks import Sink, SinkSet, check_sinks
 
 ROWS = [{"step": i, "time": 1_700_000_000.0 + i, "reward/mean": i / 4, "lr": None, "note": "text"} for i in (1, 2, 3)]
@@ -25,10 +25,10 @@ class Memory:
     def __init__(self):
         self.rows, self.closed = [], False
 
-    def write(self, row):
+    def write_metrics(self, row):
         self.rows.append(row)
 
-    def show(self, examples):
+    def write_examples(self, examples):
         self.rows.append(examples)
 
     def close(self):
@@ -49,7 +49,7 @@ def test_a_sink_that_hangs_costs_no_time_and_says_once_that_it_misses_rows():
     release, reported = threading.Event(), []
 
     class Hangs(Memory):
-        def write(self, row):
+        def write_metrics(self, row):
             release.wait(30)
 
     sink = Sink("slow", Hangs, 2, reported.append)
@@ -57,13 +57,13 @@ def test_a_sink_that_hangs_costs_no_time_and_says_once_that_it_misses_rows():
     for row in ROWS * 100:
         sink.write(row)
     assert time.monotonic() - before < 1.0
-    assert sink.dropped >= 297
+    assert sink.dropped_rows >= 297
     assert len(reported) == 1
     assert "slower than the run" in reported[0]
     SinkSet([sink], 0.3).close()
     assert time.monotonic() - before < 5.0
     assert "did not finish in time" in reported[1]
-    assert f"missed {sink.dropped} rows" in reported[2]
+    assert f"missed {sink.dropped_rows} rows" in reported[2]
     release.set()
 
 
@@ -71,7 +71,7 @@ def test_a_sink_that_fails_is_left_out_and_the_others_go_on():
     reported, memory = [], Memory()
 
     class Broken(Memory):
-        def write(self, row):
+        def write_metrics(self, row):
             raise OSError("disk full")
 
     def never():
@@ -107,7 +107,7 @@ def test_nonsense_is_refused_by_name(override, part):
 
 
 def test_every_sink_that_can_be_named_has_a_package_and_a_backend():
-    assert set(PACKAGES) == set(BACKENDS)
+    assert set(SINK_PACKAGES) == set(SINK_BACKENDS)
 
 
 def scrape(endpoint):
@@ -121,10 +121,10 @@ def test_prometheus_reads_the_last_row_of_every_process_and_finds_it_by_file(tmp
     learner = serve_metrics("learner", tmp_path, config)
     try:
         assert driver.port != learner.port  # the first free one each
-        driver.update(ROWS[0])
-        driver.update(ROWS[1])
+        driver.set_metrics(ROWS[0])
+        driver.set_metrics(ROWS[1])
         text = scrape(driver)
-        assert metric_name("reward/mean") == "r3async_reward_mean"
+        assert to_prometheus_name("reward/mean") == "r3async_reward_mean"
         assert f'r3async_reward_mean{{role="driver",run="{tmp_path.name}"}} 0.5' in text
         assert "process_resident_memory_bytes" in text
         assert "r3async_reward_mean" not in scrape(learner)
@@ -147,11 +147,11 @@ def test_without_a_port_nothing_is_served_and_a_bad_interface_does_not_stop_the_
 ACTOR = """
 import sys, time
 from pathlib import Path
-from r3async.actors.process import begin
-from r3async.world.real import REAL
-lock = begin(REAL, Path(sys.argv[1]), "generator-0")
+from r3async.actors.process import prepare_process
+from r3async.world.real import REAL_WORLD
+lock = prepare_process(REAL_WORLD, Path(sys.argv[1]), "generator-0")
 figures = [{"engine/running": 3, "odd": "text"}]
-REAL.processes.show_figures(lambda: figures[0] if figures else 1 / 0)
+REAL_WORLD.processes.add_metrics_source(lambda: figures[0] if figures else 1 / 0)
 print("begun", flush=True)
 sys.stdin.readline()
 figures.clear()
@@ -178,7 +178,7 @@ def an_actor(run: Path) -> Iterator[subprocess.Popen[str]]:
 def test_every_actor_process_serves_itself_and_what_its_engine_counts(tmp_path):
     run = tmp_path / "demo"
     run.mkdir()
-    (run / "config.toml").write_text(to_toml(config_from_dict({"observe": {"prometheus_port": 0}})))
+    (run / "config.toml").write_text(config_to_toml(config_from_dict({"observe": {"prometheus_port": 0}})))
     with an_actor(run) as actor:
         (target,) = json.loads((run / "prometheus" / "generator-0.json").read_text())
         assert target["labels"] == {"role": "generator-0", "run": "demo"}
@@ -203,22 +203,24 @@ def test_every_actor_process_serves_itself_and_what_its_engine_counts(tmp_path):
 @pytest.mark.parametrize("config", [{}, None])
 def test_actors_of_a_run_without_a_port_serve_nothing(tmp_path, config):
     if config is not None:
-        (tmp_path / "config.toml").write_text(to_toml(config_from_dict(config)))
+        (tmp_path / "config.toml").write_text(config_to_toml(config_from_dict(config)))
     with an_actor(tmp_path):
         assert {p.name for p in tmp_path.iterdir()} <= {"logs", "config.toml", ".lock"}
 
 
 def test_the_driver_hands_rows_on_while_the_run_lasts(tmp_path):
-    from r3async.tools.outlets import Outlets
+    from r3async.tools.outlets import MetricsForwarder
 
     reported = []
-    with Outlets(load_config("quickstart", ["observe.prometheus_port=0"]), tmp_path, reported.append) as outlets:
-        outlets.show({"rows": ROWS})
+    with MetricsForwarder(
+        load_config("quickstart", ["observe.prometheus_port=0"]), tmp_path, reported.append
+    ) as outlets:
+        outlets.show_status({"rows": ROWS})
         (target,) = (tmp_path / "prometheus").iterdir()
         address = json.loads(target.read_text())[0]["targets"][0]
         evaluation = {"step": 0, "time": 9.0, "evaluation/reward_mean": 0.5}
         (tmp_path / "evaluation.jsonl").write_text(json.dumps(evaluation) + "\n")
-        outlets.show({"rows": []})
+        outlets.show_status({"rows": []})
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         shown = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}

@@ -14,7 +14,7 @@ import pytest
 
 from r3async.config import BufferConfig
 from r3async.data.records import SCHEMA
-from r3async.schedule.spool import SPOOL, Spool
+from r3async.schedule.spool import SPOOL_FORMAT, Spool
 from r3async.transport import encode_trajectory, wire
 from r3async.world import disk
 from tests.helpers.spool import DISK, put_all, recovered, sampled, tell
@@ -24,20 +24,20 @@ from tests.helpers.transport import LIMIT
 @pytest.mark.parametrize("fsync", [False, True])
 async def test_what_was_put_is_there_after_a_restart(tmp_path, fsync):
     spool = Spool(tmp_path / "spool", BufferConfig(durability="disk", fsync=fsync))
-    assert await spool.recover() == []
+    assert await spool.recover_trajectories() == []
     sent = [sampled(i, length) for i, length in enumerate([0, 1, 50, 300, 3000, 77, 78, 79])]
     assert await put_all(spool, sent) == [None] * 8
     assert len(list(spool.directory.iterdir())) == 2
     assert spool.nbytes == sum(p.stat().st_size for p in spool.directory.iterdir())
     second, found = await recovered(spool.directory)
     assert found == sent
-    assert second.damage == []
+    assert second.damages == []
     assert second.nbytes == spool.nbytes
     more = [sampled(8, group=1), sampled(9, group=2), sampled(3)]  # t3 again: its acknowledgement was lost.
     await put_all(second, more)
     third, found = await recovered(spool.directory)
     assert found == [*sent, *more[:2]]
-    assert await third.commit([0, 2, 17]) > 0
+    assert await third.delete_trained([0, 2, 17]) > 0
     assert third.nbytes == sum(p.stat().st_size for p in spool.directory.iterdir())
     _, found = await recovered(spool.directory)
     assert found == [*sent[4:], more[0]]
@@ -51,11 +51,11 @@ async def test_what_is_spilled_is_mapped_and_survives_its_file(tmp_path):
     (kept,) = await put_all(spool, [sent], spill=True)
     assert kept.trajectory == sent
     table = kept.trajectory.samples[0].table
-    assert all(a.flags.aligned and not a.flags.writeable for _, a in table.without("support").items())
+    assert all(a.flags.aligned and not a.flags.writeable for _, a in table.without_columns("support").items())
     unpacked = sum(a.nbytes for n, a in table.items() if SCHEMA.columns[n].compressible)
     header = encode_trajectory(sent)[0]
-    assert kept.nbytes == len(header) + wire.read_header(header).nbytes + unpacked
-    await spool.commit([sent.group_index])
+    assert kept.nbytes == len(header) + wire.read_trajectory_header(header).nbytes + unpacked
+    await spool.delete_trained([sent.group_index])
     assert list(tmp_path.iterdir()) == []
     assert spool.nbytes == 0
     assert kept.trajectory == sent
@@ -75,16 +75,16 @@ async def test_every_way_to_tear_the_last_record_leaves_the_others(tmp_path):
     for end in [*range(last + 1, len(whole), 29), len(whole) - 1]:
         (torn / path.name).write_bytes(whole[:end])
         told: list[str] = []
-        again, found = await recovered(torn, report=tell(told))
+        again, found = await recovered(torn, report_event=tell(told))
         assert found == sent[:2]
-        assert [d.offset for d in again.damage] == [last]
+        assert [d.offset for d in again.damages] == [last]
         assert told == ["spool_damaged"]
         # The sender was never told that it is safe, and sends it again: into a file of its own.
         await put_all(again, sent[2:])
         await again.close()
         after, found = await recovered(torn)
         assert found == sent
-        assert await after.commit([3]) > 0
+        assert await after.delete_trained([3]) > 0
         await after.close()
         assert list(torn.iterdir()) == []
 
@@ -104,43 +104,43 @@ async def test_damage_is_reported_and_costs_only_what_it_hit(tmp_path):
     (tmp_path / "000000010-0000.spool").write_bytes(b"not a record, but long enough for one")
     spool, found = await recovered(tmp_path)
     assert found == [sent[0], sent[2]]
-    reasons = {d.path.name: d.reason for d in reversed(spool.damage)}
+    reasons = {d.path.name: d.reason for d in reversed(spool.damages)}
     assert "checksum" in reasons["000000003-0000.spool"]
     assert reasons["000000004-0000.spool"] == "a trajectory of group 3, not 4"
     assert "not the beginning of a record" in reasons["000000010-0000.spool"]
     assert "not a file of the spool" in reasons["surprise.spool"]
-    assert len(spool.damage) == 1 + 3 + 1 + 1
+    assert len(spool.damages) == 1 + 3 + 1 + 1
     await spool.close()
 
 
 async def test_a_spool_says_while_it_waits_for_its_disk_and_why(tmp_path, monkeypatch):
     spool, full = Spool(tmp_path, DISK, retry_seconds=0.01), [True]
-    write = spool._write
+    write = spool._append_record
 
     def refuse(*args: Any) -> Any:
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(*args)
 
-    monkeypatch.setattr(spool, "_write", refuse)
-    assert spool.waits is None
+    monkeypatch.setattr(spool, "_append_record", refuse)
+    assert spool.wait_state is None
     putting = asyncio.create_task(put_all(spool, [sampled(1)]))
-    while spool.waits is None:
+    while spool.wait_state is None:
         assert not putting.done()
         await asyncio.sleep(0.01)
-    assert "No space left on device" in spool.waits["why"]
-    assert not spool.waits["full"]
+    assert "No space left on device" in spool.wait_state["why"]
+    assert not spool.wait_state["full"]
     full.clear()
     await asyncio.wait_for(putting, 30)
-    assert spool.waits is None
-    spool.note_waiting(True)
-    assert spool.waits["full"]
+    assert spool.wait_state is None
+    spool.set_waiting(True)
+    assert spool.wait_state["full"]
     await spool.close()
 
 
 async def test_a_full_disk_is_waited_for_and_leaves_no_half_record(tmp_path, monkeypatch):
     told: list[str] = []
-    spool = Spool(tmp_path, DISK, report=tell(told), retry_seconds=0.05)
+    spool = Spool(tmp_path, DISK, report_event=tell(told), retry_seconds=0.05)
     await put_all(spool, [sampled(0)])
     real, failures = os.writev, [3]
 
@@ -159,7 +159,7 @@ async def test_a_full_disk_is_waited_for_and_leaves_no_half_record(tmp_path, mon
     await spool.close()
     spool, found = await recovered(tmp_path)
     assert found == [sampled(0), sampled(1)]
-    assert spool.damage == []
+    assert spool.damages == []
 
 
 async def test_what_a_failed_write_left_is_cut_off_before_the_next(tmp_path, monkeypatch):
@@ -187,13 +187,13 @@ async def test_what_a_failed_write_left_is_cut_off_before_the_next(tmp_path, mon
     await spool.close()
     spool, found = await recovered(tmp_path)
     assert found == [sampled(0), sampled(1)]
-    assert spool.damage == []
+    assert spool.damages == []
 
 
 async def test_writes_that_come_up_short_are_completed(tmp_path, monkeypatch):
     real = os.writev
     monkeypatch.setattr(disk.os, "writev", lambda fd, buffers: real(fd, [bytes(buffers[0])[:5]]))
-    monkeypatch.setattr(disk, "PIECES", 3)
+    monkeypatch.setattr(disk, "WRITEV_BUFFERS", 3)
     spool = Spool(tmp_path, DISK)
     await put_all(spool, [sampled(0)])
     await spool.close()
@@ -204,7 +204,7 @@ async def test_writes_that_come_up_short_are_completed(tmp_path, monkeypatch):
 def test_the_format_is_what_the_docstring_says(tmp_path):
     """Read by a program that shares no code with the spool."""
     frames = [b"header", b"", bytes(range(17))]
-    assert SPOOL.append(tmp_path / "f", frames, fsync=False) == (0, 16 + 24 + 8 + 0 + 24)
+    assert SPOOL_FORMAT.append_record(tmp_path / "f", frames, fsync=False) == (0, 16 + 24 + 8 + 0 + 24)
     script = """
 import struct, sys, zlib
 data = open(sys.argv[1], "rb").read()

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from r3async.config import BufferConfig, TransportConfig
-from r3async.data.container import Container
+from r3async.data.container import RecordFormat
 from r3async.data.records import Trajectory
-from r3async.data.window import Consumed
+from r3async.data.window import ConsumedGroups
 from r3async.schedule.spool import Spool
-from r3async.transport import Ledger, wire
+from r3async.transport import TrajectoryLedger, wire
 from tests.helpers.spool import DISK, recovered, sampled, tell
 from tests.helpers.transport import (
     LIMIT,
@@ -39,14 +39,14 @@ ON_DISK_ONLY = BufferConfig(durability="disk", memory_bytes=1)
 async def test_acknowledged_means_written(tmp_path, monkeypatch):
     """While the disk takes nothing, nothing is acknowledged, nobody gives up, and what waits is neither lost nor doubled."""
     broken = [True]
-    real = Container.append
+    real = RecordFormat.append_record
 
     def append(*args: Any, **options: Any) -> Any:
         if broken[0]:
             raise OSError(errno.EIO, "broken")
         return real(*args, **options)
 
-    monkeypatch.setattr(Container, "append", append)
+    monkeypatch.setattr(RecordFormat, "append_record", append)
     spool = Spool(tmp_path, DISK, retry_seconds=0.05)
     inbox = Inbox()
     config = TransportConfig(ack_timeout=1.5)
@@ -71,9 +71,11 @@ async def test_a_learner_that_died_has_everything_again_but_what_was_committed(t
         await send_all(sender, sent)
         assert await sender.flush(LIMIT) == 0
         for group in (0, 1):
-            receiver.forget(group)
-        ledger = Ledger(Consumed(head=2))  # Trained from groups 0 and 1, and died before `commit` was called.
-        receiver.forget(2)  # Trained too, but of no checkpoint: has to be trained again.
+            receiver.forget_group(group)
+        ledger = TrajectoryLedger(
+            ConsumedGroups(head=2)
+        )  # Trained from groups 0 and 1, and died before `commit` was called.
+        receiver.forget_group(2)  # Trained too, but of no checkpoint: has to be trained again.
     await spool.close()
     again, spool = Inbox(hold=True), Spool(tmp_path, DISK)
     ledger.add(2, "never-kept")
@@ -81,14 +83,14 @@ async def test_a_learner_that_died_has_everything_again_but_what_was_committed(t
         assert again.trajectories == sent[8:]
         assert receiver.recovered == 4
         assert [int(p.name[:9]) for p in tmp_path.iterdir()] == [2]
-        assert receiver.bytes_held > 0
+        assert receiver.unreleased_bytes > 0
         async with sending(endpoint) as sender:
             await send_all(sender, [*sent[6:9], make_trajectory("never-kept", group=2)])
             assert await sender.flush(LIMIT) == 0
         assert receiver.duplicates == 3
         assert [t.trajectory_id for t in again.trajectories[4:]] == ["tnever-kept"]
-        receiver.forget(2)
-        assert receiver.bytes_held == 0
+        receiver.forget_group(2)
+        assert receiver.unreleased_bytes == 0
     await spool.close()
 
 
@@ -109,7 +111,7 @@ async def test_what_is_not_valid_is_neither_kept_nor_taken_again(tmp_path, caplo
     again, spool = Inbox(), Spool(tmp_path, DISK)
     async with receiving(again, store=spool, validate=validate) as (receiver, _):
         assert [t.trajectory_id for t in again.trajectories] == ["t0"]
-        assert (receiver.recovered, receiver.rejected, receiver.bytes_held) == (2, 1, 0)
+        assert (receiver.recovered, receiver.rejected, receiver.unreleased_bytes) == (2, 1, 0)
         assert (0, "t2") not in receiver.ledger
     assert "'t2' was kept, but is not taken again: not today" in caplog.text
     await spool.close()
@@ -131,7 +133,7 @@ async def test_beyond_its_memory_a_buffer_is_on_disk_and_the_memory_is_free_agai
         await send_all(sender, sent)
         assert await sender.flush(LIMIT) == 0
         assert sorted(inbox.trajectories, key=lambda t: t.group_index) == sent
-        assert receiver.bytes_held < config.credit_bytes < 30 * size
+        assert receiver.unreleased_bytes < config.credit_bytes < 30 * size
     await mapped.close()
 
 
@@ -141,7 +143,7 @@ async def test_what_is_being_written_takes_room_already(tmp_path):
     sent = [sampled(i, 500, group=10 + i) for i in range(8)]
     nbytes = wire.decoded_bytes(wire.encode_trajectory(sent[0]), sent[0])
     spool = Spool(tmp_path, BufferConfig(durability="disk", disk_bytes=3 * nbytes + 100))
-    go_on, write = asyncio.Event(), spool.put
+    go_on, write = asyncio.Event(), spool.put_trajectory
     begun: list[str] = []
 
     async def put(trajectory: Trajectory, frames: Any, *, spill: bool) -> Any:
@@ -149,14 +151,14 @@ async def test_what_is_being_written_takes_room_already(tmp_path):
         await go_on.wait()
         return await write(trajectory, frames, spill=spill)
 
-    spool.put = put  # type: ignore[method-assign]
+    spool.put_trajectory = put  # type: ignore[method-assign]
     inbox = Inbox()
     async with receiving(inbox, SLOW, store=spool, window=1) as (receiver, endpoint), sending(endpoint, SLOW) as sender:
         feeds = [asyncio.create_task(sender.send(trajectory)) for trajectory in sent]
         await until(lambda: begun)
         await asyncio.sleep(0.2)
         assert len(receiver._intake) == 3
-        receiver.forget(10)  # wakes whatever waits for room
+        receiver.forget_group(10)  # wakes whatever waits for room
         await asyncio.sleep(0.1)
         assert len(receiver._intake) == 3
         for feed in feeds:
@@ -170,7 +172,9 @@ async def test_a_spool_that_is_full_slows_down_says_so_and_lets_the_next_step_th
     """What a step does not wait for fills `disk_bytes` at most; what it waits for is taken beyond them, until a checkpoint."""
     sent = [sampled(i, 2000, group=i) for i in range(8)]
     told: list[str] = []
-    spool = Spool(tmp_path, BufferConfig(durability="disk", disk_bytes=3 * memory_size(sent[0])), report=tell(told))
+    spool = Spool(
+        tmp_path, BufferConfig(durability="disk", disk_bytes=3 * memory_size(sent[0])), report_event=tell(told)
+    )
     inbox = Inbox()
     async with receiving(inbox, SLOW, store=spool, window=1) as (receiver, endpoint), sending(endpoint, SLOW) as sender:
         early = 7
@@ -185,15 +189,15 @@ async def test_a_spool_that_is_full_slows_down_says_so_and_lets_the_next_step_th
             record = spool.nbytes / len(spool.groups)
             waited_for = [kept for kept in spool.groups if kept <= group]
             assert spool.nbytes <= 3 * memory_size(sent[0]) + len(waited_for) * record
-            receiver.forget(group)
+            receiver.forget_group(group)
             if group >= 3:
-                await spool.commit([group - 3])
-                receiver.forget(group)  # The next step would; here it wakes those that wait for room.
+                await spool.delete_trained([group - 3])
+                receiver.forget_group(group)  # The next step would; here it wakes those that wait for room.
         await feed
         assert await sender.flush(LIMIT) == 0
         assert inbox.once({f"t{i}" for i in range(8)})
         assert told[0] == "spool_full"
-        await spool.commit(range(8))
+        await spool.delete_trained(range(8))
         assert spool.nbytes == 0
     await spool.close()
 
@@ -203,16 +207,16 @@ import asyncio, sys
 from pathlib import Path
 from r3async.schedule.spool import Spool
 from r3async.config import BufferConfig, TransportConfig
-from r3async.transport import Receiver
+from r3async.transport import TrajectoryReceiver
 from tests.helpers.transport import SERVER_KEYS
 
 async def main(directory, port):
     def take(trajectory, nbytes):
-        receiver.release(trajectory.trajectory_id)
+        receiver.release_trajectory(trajectory.trajectory_id)
 
     spool = Spool(Path(directory), BufferConfig(durability="disk"))
     settings = TransportConfig(ack_timeout=0.3)
-    receiver = Receiver("run", settings, take, keys=SERVER_KEYS, port=int(port), store=spool)
+    receiver = TrajectoryReceiver("run", settings, take, keys=SERVER_KEYS, port=int(port), store=spool)
     await receiver.start()
     await asyncio.sleep(60)
 

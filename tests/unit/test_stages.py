@@ -7,10 +7,10 @@ import time
 import pytest
 import uvloop
 
-from r3async.record.timeline import LagMeter, StageSeconds
+from r3async.record.timeline import LagMeter, StageTimer
 from r3async.world import stages
-from r3async.world.real import REAL
-from r3async.world.stages import booked, stage
+from r3async.world.real import REAL_WORLD
+from r3async.world.stages import in_stage, stage
 from r3async.world.threads import dump_stacks
 
 BURST = 0.02
@@ -27,12 +27,12 @@ class Spent:
     """What was spent since it was made."""
 
     def __init__(self) -> None:
-        self.cpu_before, self.wall_before = REAL.processes.stage_seconds()
+        self.cpu_before, self.wall_before = REAL_WORLD.processes.stage_seconds()
         self.process, self.wall_clock, self.thread = time.process_time(), time.perf_counter(), time.thread_time()
 
     def look(self) -> tuple[dict[str, float], dict[str, float], float, float]:
         """Processor and wall time by stage, and both as their clocks have them."""
-        cpu, wall = REAL.processes.stage_seconds()
+        cpu, wall = REAL_WORLD.processes.stage_seconds()
         process, passed = time.process_time() - self.process, time.perf_counter() - self.wall_clock
         return (
             {name: seconds - self.cpu_before.get(name, 0.0) for name, seconds in cpu.items()},
@@ -57,7 +57,7 @@ def test_all_that_a_process_computes_is_booked_to_the_stage_that_it_belongs_to(r
                 burn()
                 await asyncio.sleep(0.001)  # others run meanwhile, and are not booked to this stage
                 burn()
-            await REAL.threads.run(burn)
+            await REAL_WORLD.threads.run(burn)
 
     async def sends() -> None:
         async with asyncio.TaskGroup() as group:  # whose tasks are of the stage in which they are made
@@ -70,16 +70,16 @@ def test_all_that_a_process_computes_is_booked_to_the_stage_that_it_belongs_to(r
             burn()
 
     async def run() -> None:
-        meter, lane = LagMeter(), REAL.threads.lane("writer")
+        meter, lane = LagMeter(), REAL_WORLD.threads.new_worker("writer")
         meter.start()
         try:
             spent = Spent()
             asyncio.get_running_loop().call_soon(burn)
             other = threading.Thread(target=burn)
             other.start()
-            tasks = [asyncio.create_task(booked("play", plays())), asyncio.create_task(booked("send", sends()))]
+            tasks = [asyncio.create_task(in_stage("play", plays())), asyncio.create_task(in_stage("send", sends()))]
             await asyncio.gather(*tasks, lane.run(burn))
-            await booked("steps", bursts())  # in a task that was there before
+            await in_stage("steps", bursts())  # in a task that was there before
             other.join()
             await asyncio.sleep(0.05)
             cpu, wall, process, passed = spent.look()
@@ -112,7 +112,7 @@ def test_work_that_a_thread_has_not_ended_is_booked_already(runner):
         burn()
 
     async def run() -> None:
-        meter, lane = LagMeter(), REAL.threads.lane("torch")
+        meter, lane = LagMeter(), REAL_WORLD.threads.new_worker("torch")
         meter.start()
         try:
             spent, working = Spent(), asyncio.create_task(lane.run(works))
@@ -141,15 +141,15 @@ def test_nothing_is_measured_where_nothing_is_accounted_for(runner):
         loop = asyncio.get_running_loop()
         factory = loop.get_task_factory()
         coroutine = bursts()
-        assert booked("play", coroutine) is coroutine
+        assert in_stage("play", coroutine) is coroutine
         assert await coroutine == "done"
         meter = LagMeter()
         meter.start()
         meter.stop()
         assert loop.get_task_factory() is factory
-        before = stages.wall_seconds()
-        assert await booked("play", bursts()) == "done"
-        assert stages.wall_seconds() == before
+        before = stages.wall_seconds_by_stage()
+        assert await in_stage("play", bursts()) == "done"
+        assert stages.wall_seconds_by_stage() == before
 
     runner.run(run())
 
@@ -195,18 +195,18 @@ def test_a_task_is_what_it_was(runner, tmp_path):
 
 def test_a_role_s_stages_as_metrics(runner):
     async def run() -> None:
-        meter, seconds = LagMeter(), StageSeconds("learner")
+        meter, seconds = LagMeter(), StageTimer("learner")
         meter.start()
         try:
-            seconds.take()
+            seconds.read_increment()
             with stage("tokens"):
                 burn()
-            metrics, again = seconds.take(), seconds.take()
+            metrics, again = seconds.read_increment(), seconds.read_increment()
         finally:
             meter.stop()
         assert metrics["cpu/learner_tokens_seconds"] == pytest.approx(BURST, rel=0.1)
         assert metrics["wall/learner_tokens_seconds"] >= BURST
         assert again["wall/learner_tokens_seconds"] == 0
-        assert seconds.totals()["cpu/learner_tokens_seconds"] >= metrics["cpu/learner_tokens_seconds"]
+        assert seconds.total_seconds()["cpu/learner_tokens_seconds"] >= metrics["cpu/learner_tokens_seconds"]
 
     runner.run(run())

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from r3async.data.statistics import Estimate, estimate, paired, t_quantile
+from r3async.data.statistics import Estimate, estimate_mean, paired_difference, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_quantile_between_two_whole_degrees_of_freedom_is_between_theirs():
 
 def test_five_seeds_by_hand():
     values = [0.8, 0.9, 0.85, 0.7, 0.95]
-    found = estimate({(seed, 0): value for seed, value in enumerate(values)})
+    found = estimate_mean({(seed, 0): value for seed, value in enumerate(values)})
     half = 2.77645 * np.std(values, ddof=1) / math.sqrt(5)
     assert found.mean == pytest.approx(0.84)
     assert (found.low, found.high) == pytest.approx((0.84 - half, 0.84 + half), rel=1e-5)
@@ -39,10 +39,10 @@ def test_five_seeds_by_hand():
 
 
 def test_one_run_has_no_interval_and_none_no_mean():
-    assert estimate({(3, 0): 0.5}) == Estimate(0.5, None, None, 1)
-    assert estimate({(3, 0): 0.5}).sign == 0
+    assert estimate_mean({(3, 0): 0.5}) == Estimate(0.5, None, None, 1)
+    assert estimate_mean({(3, 0): 0.5}).sign == 0
     with pytest.raises(ValueError, match="no run"):
-        estimate({})
+        estimate_mean({})
 
 
 def crossed(rng, seeds, models, *, seed_effect, model_effect, noise):
@@ -57,7 +57,7 @@ def test_an_interval_holds_the_truth_of_other_seeds_and_other_models(seed_effect
     of the cases where models differ."""
     rng = np.random.default_rng(0)
     drawn = [crossed(rng, 5, 3, seed_effect=seed_effect, model_effect=model_effect, noise=1.0) for _ in range(600)]
-    found = [estimate(values) for values in drawn]
+    found = [estimate_mean(values) for values in drawn]
     assert np.mean([each.low < 0 < each.high for each in found]) >= 0.93
     if model_effect >= 1:
         naive = [np.array(list(values.values())) for values in drawn]
@@ -69,16 +69,16 @@ def test_runs_without_effects_of_seed_or_model_are_as_good_as_independent_ones()
     values = {
         (s, m): value for (s, m), value in zip([(s, m) for s in range(2) for m in range(2)], [1, 2, 2, 1], strict=True)
     }
-    found = estimate(values)
-    alone = estimate(dict(zip([(s, 0) for s in range(4)], [1, 2, 2, 1], strict=True)))
+    found = estimate_mean(values)
+    alone = estimate_mean(dict(zip([(s, 0) for s in range(4)], [1, 2, 2, 1], strict=True)))
     assert (found.low, found.high) == pytest.approx((alone.low, alone.high))
 
 
 def test_only_seeds_that_have_every_model_count():
     values = {(0, 0): 1.0, (0, 1): 3.0, (1, 0): 2.0, (1, 1): 2.0, (2, 0): 99.0}
-    found = estimate(values)
+    found = estimate_mean(values)
     assert (found.mean, found.runs, found.seeds, found.models) == (2.0, 4, 2, 2)
-    apart = estimate({(0, 0): 1.0, (1, 1): 3.0})
+    apart = estimate_mean({(0, 0): 1.0, (1, 1): 3.0})
     assert (apart.mean, apart.runs, apart.seeds, apart.models) == (2.0, 2, 2, 2)
 
 
@@ -86,10 +86,10 @@ def test_what_both_runs_have_in_common_is_in_no_difference():
     rng = np.random.default_rng(1)
     base = {(seed, 0): 10 * rng.normal() for seed in range(5)}
     better = {run: value + 0.1 + 0.01 * rng.normal() for run, value in base.items()}
-    found = paired(better, base)
+    found = paired_difference(better, base)
     assert found.low < 0.1 < found.high
     assert found.sign == 1
-    assert paired(base, better).sign == -1
-    assert estimate(better).sign == 0
-    assert paired({(7, 0): 1.0}, base) is None
-    assert paired({(0, 0): 1.0, (7, 0): 1.0}, base).runs == 1
+    assert paired_difference(base, better).sign == -1
+    assert estimate_mean(better).sign == 0
+    assert paired_difference({(7, 0): 1.0}, base) is None
+    assert paired_difference({(0, 0): 1.0, (7, 0): 1.0}, base).runs == 1

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from r3async.data.records import Sample, TokenTable, Trajectory, Turn
-from r3async.learner.batch.packing import pack
-from r3async.learner.preparation import prepare
+from r3async.learner.batch.packing import pack_samples
+from r3async.learner.preparation import prepare_minibatches
 from r3async.learner.torch.backend import TorchLearner
 from tests.helpers import torch as ht
 from tests.helpers.stepwise import EPISODES, SHAPE, TURNS, VOCABULARY, Sampler, play
@@ -16,7 +16,7 @@ def by_hand(trajectory: Trajectory, engine: Sampler) -> Trajectory:
     """One row, put together from what the engine was asked and answered."""
     prompt, answer = engine.calls[-1]
     ids = np.asarray(prompt + answer)
-    table = TokenTable.of_tokens(ids)
+    table = TokenTable.from_tokens(ids)
     mask, turn, rewards = np.zeros(len(ids), bool), np.full(len(ids), -1, np.int32), np.zeros(len(ids), np.float32)
     turns = []
     for index, (before, said) in enumerate(engine.calls):
@@ -56,7 +56,8 @@ def test_merged_and_stepwise_rows_give_loss_and_gradient_of_the_row_built_by_han
     for mine, wanted in zip(merged, hand, strict=True):
         assert mine.samples[0].table == wanted.samples[0].table
     prepared = {
-        name: prepare([g], config)[0][0] for name, g in [("hand", hand), ("merged", merged), ("step", stepwise)]
+        name: prepare_minibatches([g], config)[0][0]
+        for name, g in [("hand", hand), ("merged", merged), ("step", stepwise)]
     }
     assert len(prepared["step"]) == TURNS * EPISODES
     want_losses, want = ht.reference_step(model, prepared["hand"], config, torch.float64)
@@ -67,8 +68,8 @@ def test_merged_and_stepwise_rows_give_loss_and_gradient_of_the_row_built_by_han
             want_losses, rel=1e-7
         )  # transformers keeps norms in float32 whatever the model's dtype
         assert ht.worst_error(got, want)[0] < 1e-6
-        learner = TorchLearner.load(config, model)
-        result, got = ht.gradients_of_step(learner, pack(prepared[name], 400))
+        learner = TorchLearner.from_pretrained(config, model)
+        result, got = ht.gradients_of_step(learner, pack_samples(prepared[name], 400))
         assert result.metrics["loss/policy"] == pytest.approx(want_losses["loss/policy"], rel=1e-4)
         error, tensor = ht.worst_error(got, want)
         assert error < 1e-5, tensor

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from r3async.actors import supervise as driver
-from r3async.actors.crew import Crew
+from r3async.actors.crew import FleetScaler
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed
-from r3async.actors.supervise import Pipeline, Running, supervise
+from r3async.actors.supervise import RunHandle, RunLauncher, supervise_run
 from r3async.config import load_config
-from r3async.record.reading import read_objects
-from r3async.world import ActorLost
+from r3async.record.reading import read_json_objects
+from r3async.world import ActorLostError
 from tests.helpers.world import Clock, Outside, StandIn
 
 LIMIT = 60.0
@@ -35,13 +35,13 @@ class Conductor(StandIn):
             raise self.result
         return self.result
 
-    async def status(self, since):
+    async def get_status(self, since):
         if self.deaf:
             await asyncio.Event().wait()
         self.since.append(since)
         return {"rows": [r for r in self.rows if r > since], "processes": {"conductor": (7, "here")}}
 
-    async def stop(self):
+    async def request_stop(self):
         self.stopped += 1
         self.result = ENDED | {"stopped": True}
         self.ends.set()
@@ -51,23 +51,23 @@ class Person:
     """Looks at each status with `look`."""
 
     def __init__(self, look=lambda status: None):
-        self.stop_requested, self.step, self.said, self.look = False, 0, [], look
-        self.say = self.said.append
-        self.report = self.phase = lambda *args, **kwargs: None
+        self.stop_requested, self.shown_step, self.said, self.look = False, 0, [], look
+        self.print_line = self.said.append
+        self.report_event = self.show_phase = lambda *args, **kwargs: None
         self.loads = 0
 
-    def loading(self):
+    def begin_loading(self):
         self.loads += 1
 
-    def started(self):
+    def confirm_started(self):
         self.look(None)
 
-    def show(self, status):
-        self.step = max([self.step, *status["rows"]])
+    def show_status(self, status):
+        self.shown_step = max([self.shown_step, *status["rows"]])
         self.look(status)
 
-    def rewind(self, step):
-        self.step = step
+    def rewind_to_step(self, step):
+        self.shown_step = step
 
 
 @pytest.fixture
@@ -83,10 +83,10 @@ def world(clock):
 @pytest.fixture
 def follow(world, tmp_path, monkeypatch):
     """`await follow(person, *conductors)`: one for each start."""
-    monkeypatch.setattr(driver, "POLL_SECONDS", 0.005)
-    monkeypatch.setattr(driver, "STACKS_SECONDS", 0.005)
-    monkeypatch.setattr(driver, "STATUS_SECONDS", 0.005)
-    monkeypatch.setattr(driver, "RESULT_SECONDS", 0.005)
+    monkeypatch.setattr(driver, "RUN_POLL_SECONDS", 0.005)
+    monkeypatch.setattr(driver, "STACK_DUMP_SECONDS", 0.005)
+    monkeypatch.setattr(driver, "STATUS_TIMEOUT_SECONDS", 0.005)
+    monkeypatch.setattr(driver, "LAST_STATUS_SECONDS", 0.005)
 
     async def again(config, run, say, report, *, world):
         return run
@@ -96,17 +96,19 @@ def follow(world, tmp_path, monkeypatch):
     async def call(person, *conductors, **settings):
         waiting = list(conductors)
 
-        class Alone(Pipeline):
+        class Alone(RunLauncher):
             def start(self):
-                crew = Crew(self.world, self.config, self.run_dir, self.events, lambda name, place: StandIn(), [], [])
-                return Running(self, waiting.pop(0), StandIn(), crew, RESERVED)
+                crew = FleetScaler(
+                    self.world, self.config, self.run_dir, self.events, lambda name, place: StandIn(), [], []
+                )
+                return RunHandle(self, waiting.pop(0), StandIn(), crew, RESERVED)
 
         overrides = [f"supervise.{name}={value}" for name, value in settings.items()]
         config = load_config(
             "quickstart", [f"supervise.stall_seconds={STALL}", "learner.start_timeout=300", *overrides]
         )
-        run = SimpleNamespace(path=tmp_path, resume=None)
-        await asyncio.wait_for(supervise(world, config, tmp_path, run, person, Alone), LIMIT)
+        run = SimpleNamespace(path=tmp_path, resume_from=None)
+        await asyncio.wait_for(supervise_run(world, config, tmp_path, run, person, Alone), LIMIT)
 
     return call
 
@@ -123,7 +125,7 @@ async def test_a_run_that_ends_is_shown_to_its_last_row_and_its_actors_are_ended
 
     person = Person(look)
     await follow(person, conductor)
-    assert person.step == 3
+    assert person.shown_step == 3
     assert any(line.startswith("trained model: ") for line in person.said)
     assert [actor for actor, restart in world.killed if actor is conductor and not restart]
     assert (7, "here") in world.killed
@@ -163,7 +165,7 @@ async def test_a_stop_is_handed_on_once_and_the_end_says_how_to_resume(follow, w
     assert world.disconnected == 1
 
 
-@pytest.mark.parametrize("loss", [ActorLost("it was killed"), ProcessLost("the learner's process was lost")])
+@pytest.mark.parametrize("loss", [ActorLostError("it was killed"), ProcessLost("the learner's process was lost")])
 async def test_a_loss_restarts_the_run_and_a_failure_does_not(follow, world, loss):
     first, second = Conductor(loss), Conductor()
     first.ends.set()
@@ -202,7 +204,7 @@ async def test_a_conductor_that_does_not_answer_is_named_and_its_process_is_ende
     assert isinstance(caught.value, ProcessLost) == (action == "restart")
     assert world.asked == [(7, "here")]
     assert (7, "here") in world.killed
-    (stalled,) = [e for e in read_objects(tmp_path / "events.jsonl") if e["event"] == "stalled"]
+    (stalled,) = [e for e in read_json_objects(tmp_path / "events.jsonl") if e["event"] == "stalled"]
     assert (stalled["stage"], stalled["action"]) == ("answering/conductor", action)
 
 
@@ -230,7 +232,7 @@ async def test_actors_that_do_not_end_are_ended(follow, clock, world):
     async def stop():
         conductor.stopped += 1
 
-    conductor.stop = stop
+    conductor.request_stop = stop
     person = Person()
 
     def look(status):

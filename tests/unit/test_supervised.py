@@ -9,14 +9,14 @@ import torch
 from r3async.config import ConfigError, DataConfig
 from r3async.data.records import Sample, TokenTable
 from r3async.envs import Message
-from r3async.envs.conversations import conversation_of, tools_of
-from r3async.envs.rows import Found
+from r3async.envs.conversations import parse_conversation, parse_tools
+from r3async.envs.rows import LocatedRow
 from r3async.learner import build_learner
-from r3async.learner.batch.packing import pack
-from r3async.learner.supervised import supervised_loss, supervised_step
+from r3async.learner.batch.packing import pack_samples
+from r3async.learner.supervised import compute_supervised_loss, run_supervised_step
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.demonstrations import demonstrate
-from r3async.tools.init_model import byte_tokenizer
+from r3async.rollout.demonstrations import build_demonstration
+from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers import lora as hl
 from tests.helpers import models as hm
 from tests.helpers.learner import hf_gradients
@@ -36,7 +36,7 @@ def rows() -> list[Sample]:
         mask = rng.random(length) < 0.6
         mask[0] = False
         mask[-1] = True
-        table = TokenTable.of_tokens(rng.integers(0, hm.VOCAB, length)).with_columns(loss_mask=mask)
+        table = TokenTable.from_tokens(rng.integers(0, hm.VOCAB, length)).with_columns(loss_mask=mask)
         out.append(Sample(str(number), table))
     return out
 
@@ -62,16 +62,16 @@ def test_a_step_has_the_loss_and_gradient_of_cross_entropy(model_path, budget):
     norm = learner.optimizer._squared_norm
 
     def capture(gradients):
-        for held, gradient in zip(learner.places(), gradients, strict=True):
+        for held, gradient in zip(learner.trained_slices(), gradients, strict=True):
             taken.update(zip([p.name for p in held.places], held.split(gradient.clone()), strict=True))
         return norm(gradients)
 
     try:
-        batches = pack(rows(), budget)
-        before, tokens = supervised_loss(learner, batches)
+        batches = pack_samples(rows(), budget)
+        before, tokens = compute_supervised_loss(learner, batches)
         learner.optimizer._squared_norm = capture
-        metrics = supervised_step(learner, batches)
-        after, _ = supervised_loss(learner, batches)
+        metrics = run_supervised_step(learner, batches)
+        after, _ = compute_supervised_loss(learner, batches)
     finally:
         learner.close()
     assert tokens == metrics["batch/trained_tokens"] == sum(int(s.table["loss_mask"].sum()) for s in rows())
@@ -85,23 +85,23 @@ def test_a_step_has_the_loss_and_gradient_of_cross_entropy(model_path, budget):
 def test_rows_without_an_answer_change_nothing(model_path, backend):
     learner = build_learner(hl.settings(backend), model_path)
     try:
-        start = learner.export()
-        empty = [Sample("a", TokenTable.of_tokens(np.arange(5)))]
-        metrics = supervised_step(learner, pack(empty, 100))
+        start = learner.export_weights()
+        empty = [Sample("a", TokenTable.from_tokens(np.arange(5)))]
+        metrics = run_supervised_step(learner, pack_samples(empty, 100))
         assert metrics["optimizer/updates"] == 0
-        assert all(torch.equal(t, start[n]) for n, t in learner.export().items())
-        assert learner.version == 0
+        assert all(torch.equal(t, start[n]) for n, t in learner.export_weights().items())
+        assert learner.update_count == 0
     finally:
         learner.close()
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 
-RENDERER = ChatRenderer(byte_tokenizer())
+RENDERER = ChatRenderer(build_byte_tokenizer())
 
 
-def found(**row) -> Found:
-    return Found(row, "rows.jsonl", "line", 3)
+def found(**row) -> LocatedRow:
+    return LocatedRow(row, "rows.jsonl", "line", 3)
 
 
 def spoken(sample: Sample) -> list[str]:
@@ -133,8 +133,8 @@ TURNS += [{"role": "user", "content": "two?"}, {"role": "assistant", "content": 
     ],
 )
 def test_answers_of_all_forms_are_learnt_and_nothing_else(row, settings, answers):
-    task = conversation_of(found(**row), DataConfig(path="x", **settings))
-    (sample,) = demonstrate(RENDERER, task.messages, tools_of(task)).samples("row")
+    task = parse_conversation(found(**row), DataConfig(path="x", **settings))
+    (sample,) = build_demonstration(RENDERER, task.messages, parse_tools(task)).build_samples("row")
     assert spoken(sample) == [f"{answer}<|end|>" for answer in answers]
     assert "one?" in text(sample)
     assert text(sample).startswith("<|system|>Count." if settings.get("system") else "<|user|>one?")
@@ -143,19 +143,21 @@ def test_answers_of_all_forms_are_learnt_and_nothing_else(row, settings, answers
 def test_a_demonstration_is_what_an_episode_would_have_sampled():
     """The template that the tokens are of renders the same conversation to the same text."""
     messages = [Message(m["role"], m["content"]) for m in TURNS]
-    (sample,) = demonstrate(RENDERER, messages).samples("row")
-    rendered = RENDERER.tokenizer.apply_chat_template([m.for_template() for m in messages], tokenize=False)
+    (sample,) = build_demonstration(RENDERER, messages).build_samples("row")
+    rendered = RENDERER.tokenizer.apply_chat_template([m.to_template_dict() for m in messages], tokenize=False)
     assert text(sample) == rendered
 
 
 def test_a_template_that_strips_history_makes_two_rows():
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] if m['role'] == 'user' or loop.last else '-' }}"
         "{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    samples = demonstrate(ChatRenderer(tokenizer), [Message(m["role"], m["content"]) for m in TURNS]).samples("row")
+    samples = build_demonstration(
+        ChatRenderer(tokenizer), [Message(m["role"], m["content"]) for m in TURNS]
+    ).build_samples("row")
     assert [s.sample_id for s in samples] == ["row", "row/1"]
     assert [spoken(s) for s in samples] == [["1<|end|>"], ["2<|end|>"]]
 
@@ -174,4 +176,4 @@ def test_a_template_that_strips_history_makes_two_rows():
 )
 def test_a_row_that_cannot_be_learnt_is_named(row, message):
     with pytest.raises(ConfigError, match=f"rows.jsonl, line 3: .*{message}"):
-        conversation_of(found(**row), DataConfig(path="x"))
+        parse_conversation(found(**row), DataConfig(path="x"))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.data.records import SCHEMA, Sample, SchemaError, TokenTable, Trajectory, Turn
-from r3async.data.supports import BITS, EXCEPT, LISTED, Supports
+from r3async.data.supports import FORM_BITS, FORM_EXCEPT, FORM_LISTED, SupportSets
 from r3async.schedule.validation import InvalidTrajectory, check_trajectory, validate_trajectory
 from r3async.transport.codec import WireError
 from r3async.transport.wire import decode_trajectory, encode_trajectory
@@ -21,8 +21,8 @@ SIZES = st.sampled_from([1, 7, 8, 9, 264, 1000, 40_000])
 SHARES = st.lists(st.sampled_from([0.0, 0.0002, 0.01, 0.2, 0.5, 0.9, 0.999, 1.0]), max_size=6)
 
 
-def sets_of(dense: np.ndarray) -> Supports:
-    return Supports.of_bits(np.packbits(dense, axis=1, bitorder="little"), dense.shape[1])
+def sets_of(dense: np.ndarray) -> SupportSets:
+    return SupportSets.from_bitmaps(np.packbits(dense, axis=1, bitorder="little"), dense.shape[1])
 
 
 @settings(max_examples=60)
@@ -31,27 +31,27 @@ def test_bytes_hold_exactly_the_sets_whatever_is_done_to_them(vocab_size, shares
     rng = np.random.default_rng(seed)
     dense = rng.random((len(shares), vocab_size)) < np.reshape(shares, (-1, 1))
     sets = sets_of(dense)
-    assert np.array_equal(sets.dense(vocab_size), dense)
-    assert (np.diff(sets.edges) <= -(-vocab_size // 8)).all()
-    assert sets.within(vocab_size).all()
-    assert sets.recorded.all()
-    assert Supports.decode(len(sets), sets.encode().tobytes()) == sets
+    assert np.array_equal(sets.to_dense_mask(vocab_size), dense)
+    assert (np.diff(sets.byte_edges) <= -(-vocab_size // 8)).all()
+    assert sets.fits_vocab(vocab_size).all()
+    assert sets.recorded_mask.all()
+    assert SupportSets.decode(len(sets), sets.encode().tobytes()) == sets
     rows, ids = np.nonzero(dense)
     edges = np.searchsorted(rows, np.arange(len(sets) + 1))
-    assert Supports.of_ids(ids, edges, vocab_size) == sets
-    assert np.array_equal(Supports.of_lists(ids, edges).dense(vocab_size), dense)
+    assert SupportSets.from_ids(ids, edges, vocab_size) == sets
+    assert np.array_equal(SupportSets.from_id_lists(ids, edges).to_dense_mask(vocab_size), dense)
     tokens = rng.integers(0, vocab_size, len(sets))
-    assert np.array_equal(sets.contains(tokens), dense[np.arange(len(sets)), tokens])
+    assert np.array_equal(sets.contains_ids(tokens), dense[np.arange(len(sets)), tokens])
     if len(sets):
         chosen = rng.integers(0, len(sets), 5)
-        assert np.array_equal(sets.take(chosen).dense(vocab_size), dense[chosen])
+        assert np.array_equal(sets.take_rows(chosen).to_dense_mask(vocab_size), dense[chosen])
     cut = int(rng.integers(0, len(sets) + 1))
-    assert Supports.concat([sets[:cut], sets[cut:]]) == sets
-    spread = Supports.placed(len(sets) + 3, [(1, sets[:cut]), (cut + 2, sets[cut:])])
+    assert SupportSets.concat([sets[:cut], sets[cut:]]) == sets
+    spread = SupportSets.from_parts(len(sets) + 3, [(1, sets[:cut]), (cut + 2, sets[cut:])])
     assert spread[1 : cut + 1] == sets[:cut]
     assert spread[cut + 2 : -1] == sets[cut:]
-    assert not spread.recorded[[0, cut + 1, -1]].any()
-    assert spread.contains(np.full(len(spread), 5))[[0, cut + 1, -1]].all()
+    assert not spread.recorded_mask[[0, cut + 1, -1]].any()
+    assert spread.contains_ids(np.full(len(spread), 5))[[0, cut + 1, -1]].all()
     for kept, inside in zip(sets.tolist(), dense, strict=True):
         listed = {i for i in kept if i >= 0} if not kept or kept[0] >= 0 else None
         # Nothing is listed of a set that lacks nothing.
@@ -66,29 +66,29 @@ def test_each_form_is_used_where_it_is_the_shortest():
     dense[1, 77] = False
     dense[2, ::2] = True
     sets = sets_of(dense)
-    assert (sets.heads & 3).tolist() == [LISTED, EXCEPT, BITS]
-    assert np.diff(sets.edges).tolist() == [3, 1, 1000]
+    assert (sets.heads & 3).tolist() == [FORM_LISTED, FORM_EXCEPT, FORM_BITS]
+    assert np.diff(sets.byte_edges).tolist() == [3, 1, 1000]
 
 
 def test_a_token_of_top_p_takes_at_most_34_bytes():
     """At the sizes of a large vocabulary: 14 tokens anywhere among 152 thousand."""
     rng = np.random.default_rng(0)
     ids = np.sort(np.stack([rng.choice(151_936, 14, replace=False) for _ in range(500)]), axis=1)
-    sets = Supports.of_lists(ids.reshape(-1), np.arange(0, ids.size + 1, 14))
+    sets = SupportSets.from_id_lists(ids.reshape(-1), np.arange(0, ids.size + 1, 14))
     assert len(sets.encode()) / len(sets) <= 34
 
 
 @given(st.binary(max_size=40), st.integers(0, 12))
 def test_any_bytes_are_sets_that_can_be_read_or_are_refused(data, length):
     try:
-        sets = Supports.decode(length, data)
+        sets = SupportSets.decode(length, data)
     except ValueError:
         return
     assert len(sets) == length
-    sets.contains(np.zeros(length, np.int64))
-    sets.within(100)
+    sets.contains_ids(np.zeros(length, np.int64))
+    sets.fits_vocab(100)
     sets.tolist()
-    assert Supports.decode(length, sets.encode().tobytes()).tolist() == sets.tolist()
+    assert SupportSets.decode(length, sets.encode().tobytes()).tolist() == sets.tolist()
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_any_bytes_are_sets_that_can_be_read_or_are_refused(data, length):
 )
 def test_damaged_sets_are_refused(data, reason):
     with pytest.raises(ValueError, match=reason):
-        Supports.decode(2, data)
+        SupportSets.decode(2, data)
 
 
-def table_of(tokens, sets: Supports | None, first: int = 1) -> TokenTable:
+def table_of(tokens, sets: SupportSets | None, first: int = 1) -> TokenTable:
     """A prompt of `first` tokens, and an answer."""
     n = len(tokens)
-    columns = {name: column.filled(n) for name, column in SCHEMA.columns.items() if not column.optional}
+    columns = {name: column.filled_rows(n) for name, column in SCHEMA.columns.items() if not column.optional}
     columns["token_ids"] = np.asarray(tokens, np.int32)
     sampled = np.arange(n) >= first
     columns["loss_mask"], columns["turn"] = sampled, np.where(sampled, 0, -1).astype(np.int32)
@@ -126,10 +126,10 @@ def trajectory(*tables: TokenTable):
 
 
 def validate_table(sent: Trajectory, masked: bool) -> None:
-    validate_trajectory(sent, vocab_size=20, learner_version=0, max_tokens=99, routing=None, masked=masked)
+    validate_trajectory(sent, vocab_size=20, learner_version=0, max_tokens=99, routing=None, needs_supports=masked)
 
 
-GOOD = Supports.placed(3, [(1, Supports.of_lists(np.array([3, 4, 4, 9]), np.array([0, 2, 4])))])
+GOOD = SupportSets.from_parts(3, [(1, SupportSets.from_id_lists(np.array([3, 4, 4, 9]), np.array([0, 2, 4])))])
 
 
 def test_a_trajectory_with_supports_is_trainable_and_travels():
@@ -144,17 +144,22 @@ def test_a_trajectory_with_supports_is_trainable_and_travels():
     ("tokens", "sets", "masked", "reason"),
     [
         ([1, 3, 8], GOOD, None, "token 8 at 2 is not in its own support"),
-        ([1, 3, 9], Supports.placed(3, [(0, GOOD[1:])]), None, "support of a token that was not sampled"),
-        ([1, 3, 9], Supports.placed(3, [(1, GOOD[1:2])]), True, "trained token without a support"),
+        ([1, 3, 9], SupportSets.from_parts(3, [(0, GOOD[1:])]), None, "support of a token that was not sampled"),
+        ([1, 3, 9], SupportSets.from_parts(3, [(1, GOOD[1:2])]), True, "trained token without a support"),
         ([1, 3, 9], None, True, "has no supports"),
         ([1, 3, 9], GOOD, False, "nothing here renormalises"),
         (
             [1, 3, 9],
-            Supports.placed(3, [(1, Supports.of_lists(np.array([3, 9, 20]), np.array([0, 1, 3])))]),
+            SupportSets.from_parts(3, [(1, SupportSets.from_id_lists(np.array([3, 9, 20]), np.array([0, 1, 3])))]),
             True,
             "an id outside 0..19",
         ),
-        ([1, 3, 9], Supports.placed(3, [(1, sets_of(np.arange(48).reshape(2, 24) % 3 == 0))]), True, "outside 0..19"),
+        (
+            [1, 3, 9],
+            SupportSets.from_parts(3, [(1, sets_of(np.arange(48).reshape(2, 24) % 3 == 0))]),
+            True,
+            "outside 0..19",
+        ),
     ],
 )
 def test_bad_masks_are_refused(tokens, sets, masked, reason):
@@ -175,7 +180,7 @@ def test_a_column_of_sets_is_nothing_else():
 
 def test_a_table_without_sets_is_joined_to_others_that_have_them():
     joined = TokenTable.concat([table_of([1, 2], None), table_of([1, 3, 9], GOOD)], [1, 0])
-    assert joined["support"] == Supports.placed(4, [(1, GOOD)])
+    assert joined["support"] == SupportSets.from_parts(4, [(1, GOOD)])
 
 
 def test_sets_that_do_not_fit_are_refused_on_the_wire():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from r3async.record.timeline import Timeline, read_timeline, timed
+from r3async.record.timeline import Timeline, read_timeline, time_engine_calls
 from r3async.rollout.engines import GenerationRequest
 from r3async.rollout.engines.scripted import ScriptedEngine
 
@@ -28,7 +28,7 @@ async def test_calls_of_the_first_episode_and_what_lies_between_them_are_on_the_
         return await answer(what)
 
     inner.generate = generate
-    engine = timed(inner, Timeline(tmp_path, "generator-0", clock=lambda: now[0]))
+    engine = time_engine_calls(inner, Timeline(tmp_path, "generator-0", clock=lambda: now[0]))
     assert engine.routing == inner.routing
     await engine.generate(request("g00000003e0000t0", 10))
     now[0] += 5.0
@@ -50,4 +50,4 @@ async def test_calls_of_the_first_episode_and_what_lies_between_them_are_on_the_
 
 def test_an_engine_is_left_alone_without_a_timeline(tmp_path: Path) -> None:
     inner = ScriptedEngine([[5]])
-    assert timed(inner, Timeline(tmp_path, "generator-0", enabled=False)) is inner
+    assert time_engine_calls(inner, Timeline(tmp_path, "generator-0", enabled=False)) is inner

@@ -8,8 +8,8 @@ import time
 import msgspec
 import pytest
 
-from r3async.envs.tool_calls import parse_answer, split_thoughts, tool_results
-from r3async.rollout.agents.protocol import read_messages
+from r3async.envs.tool_calls import parse_tool_calls, run_tool_calls, split_reasoning
+from r3async.rollout.agents.protocol import parse_messages
 from tests.helpers.serving import ADD, SETTINGS, talking, user
 
 PAY = {"type": "function", "function": {"name": "pay", "parameters": {}}}
@@ -34,7 +34,7 @@ def tagged(name: str = "pay", arguments: str = "{}") -> str:
 
 
 def names(text: str, **options: bool) -> list[str]:
-    return [call["function"]["name"] for call in parse_answer(text, [PAY], **options)[1]]
+    return [call["function"]["name"] for call in parse_tool_calls(text, [PAY], **options)[1]]
 
 
 async def made(text: str, tools: list = [PAY], **options: bool) -> list[tuple[str, dict]]:  # noqa: B006
@@ -44,7 +44,7 @@ async def made(text: str, tools: list = [PAY], **options: bool) -> list[tuple[st
         calls.append((name, arguments))
         return "done"
 
-    await tool_results(text, tools, call, seconds=1, **options)
+    await run_tool_calls(text, tools, call, seconds=1, **options)
     return calls
 
 
@@ -53,7 +53,7 @@ async def made(text: str, tools: list = [PAY], **options: bool) -> list[tuple[st
 
 @pytest.mark.parametrize("text", DEEP_ANSWERS.values(), ids=list(DEEP_ANSWERS))
 async def test_an_answer_that_no_decoder_reads_is_a_text(text):
-    assert parse_answer(text, [PAY]) == (text, [])
+    assert parse_tool_calls(text, [PAY]) == (text, [])
     assert await made(text) == []
 
 
@@ -63,7 +63,7 @@ UNREADABLE = {"list": "[" * DEEP, "digits": "1" * 5000, "object": '{"a":' * DEEP
 @pytest.mark.parametrize("arguments", UNREADABLE.values(), ids=list(UNREADABLE))
 def test_arguments_that_cannot_be_read_come_back_as_the_text_that_they_are(arguments):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    _, message = read_messages([user("x"), {"role": "assistant", "content": "", "tool_calls": [call]}])
+    _, message = parse_messages([user("x"), {"role": "assistant", "content": "", "tool_calls": [call]}])
     assert message.tool_calls[0]["function"]["arguments"] == arguments
 
 
@@ -73,7 +73,7 @@ async def test_the_endpoint_answers_with_an_answer_that_no_decoder_reads(text):
     async with talking([text], settings=roomy) as (_, session, client):
         answer = await client.chat.completions.create(model="m", messages=[user("hi")], tools=[ADD])
         assert answer.choices[0].message.content == text
-        assert session.turns == 1
+        assert session.turn_count == 1
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ async def test_the_endpoint_answers_with_an_answer_that_no_decoder_reads(text):
 def test_an_answer_that_repeats_one_token_is_read_at_once(text):
     """The collapse of a policy. An expression that backtracks took 11 s for it, on the event loop."""
     began = time.process_time()
-    assert parse_answer(text, [PAY]) == (text, [])
+    assert parse_tool_calls(text, [PAY]) == (text, [])
     assert time.process_time() - began < 2
 
 
@@ -94,13 +94,13 @@ THOUGHT = f"<think>Should I {tagged(arguments=ALL)}? No.</think>"
 
 def test_a_thought_about_a_call_is_no_call_and_is_handed_out_as_it_is():
     text = THOUGHT + "I do not pay."
-    assert parse_answer(text, [PAY]) == (text, [])
+    assert parse_tool_calls(text, [PAY]) == (text, [])
 
 
 async def test_only_the_call_behind_the_thought_is_made():
     text = THOUGHT + tagged(arguments='{"all": false}')
     assert await made(text) == [("pay", {"all": False})]
-    content, (call,) = parse_answer(text, [PAY])
+    content, (call,) = parse_tool_calls(text, [PAY])
     assert (content, call["function"]["arguments"]) == (THOUGHT, '{"all":false}')
 
 
@@ -139,7 +139,7 @@ async def test_an_answer_that_was_cut_within_the_thought_of_its_prompt_makes_no_
 @pytest.mark.parametrize("thinking", [False, True])
 def test_no_character_of_an_answer_is_lost(thinking):
     for text in ("", "a", THOUGHT, f"a{THOUGHT}b", "a</think>b<think>c", f"{tagged()}</think>{tagged()}<think>"):
-        thoughts, spoken = split_thoughts(text, thinking=thinking)
+        thoughts, spoken = split_reasoning(text, thinking=thinking)
         assert sorted(thoughts + spoken) == sorted(text)
 
 
@@ -163,7 +163,7 @@ async def test_the_endpoint_knows_of_a_thought_that_its_prompt_opened():
 async def test_a_call_of_a_tool_that_was_not_offered_is_a_text_in_either_form():
     bare = '{"name": "steal", "arguments": {}}'
     for text in (bare, tagged("steal"), tagged() + tagged("steal")):
-        assert parse_answer(text, [PAY]) == (text, [])
+        assert parse_tool_calls(text, [PAY]) == (text, [])
 
 
 async def test_an_environment_tells_the_policy_that_it_has_no_such_tool():
@@ -175,4 +175,4 @@ ODD_TOOLS = [[{"type": "function"}], [{"function": 3}], [{"function": {"name": [
 
 @pytest.mark.parametrize("tools", ODD_TOOLS)
 def test_tools_of_any_shape_can_be_offered(tools):
-    assert len(parse_answer(tagged(), tools)[1]) == ("name" in tools[0])
+    assert len(parse_tool_calls(tagged(), tools)[1]) == ("name" in tools[0])

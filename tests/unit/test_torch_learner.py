@@ -14,7 +14,7 @@ from r3async.data.records import Sample
 from r3async.data.routes import RoutingError
 from r3async.learner import LearnerError
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch.packing import aligned, collate, pack, padding_like
+from r3async.learner.batch.packing import collate_samples, make_padding_batch, pack_samples, pad_to_multiple
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import torch as ht
@@ -53,15 +53,15 @@ def references(models):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_and_all_gradients_equal_transformers_with_forced_routes(models, references, name, recompute):
-    learner = TorchLearner.load(settings(learner__recompute=recompute), models[name])
+    learner = TorchLearner.from_pretrained(settings(learner__recompute=recompute), models[name])
     layers = ht.moe_layers(VARIANTS[name][0])
-    micro_batches = pack(ht.recorded_samples(layers, temperature=0.8), ht.BUDGET)
+    micro_batches = pack_samples(ht.recorded_samples(layers, temperature=0.8), ht.BUDGET)
     assert len(micro_batches) == 3
-    micro_batches[1] = aligned(micro_batches[1], 7)  # with padding rows of its own
+    micro_batches[1] = pad_to_multiple(micro_batches[1], 7)  # with padding rows of its own
     passes = []
     for router in learner.model.routers:
         router.register_forward_hook(lambda m, *_: passes.append(m))
-    result, gradients = ht.gradients_of_step(learner, [*micro_batches, padding_like(micro_batches[0])])
+    result, gradients = ht.gradients_of_step(learner, [*micro_batches, make_padding_batch(micro_batches[0])])
     losses, expected = references[name]
     for key, value in losses.items():
         assert result.metrics[key] == pytest.approx(value, rel=1e-5), key
@@ -74,52 +74,52 @@ def test_loss_and_all_gradients_equal_transformers_with_forced_routes(models, re
     assert result.layer_agreement.shape == (layers,)
     assert 0 < result.metrics["routing/agreement"] < 0.2  # random routes
     assert result.metrics["batch/micro_batches"] == 3
-    assert learner.version == 1
+    assert learner.update_count == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe"])
 def test_replaying_own_routes_changes_no_bit(models, name, dtype):
-    learner = TorchLearner.load(settings(learner__dtype=dtype), models[name])
+    learner = TorchLearner.from_pretrained(settings(learner__dtype=dtype), models[name])
     samples = ht.recorded_samples(ht.moe_layers(name))
     with torch.no_grad():
-        plain = ht.logits(learner, collate(samples))
-        (recorded,) = learner.record_routes([collate(samples)])
+        plain = ht.logits(learner, collate_samples(samples))
+        (recorded,) = learner.record_learner_routes([collate_samples(samples)])
         routes = recorded.table["routed_experts"]
         assert routes.dtype == np.uint8
-        replayed = collate(ht.with_routes(samples, routes[:, :, ::-1]))  # the order within a row says nothing
-        with learner.replay.bound(replayed):
+        replayed = collate_samples(ht.with_routes(samples, routes[:, :, ::-1]))  # the order within a row says nothing
+        with learner.replay.bind_routes(replayed):
             assert torch.equal(ht.logits(learner, replayed), plain)
-        counts = learner.replay.take_counts()
-        assert torch.equal(counts.agreed, counts.compared)
-        assert counts.compared.tolist() == [replayed.tokens] * ht.moe_layers(name)
-        with learner.replay.bound(collate(samples)):
-            assert not torch.equal(ht.logits(learner, collate(samples)), plain)
+        counts = learner.replay.pop_counts()
+        assert torch.equal(counts.agreeing_tokens, counts.compared_tokens)
+        assert counts.compared_tokens.tolist() == [replayed.num_tokens] * ht.moe_layers(name)
+        with learner.replay.bind_routes(collate_samples(samples)):
+            assert not torch.equal(ht.logits(learner, collate_samples(samples)), plain)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe"])
 @torch.no_grad()
 def test_unrecorded_rows_route_by_themselves(models, name):
-    learner = TorchLearner.load(settings(), models[name])
+    learner = TorchLearner.from_pretrained(settings(), models[name])
     samples = ht.recorded_samples(ht.moe_layers(name))
-    micro_batch = collate(samples)
+    micro_batch = collate_samples(samples)
     plain = ht.logits(learner, micro_batch)
     for bare in (
         [replace_columns(s, routing_recorded=np.zeros(len(s.table), bool)) for s in samples],
-        [Sample(s.sample_id, s.table.without("routed_experts", "routing_recorded")) for s in samples],
+        [Sample(s.sample_id, s.table.without_columns("routed_experts", "routing_recorded")) for s in samples],
     ):
-        with learner.replay.bound(collate(bare)):
-            assert torch.equal(ht.logits(learner, collate(bare)), plain)
+        with learner.replay.bind_routes(collate_samples(bare)):
+            assert torch.equal(ht.logits(learner, collate_samples(bare)), plain)
     # A record from position 4 on changes nothing before it, and something behind it.
-    late = collate([replace_columns(s, routing_recorded=np.arange(len(s.table)) >= 4) for s in samples])
-    with learner.replay.bound(late):
+    late = collate_samples([replace_columns(s, routing_recorded=np.arange(len(s.table)) >= 4) for s in samples])
+    with learner.replay.bind_routes(late):
         mixed = ht.logits(learner, late)
     early = micro_batch.positions < 4
     torch.testing.assert_close(mixed[early], plain[early], rtol=1e-5, atol=1e-5)
     assert (mixed[~early] - plain[~early]).abs().max() > 1e-2
-    with learner.replay.bound(late, keep=True) as routes:
+    with learner.replay.bind_routes(late, keep=True) as routes:
         ht.logits(learner, late)
-        used, own = (torch.stack(x, dim=1).numpy() for x in (routes.used, routes.own))
+        used, own = (torch.stack(x, dim=1).numpy() for x in (routes.used_experts, routes.preferred_experts))
     assert np.array_equal(used[early], own[early])
     wanted = np.sort(late.table["routed_experts"], axis=-1)
     assert np.array_equal(np.sort(used[~early], axis=-1), wanted[~early])
@@ -127,10 +127,10 @@ def test_unrecorded_rows_route_by_themselves(models, name):
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe"])
 def test_logprobs_and_score_equal_transformers(models, name):
-    learner, reference = TorchLearner.load(settings(), models[name]), ht.load_reference(models[name])
+    learner, reference = TorchLearner.from_pretrained(settings(), models[name]), ht.load_reference(models[name])
     samples = make_samples(3, ht.LENGTHS, layers=ht.moe_layers(name), vocab=ht.VOCAB, temperature=0.7)
     samples = ht.fully_recorded(samples)
-    micro_batches = [*pack(samples, ht.BUDGET), padding_like(collate(samples), 3)]
+    micro_batches = [*pack_samples(samples, ht.BUDGET), make_padding_batch(collate_samples(samples), 3)]
     by_id = {s.sample_id: s for s in samples}
 
     def expected(sample: Sample, *, replay: bool, temperature: float) -> np.ndarray:
@@ -146,35 +146,35 @@ def test_logprobs_and_score_equal_transformers(models, name):
     for replay in (True, False):
         for m, got in zip(micro_batches, learner.logprobs(micro_batches, replay=replay), strict=True):
             assert got.dtype == np.float32
-            assert got.shape == (m.tokens,)
+            assert got.shape == (m.num_tokens,)
             for i, sample_id in enumerate(m.sample_ids):
                 mine = got[m.cu_seqlens[i] : m.cu_seqlens[i + 1]]
                 assert mine[0] == 0
                 want = expected(by_id[sample_id], replay=replay, temperature=0.7)
                 assert np.abs(mine[1:] - want).max() < 1e-4
-            assert not got[m.real_tokens :].any()
+            assert not got[m.num_real_tokens :].any()
     for temperature in (1.0, 0.7):
-        got = learner.score(samples[1].table["token_ids"], temperature)
+        got = learner.score_sequence(samples[1].table["token_ids"], temperature)
         assert got.dtype == np.float32
         assert np.abs(got - expected(samples[1], replay=False, temperature=temperature)).max() < 1e-4
     assert all(p.grad is None for p in learner.model.parameters())
 
 
 def test_a_trace_tells_what_every_router_did(models):
-    learner = TorchLearner.load(settings(learner__recompute="full"), models["qwen3"])
-    (own,) = learner.record_routes([collate(ht.recorded_samples(2))])
-    micro_batches = pack(ht.recorded_samples(2), ht.BUDGET)
-    micro_batches[2] = aligned(micro_batches[2], 7)
+    learner = TorchLearner.from_pretrained(settings(learner__recompute="full"), models["qwen3"])
+    (own,) = learner.record_learner_routes([collate_samples(ht.recorded_samples(2))])
+    micro_batches = pack_samples(ht.recorded_samples(2), ht.BUDGET)
+    micro_batches[2] = pad_to_multiple(micro_batches[2], 7)
     before = learner.logprobs(micro_batches)
     traces = train_minibatch(learner, micro_batches, trace=True).traces
     for trace, m, logprobs in zip(traces, micro_batches, before, strict=True):
-        trained = m.table["loss_mask"][: m.real_tokens]
+        trained = m.table["loss_mask"][: m.num_real_tokens]
         assert trace.logprobs.shape == trained.shape
-        np.testing.assert_allclose(trace.logprobs[trained], logprobs[: m.real_tokens][trained], atol=1e-5)
+        np.testing.assert_allclose(trace.logprobs[trained], logprobs[: m.num_real_tokens][trained], atol=1e-5)
         assert np.isnan(trace.logprobs[~trained]).all()
     assert [t.sample_ids for t in traces] == [m.sample_ids for m in micro_batches]
     for trace, m in zip(traces, micro_batches, strict=True):
-        wanted = m.table["routed_experts"][: m.real_tokens]
+        wanted = m.table["routed_experts"][: m.num_real_tokens]
         assert trace.columns == [0, 1]
         assert np.array_equal(np.sort(trace.used, -1), np.sort(wanted, -1))
         # The first router has replayed nothing before it.
@@ -185,10 +185,10 @@ def test_a_trace_tells_what_every_router_did(models):
 
 
 def test_record_routes_records_what_the_learner_chooses_by_itself(models):
-    learner = TorchLearner.load(settings(routing__replay="learner"), models["qwen3"])
+    learner = TorchLearner.from_pretrained(settings(routing__replay="learner"), models["qwen3"])
     samples = ht.recorded_samples(2)
-    padded = padding_like(collate(samples), 2)
-    recorded, padding = learner.record_routes([collate(samples), padded])
+    padded = make_padding_batch(collate_samples(samples), 2)
+    recorded, padding = learner.record_learner_routes([collate_samples(samples), padded])
     assert recorded.table["routing_recorded"].all()
     assert not padding.table["routing_recorded"].any()
     assert padding.table["routed_experts"].shape == (2, 2, ht.TOP_K)
@@ -212,33 +212,33 @@ def test_record_routes_records_what_the_learner_chooses_by_itself(models):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-unnormalised-tied", "mixtral", "olmoe"])
 def test_export_and_save_have_the_names_and_bits_of_the_checkpoint(models, tmp_path, name, dtype):
-    learner = TorchLearner.load(settings(learner__dtype=dtype), models[name])
-    source, exported = load_file(models[name] / "model.safetensors"), learner.export()
+    learner = TorchLearner.from_pretrained(settings(learner__dtype=dtype), models[name])
+    source, exported = load_file(models[name] / "model.safetensors"), learner.export_weights()
     assert set(source) == set(exported)
     for key, tensor in exported.items():
         assert torch.equal(tensor, source[key].to(getattr(torch, dtype))), key
         assert tensor.is_contiguous()
         assert not tensor.requires_grad
     kept = {key: tensor.clone() for key, tensor in exported.items()}
-    train_minibatch(learner, pack(ht.recorded_samples(ht.moe_layers(VARIANTS[name][0])), ht.BUDGET))
+    train_minibatch(learner, pack_samples(ht.recorded_samples(ht.moe_layers(VARIANTS[name][0])), ht.BUDGET))
     assert all(torch.equal(exported[key], kept[key]) for key in kept), "a snapshot"
     for _ in range(2):  # the second replaces the first
-        learner.save(tmp_path / "out")
+        learner.save_pretrained(tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert json.loads((tmp_path / "out/tokenizer.json").read_text()) == {"stand": "in"}
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == dtype
-    saved, now = load_file(tmp_path / "out/model.safetensors"), learner.export()
+    saved, now = load_file(tmp_path / "out/model.safetensors"), learner.export_weights()
     assert set(saved) == set(source)
     assert all(torch.equal(saved[key], now[key]) for key in now)
     assert any(not torch.equal(now[key], kept[key]) for key in kept)
-    again = TorchLearner.load(settings(learner__dtype=dtype), tmp_path / "out").export()
+    again = TorchLearner.from_pretrained(settings(learner__dtype=dtype), tmp_path / "out").export_weights()
     assert all(torch.equal(saved[key], again[key]) for key in saved)
 
 
 def test_nothing_is_left_behind_after_an_exception(models):
-    learner: LearnerBackend = TorchLearner.load(settings(learner__recompute="full"), models["mixtral"])
+    learner: LearnerBackend = TorchLearner.from_pretrained(settings(learner__recompute="full"), models["mixtral"])
     samples = ht.recorded_samples(3)
-    plain = learner.logprobs([collate(samples)])[0]
+    plain = learner.logprobs([collate_samples(samples)])[0]
     calls = iter(
         [None, None, RuntimeError("broken expert")]
     )  # the first one's forward and recompute, the second's forward
@@ -248,57 +248,57 @@ def test_nothing_is_left_behind_after_an_exception(models):
             raise error
 
     handle = learner.model.layers[-1].mlp.experts.register_forward_pre_hook(break_once)
-    before = learner.export()
+    before = learner.export_weights()
     with pytest.raises(RuntimeError, match="broken expert"):
-        train_minibatch(learner, pack(samples, ht.BUDGET))
+        train_minibatch(learner, pack_samples(samples, ht.BUDGET))
     handle.remove()
-    assert learner.replay.current is None
+    assert learner.replay.current_routes is None
     assert all(p.grad is None for p in learner.model.parameters())
-    assert all(torch.equal(before[n], t) for n, t in learner.export().items())
-    assert np.array_equal(learner.logprobs([collate(samples)])[0], plain)
-    assert learner.version == 0
-    assert train_minibatch(learner, pack(samples, ht.BUDGET)).metrics["optimizer/skipped"] == 0
+    assert all(torch.equal(before[n], t) for n, t in learner.export_weights().items())
+    assert np.array_equal(learner.logprobs([collate_samples(samples)])[0], plain)
+    assert learner.update_count == 0
+    assert train_minibatch(learner, pack_samples(samples, ht.BUDGET)).metrics["optimizer/skipped"] == 0
 
 
 @pytest.mark.parametrize("lengths", [[30], [5, 5]])
 def test_more_or_fewer_tokens_than_routes_raise(models, lengths):
-    learner = TorchLearner.load(settings(), models["mixtral"])
-    bound, fed = (collate(make_samples(9, n, layers=3, vocab=ht.VOCAB)) for n in ([20], lengths))
+    learner = TorchLearner.from_pretrained(settings(), models["mixtral"])
+    bound, fed = (collate_samples(make_samples(9, n, layers=3, vocab=ht.VOCAB)) for n in ([20], lengths))
     with pytest.raises(RoutingError, match=rf"routes of 20 tokens .* the router chose \({sum(lengths)}, 2\)"):
-        with learner.replay.bound(bound):
+        with learner.replay.bind_routes(bound):
             ht.logits(learner, fed)
-    with torch.no_grad(), learner.replay.bound(fed):
+    with torch.no_grad(), learner.replay.bind_routes(fed):
         ht.logits(learner, fed)
     # The routes of a micro-batch do not outlive it: its backward pass has to begin inside.
-    with learner.replay.bound(fed) as routes:
-        hidden = routes.follow(ht.logits(learner, fed))
+    with learner.replay.bind_routes(fed) as routes:
+        hidden = routes.track_backward(ht.logits(learner, fed))
     with pytest.raises(RoutingError, match="after its routes were released"):
         hidden.sum().backward()
 
 
 def test_steps_are_deterministic(models):
     def run() -> dict[str, torch.Tensor]:
-        learner = TorchLearner.load(settings(), models["mixtral"])
+        learner = TorchLearner.from_pretrained(settings(), models["mixtral"])
         for seed in (1, 2):
-            train_minibatch(learner, pack(ht.recorded_samples(3, seed=seed), ht.BUDGET))
-        return learner.export()
+            train_minibatch(learner, pack_samples(ht.recorded_samples(3, seed=seed), ht.BUDGET))
+        return learner.export_weights()
 
     first, second = run(), run()
     assert all(torch.equal(first[n], second[n]) for n in first)
 
 
 def test_steps_without_trained_tokens_or_finite_gradient_change_nothing(models):
-    learner = TorchLearner.load(settings(), models["olmoe"])
+    learner = TorchLearner.from_pretrained(settings(), models["olmoe"])
     (sample,) = make_samples(17, [12], layers=3, vocab=ht.VOCAB)
-    before = learner.export()
+    before = learner.export_weights()
     untrained = replace_columns(sample, loss_mask=np.zeros(12, bool))
     advantages = sample.table["advantages"].copy()
     advantages[6] = np.inf
     for bad in (untrained, replace_columns(sample, advantages=advantages)):
-        assert train_minibatch(learner, [collate([bad])]).metrics["optimizer/skipped"] == 1
-        assert learner.version == 0
-        assert all(torch.equal(before[n], t) for n, t in learner.export().items())
-    assert train_minibatch(learner, [collate([sample])]).metrics["optimizer/skipped"] == 0
+        assert train_minibatch(learner, [collate_samples([bad])]).metrics["optimizer/skipped"] == 1
+        assert learner.update_count == 0
+        assert all(torch.equal(before[n], t) for n, t in learner.export_weights().items())
+    assert train_minibatch(learner, [collate_samples([sample])]).metrics["optimizer/skipped"] == 0
 
 
 def test_training_raises_the_probability_of_what_was_good(models):
@@ -307,13 +307,17 @@ def test_training_raises_the_probability_of_what_was_good(models):
     ids, gains = sample.table["token_ids"], []
 
     def train() -> None:
-        learner = TorchLearner.load(settings(routing__replay="off", learner__recompute="selective"), models["qwen3"])
-        before = learner.score(ids)[2:].mean()
+        learner = TorchLearner.from_pretrained(
+            settings(routing__replay="off", learner__recompute="selective"), models["qwen3"]
+        )
+        before = learner.score_sequence(ids)[2:].mean()
         for _ in range(5):
-            mu = np.concatenate([[0.0], learner.score(ids)]).astype(np.float32)
+            mu = np.concatenate([[0.0], learner.score_sequence(ids)]).astype(np.float32)
             good = replace_columns(sample, rollout_logprobs=mu, advantages=np.ones(20, np.float32))
-            assert train_minibatch(learner, [collate([good])]).metrics["ratio/max"] == pytest.approx(1.0, abs=1e-4)
-        gains.append(learner.score(ids)[2:].mean() - before)
+            assert train_minibatch(learner, [collate_samples([good])]).metrics["ratio/max"] == pytest.approx(
+                1.0, abs=1e-4
+            )
+        gains.append(learner.score_sequence(ids)[2:].mean() - before)
 
     thread = threading.Thread(target=train)
     thread.start()
@@ -322,9 +326,9 @@ def test_training_raises_the_probability_of_what_was_good(models):
 
 
 def test_too_few_recorded_routes_stop_the_step_before_any_forward(models):
-    learner = TorchLearner.load(settings(routing__min_recorded_fraction=0.9), models["mixtral"])
+    learner = TorchLearner.from_pretrained(settings(routing__min_recorded_fraction=0.9), models["mixtral"])
     learner.model.register_forward_pre_hook(lambda *a: pytest.fail("forward"))
     samples = make_samples(14, [12, 12], layers=3, vocab=ht.VOCAB)
     samples = [replace_columns(s, routing_recorded=np.arange(12) < 5) for s in samples]
     with pytest.raises(LearnerError, match=r"only 0\.333 .* routing\.min_recorded_fraction is 0\.9"):
-        train_minibatch(learner, pack(samples, 64))
+        train_minibatch(learner, pack_samples(samples, 64))

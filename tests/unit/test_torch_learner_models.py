@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from r3async.data.model_shape import RoutingShape
 from r3async.learner import LearnerError
-from r3async.learner.batch.packing import collate, pack
+from r3async.learner.batch.packing import collate_samples, pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import torch as ht
@@ -28,9 +28,11 @@ def models(tmp_path_factory):
 def test_a_dense_model_trains_without_routes(tmp_path):
     config = {k: v for k, v in SHARED.items() if k != "num_experts_per_tok"}
     path = ht.save_random(tmp_path / "m", tf.Qwen3Config(**config, head_dim=16, intermediate_size=56))
-    learner = TorchLearner.load(settings(learner__recompute="selective", routing__min_recorded_fraction=0.9), path)
-    micro_batches = pack(ht.recorded_samples(0), ht.BUDGET)
-    assert learner.record_routes(micro_batches) == micro_batches
+    learner = TorchLearner.from_pretrained(
+        settings(learner__recompute="selective", routing__min_recorded_fraction=0.9), path
+    )
+    micro_batches = pack_samples(ht.recorded_samples(0), ht.BUDGET)
+    assert learner.record_learner_routes(micro_batches) == micro_batches
     result = train_minibatch(learner, micro_batches)
     assert result.metrics["optimizer/skipped"] == 0
     assert len(result.layer_agreement) == 0
@@ -54,21 +56,21 @@ QWEN = SHARED | {"intermediate_size": 56, "moe_intermediate_size": 40, "num_expe
 def test_other_families_are_found_by_structure(tmp_path, config, layers):
     """Sigmoid scores, groups of experts, corrected scores, shared experts, latent attention: nothing of it is known here."""
     path = ht.save_random(tmp_path / "m", config())
-    learner, reference = TorchLearner.load(settings(), path), ht.load_reference(path)
+    learner, reference = TorchLearner.from_pretrained(settings(), path), ht.load_reference(path)
     samples = ht.recorded_samples(layers)
     for sample in samples:
         ids = torch.from_numpy(sample.table["token_ids"].astype(np.int64))
         with torch.no_grad():
             want = torch.log_softmax(reference(ids[None]).logits[0], -1)[:-1].gather(1, ids[1:, None])[:, 0]
-        assert np.abs(learner.score(sample.table["token_ids"]) - want.numpy()).max() < 1e-4
-    with torch.no_grad(), learner.replay.bound(collate(samples), keep=True) as routes:
-        assert torch.isfinite(ht.logits(learner, collate(samples))).all()
-        used = torch.stack(routes.used, dim=1).numpy()
-    assert np.array_equal(np.sort(used, -1), np.sort(collate(samples).table["routed_experts"], -1))
-    _, gradients = ht.gradients_of_step(learner, pack(samples, ht.BUDGET))
+        assert np.abs(learner.score_sequence(sample.table["token_ids"]) - want.numpy()).max() < 1e-4
+    with torch.no_grad(), learner.replay.bind_routes(collate_samples(samples), keep=True) as routes:
+        assert torch.isfinite(ht.logits(learner, collate_samples(samples))).all()
+        used = torch.stack(routes.used_experts, dim=1).numpy()
+    assert np.array_equal(np.sort(used, -1), np.sort(collate_samples(samples).table["routed_experts"], -1))
+    _, gradients = ht.gradients_of_step(learner, pack_samples(samples, ht.BUDGET))
     assert all(gradients[n].abs().max() > 0 for n in gradients if n.endswith("mlp.gate.weight"))
     source = load_file(path / "model.safetensors")
-    assert set(source) == set(learner.export())
+    assert set(source) == set(learner.export_weights())
 
 
 @pytest.mark.parametrize(
@@ -100,17 +102,19 @@ def test_other_families_are_found_by_structure(tmp_path, config, layers):
 def test_what_would_be_trained_wrongly_is_refused_at_start(tmp_path, config, message):
     path = ht.save_random(tmp_path / "m", config())
     with pytest.raises(LearnerError, match=message):
-        TorchLearner.load(settings(), path)
+        TorchLearner.from_pretrained(settings(), path)
 
 
 def test_the_engines_geometry_has_to_be_the_models(models, monkeypatch):
     from r3async.learner.torch import model
 
     monkeypatch.setattr(
-        model, "moe_geometry", lambda config: (RoutingShape(layers=2, top_k=ht.TOP_K, num_experts=ht.EXPERTS), [0, 1])
+        model,
+        "read_moe_layers",
+        lambda config: (RoutingShape(layers=2, top_k=ht.TOP_K, num_experts=ht.EXPERTS), [0, 1]),
     )
     with pytest.raises(LearnerError, match=r"layers \[0, 1\] are mixtures .* \[0, 2\]"):
-        TorchLearner.load(settings(), models["qwen3"])
+        TorchLearner.from_pretrained(settings(), models["qwen3"])
 
 
 def _tensors(change):
@@ -149,9 +153,9 @@ def test_models_that_can_not_be_loaded_are_refused(models, tmp_path, spoil, mess
     path = shutil.copytree(models["mixtral"], tmp_path / "m")
     spoil(path)
     with pytest.raises(LearnerError, match=message):
-        TorchLearner.load(settings(), path)
+        TorchLearner.from_pretrained(settings(), path)
 
 
 def test_the_number_of_ranks_has_to_be_the_settings(models):
     with pytest.raises(LearnerError, match=r"learner\.parallel\.dp is 2, but 1 rank"):
-        TorchLearner.load(settings(learner__parallel={"dp": 2}), models["mixtral"])
+        TorchLearner.from_pretrained(settings(learner__parallel={"dp": 2}), models["mixtral"])

@@ -13,22 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.actors.generator import Connected, GeneratorActor, Loaded
-from r3async.config import config_from_dict, to_dict
+from r3async.actors.generator import EngineAndRenderer, GeneratorActor, LearnerConnection
+from r3async.config import config_from_dict, config_to_dict
 from r3async.data.records import Sample, Trajectory, Turn
-from r3async.learner.preparation import prepare, sound
-from r3async.schedule.tasks import Quarantine
+from r3async.learner.preparation import prepare_minibatches, replace_untrainable
+from r3async.schedule.tasks import TrajectoryQuarantine
 from r3async.schedule.validation import (
     InvalidTrajectory,
     check_trajectories,
     check_trajectory,
-    refused,
+    find_invalid,
     validate_trajectories,
     validate_trajectory,
 )
 from r3async.transport.wire import encode_trajectory
 from r3async.weights.publish import SharedMemoryReceiver
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 from tests.helpers.transport import LIMIT, Inbox, receiving, sending
 from tests.unit.test_buffer import ROUTING, make_trajectory
 
@@ -102,7 +102,7 @@ def test_a_logprob_that_a_distribution_gives_or_that_the_loss_drops_is_let_pass(
 
 def stand_in(trajectory: Trajectory) -> Trajectory:
     sample = trajectory.samples[0]
-    table = make_trajectory().samples[0].table.slice(0, 1)
+    table = make_trajectory().samples[0].table.slice_rows(0, 1)
     return msgspec.structs.replace(trajectory, group_index=0, turns=[], samples=[Sample(sample.sample_id, table)])
 
 
@@ -110,11 +110,13 @@ def stand_in(trajectory: Trajectory) -> Trajectory:
 def test_the_step_trains_the_group_without_what_it_cannot_train(name: str) -> None:
     poison, _ = POISON[name]
     good = make_trajectory(0, 1, reward=0.0)
-    kept = sound([[poison, good]], lambda groups: prepare(groups, config_from_dict({})), stand_in)
-    assert [u.trajectory for u in kept.unsound] == [poison]
+    kept = replace_untrainable(
+        [[poison, good]], lambda groups: prepare_minibatches(groups, config_from_dict({})), stand_in
+    )
+    assert [u.trajectory for u in kept.rejected] == [poison]
     assert kept.groups[0][1] is good
     assert kept.groups[0][0].turns == []
-    trained = [s for part in kept.made[0] for s in part if s.table["loss_mask"].any()]
+    trained = [s for part in kept.prepared[0] for s in part if s.table["loss_mask"].any()]
     assert [s.sample_id for s in trained] == ["g0e1s0"]
 
 
@@ -126,16 +128,16 @@ def test_a_group_that_fails_though_nobody_in_it_is_to_blame_is_skipped_and_a_def
             raise FloatingPointError("no")
         return [len(some)]
 
-    kept = sound(groups, make, stand_in)
-    assert [u.trajectory.trajectory_id for u in kept.unsound] == ["g0e0", "g0e1"]
-    assert "its group cannot be trained: FloatingPointError: no" in kept.unsound[0].reason
+    kept = replace_untrainable(groups, make, stand_in)
+    assert [u.trajectory.trajectory_id for u in kept.rejected] == ["g0e0", "g0e1"]
+    assert "its group cannot be trained: FloatingPointError: no" in kept.rejected[0].reason
     assert kept.groups[1] == groups[1]
 
     def broken(some: Any) -> None:
         raise RuntimeError("a defect")
 
     with pytest.raises(RuntimeError, match="a defect"):
-        sound(groups, broken, stand_in)
+        replace_untrainable(groups, broken, stand_in)
 
 
 @pytest.mark.parametrize("name", POISON)
@@ -143,7 +145,7 @@ def test_poison_among_others_is_named_and_nobody_else(name: str) -> None:
     poison, reason = POISON[name]
     known = {"vocab_size": 10, "learner_version": 3, "max_tokens": 8, "routing": ROUTING}
     some = [make_trajectory(0, 0), poison, make_trajectory(0, 2), poison]
-    found = refused(some, lambda them: validate_trajectories(them, **known))
+    found = find_invalid(some, lambda them: validate_trajectories(them, **known))
     assert sorted(found) == [1, 3]
     assert all(re.search(reason, str(error)) for error in found.values())
 
@@ -179,8 +181,8 @@ def members(draw: Any, index: int) -> Trajectory:
 @settings(max_examples=80)
 @given(st.lists(members(0), max_size=4))
 def test_what_is_checked_together_is_judged_as_it_is_alone(some: list[Trajectory]) -> None:
-    alone = {at: str(error) for at, t in enumerate(some) for error in refused([t], check_trajectories).values()}
-    assert {at: str(error) for at, error in refused(some, check_trajectories).items()} == alone
+    alone = {at: str(error) for at, t in enumerate(some) for error in find_invalid([t], check_trajectories).values()}
+    assert {at: str(error) for at, error in find_invalid(some, check_trajectories).items()} == alone
 
 
 @settings(max_examples=100)
@@ -198,36 +200,39 @@ def test_what_is_trainable_is_prepared_with_finite_advantages_and_the_rest_is_na
         except InvalidTrajectory:
             bad.add(trajectory.trajectory_id)
     with np.errstate(all="raise", under="ignore"):
-        kept = sound([group], lambda groups: prepare(groups, config), stand_in)
-    named = {u.trajectory.trajectory_id for u in kept.unsound}
-    if advantage == "maxrl" and any("is for rewards >= 0" in u.reason for u in kept.unsound):
+        kept = replace_untrainable([group], lambda groups: prepare_minibatches(groups, config), stand_in)
+    named = {u.trajectory.trajectory_id for u in kept.rejected}
+    if advantage == "maxrl" and any("is for rewards >= 0" in u.reason for u in kept.rejected):
         bad = {t.trajectory_id for t in group}  # its estimator takes no group with a negative score
     assert named == bad
-    for part in kept.made[0]:
+    for part in kept.prepared[0]:
         for sample in part:
             assert np.isfinite(sample.table["advantages"]).all()
             assert np.isfinite(np.square(sample.table["advantages"])).all()
-    assert all(np.isfinite(value) for value in kept.made[1].values())
+    assert all(np.isfinite(value) for value in kept.prepared[1].values())
 
 
 # -- where it is made --------------------------------------------------------------------------------------------------
 
 
 async def test_a_generators_own_mistake_is_named_there_and_its_group_is_played_without_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("r3async.actors.generator.begin", lambda *args: None)
-    config = to_dict(config_from_dict({"supervise": {"max_failed_fraction": 1.0}}))
+    monkeypatch.setattr("r3async.actors.generator.prepare_process", lambda *args: None)
+    config = config_to_dict(config_from_dict({"supervise": {"max_failed_fraction": 1.0}}))
     engine: Any = SimpleNamespace(routing=ROUTING, version=3)
-    renderer: Any = SimpleNamespace(end_id=0)
-    actor = GeneratorActor(REAL, "g0", "run", config, "model", str(tmp_path), lineage=3)
+    renderer: Any = SimpleNamespace(eos_token_id=0)
+    actor = GeneratorActor(REAL_WORLD, "g0", "run", config, "model", str(tmp_path), lineage=3)
     inbox = Inbox()
     async with (
         receiving(inbox) as (_, endpoint),
-        sending(endpoint, validate=actor._validate, on_reject=actor._rejected) as sender,
+        sending(endpoint, validate=actor._find_invalid, on_reject=actor._replace_rejected) as sender,
     ):
-        actor._loaded, actor._connected = Loaded(engine, renderer), Connected(sender, SharedMemoryReceiver())
-        await actor._deliver(make_trajectory(0, 1))
-        await actor._deliver(POISON["reward of 1e39"][0])
-        await asyncio.gather(*actor._sending)
+        actor._loaded, actor._connection = (
+            EngineAndRenderer(engine, renderer),
+            LearnerConnection(sender, SharedMemoryReceiver()),
+        )
+        await actor._send_trajectory(make_trajectory(0, 1))
+        await actor._send_trajectory(POISON["reward of 1e39"][0])
+        await asyncio.gather(*actor._send_tasks)
         assert await sender.flush(LIMIT) == 0
     sent = [(t.trajectory_id, len(t.turns), t.lineage) for t in inbox.trajectories]
     assert sent == [("g0e1", 1, 3), ("g00000000e0000", 0, 3)]
@@ -242,15 +247,19 @@ async def test_a_generators_own_mistake_is_named_there_and_its_group_is_played_w
 def test_the_quarantine_stays_below_its_limit_and_names_all(tmp_path):
     reported: list[dict[str, Any]] = []
     one = sum(memoryview(f).nbytes for f in encode_trajectory(make_trajectory())) + 400
-    quarantine = Quarantine(tmp_path / "q", 3 * one, lambda event, **facts: reported.append({"event": event, **facts}))
+    quarantine = TrajectoryQuarantine(
+        tmp_path / "q", 3 * one, lambda event, **facts: reported.append({"event": event, **facts})
+    )
     for index in range(8):
-        quarantine.keep(make_trajectory(index), f"reason {index}")
+        quarantine.add_trajectory(make_trajectory(index), f"reason {index}")
     assert {t["event"] for t in reported} == {"trajectory_quarantined"}
     assert [t["reason"] for t in reported] == [f"reason {i}" for i in range(8)]
     left = sorted(p.name for p in (tmp_path / "q").iterdir())
     assert 2 <= len(left) < 8
     assert left[-1].startswith("000000007-")
     assert sum(p.stat().st_size for p in (tmp_path / "q").iterdir()) <= 3 * one
-    Quarantine(tmp_path / "none", 10, lambda event, **facts: reported.append(facts)).keep(make_trajectory(9), "small")
+    TrajectoryQuarantine(tmp_path / "none", 10, lambda event, **facts: reported.append(facts)).add_trajectory(
+        make_trajectory(9), "small"
+    )
     assert reported[-1]["kept_as"] == ""
     assert not (tmp_path / "none").exists()

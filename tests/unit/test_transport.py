@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from r3async.config import TransportConfig
-from r3async.transport import Receiver, Sender, TransportError, wire
+from r3async.transport import TrajectoryReceiver, TrajectorySender, TransportError, wire
 from r3async.world.real import RealWorld
 from tests.helpers.transport import (
     HELLO,
@@ -42,9 +42,9 @@ async def test_round_trip():
         assert await sender.flush(LIMIT) == 0
         assert sorted(inbox.trajectories, key=lambda t: t.trajectory_id) == sent
         assert (sender.sent, sender.acked, sender.resent, sender.reconnects) == (5, 5, 0, 0)
-        assert (receiver.received, receiver.duplicates, receiver.rejected, receiver.bytes_held) == (5, 0, 0, 0)
+        assert (receiver.received, receiver.duplicates, receiver.rejected, receiver.unreleased_bytes) == (5, 0, 0, 0)
         assert receiver.bytes_received == sum(map(wire_size, sent))
-        assert sender.epoch == receiver.epoch
+        assert sender.receiver_incarnation == receiver.incarnation
 
 
 async def test_many_senders_share_the_memory_and_all_is_delivered():
@@ -61,31 +61,31 @@ async def test_many_senders_share_the_memory_and_all_is_delivered():
             assert [await s.flush(LIMIT) for s in senders] == [0] * 4
         assert inbox.once({t.trajectory_id for ts in groups.values() for t in ts})
         assert inbox.highest <= config.credit_bytes
-        assert receiver.senders == 4
-        assert receiver.bytes_held == 0
+        assert receiver.sender_count == 4
+        assert receiver.unreleased_bytes == 0
 
 
 @pytest.mark.parametrize("at_once", [40, 160])
 async def test_a_trajectory_crosses_the_wire_once_and_nothing_is_said_before(monkeypatch, at_once):
     said: Counter[str] = Counter()
-    say, answer, deliver = Sender._say, Receiver._send, wire.delivery
+    say, answer, deliver = TrajectorySender._send_message, TrajectoryReceiver._send_message, wire.encode_delivery
     crossed: Counter[str] = Counter()
 
-    def count(self: Sender, message: wire.Message) -> None:
+    def count(self: TrajectorySender, message: wire.ControlMessage) -> None:
         said[type(message).__name__] += 1
         say(self, message)
 
-    def count_delivery(session: str, items: list[wire.Item], frames: Any) -> Any:
+    def count_delivery(session: str, items: list[wire.DeliveryItem], frames: Any) -> Any:
         crossed.update(item.trajectory_id for item in items)
         return deliver(session, items, frames)
 
-    def count_answer(self: Receiver, identity: bytes, message: wire.Message) -> None:
+    def count_answer(self: TrajectoryReceiver, identity: bytes, message: wire.ControlMessage) -> None:
         said[type(message).__name__] += 1
         answer(self, identity, message)
 
-    monkeypatch.setattr(Sender, "_say", count)
-    monkeypatch.setattr(Receiver, "_send", count_answer)
-    monkeypatch.setattr("r3async.transport.sender.delivery", count_delivery)
+    monkeypatch.setattr(TrajectorySender, "_send_message", count)
+    monkeypatch.setattr(TrajectoryReceiver, "_send_message", count_answer)
+    monkeypatch.setattr("r3async.transport.sender.encode_delivery", count_delivery)
     trajectories = [make_trajectory(i) for i in range(160)]
     inbox = Inbox()
     async with receiving(inbox, SLOW) as (_, endpoint), sending(endpoint, SLOW) as sender:
@@ -119,7 +119,7 @@ async def test_a_receiver_that_was_busy_does_not_blame_its_senders():
         await asyncio.sleep(1)  # One heartbeat.
         await send_all(sender, [make_trajectory(2)])
         assert await sender.flush(LIMIT) == 0
-        assert receiver.senders == 1
+        assert receiver.sender_count == 1
         assert sender.reconnects == 0
 
 
@@ -139,12 +139,12 @@ async def test_sender_may_come_first():
 async def test_receiver_restarts_on_the_same_port(restored: bool):
     """With its ledger: each once. Without: what was accepted and not acknowledged comes twice, but nothing is lost."""
 
-    class Deaf(Receiver):
+    class Deaf(TrajectoryReceiver):
         """Accepts, and dies before it can acknowledge."""
 
-        def _send(self, identity: bytes, message: wire.Message) -> None:
+        def _send_message(self, identity: bytes, message: wire.ControlMessage) -> None:
             if not isinstance(message, wire.Ack) or self.received < 10:
-                super()._send(identity, message)
+                super()._send_message(identity, message)
 
     port = free_port()
     trajectories = [make_trajectory(i) for i in range(60)]
@@ -161,7 +161,7 @@ async def test_receiver_restarts_on_the_same_port(restored: bool):
             await asyncio.wait_for(feed, LIMIT)
             assert await sender.flush(LIMIT) == 0
             assert set(inbox.seen) == {t.trajectory_id for t in trajectories}
-            assert sender.epoch == second.epoch != first.epoch
+            assert sender.receiver_incarnation == second.incarnation != first.incarnation
             assert sender.resent >= accepted - 10
             if restored:
                 assert inbox.once({t.trajectory_id for t in trajectories})
@@ -171,14 +171,14 @@ async def test_receiver_restarts_on_the_same_port(restored: bool):
 
 
 async def test_lost_acknowledgement():
-    class Forgetful(Receiver):
+    class Forgetful(TrajectoryReceiver):
         lost = 0
 
-        def _send(self, identity: bytes, message: wire.Message) -> None:
+        def _send_message(self, identity: bytes, message: wire.ControlMessage) -> None:
             if isinstance(message, wire.Ack) and self.lost < 2:
                 self.lost += 1
             else:
-                super()._send(identity, message)
+                super()._send_message(identity, message)
 
     inbox = Inbox()
     async with receiving(inbox, kind=Forgetful) as (receiver, endpoint), sending(endpoint) as sender:
@@ -195,22 +195,22 @@ async def test_any_answer_may_be_lost():
     chance = random.Random(0)
     lost: Counter[str] = Counter()
 
-    class Lossy(Receiver):
-        def _send(self, identity: bytes, message: wire.Message) -> None:
+    class Lossy(TrajectoryReceiver):
+        def _send_message(self, identity: bytes, message: wire.ControlMessage) -> None:
             if chance.random() < 0.25:
                 lost[type(message).__name__] += 1
             else:
-                super()._send(identity, message)
+                super()._send_message(identity, message)
 
     trajectories = [make_trajectory(i) for i in range(90)]
     config = TransportConfig(ack_timeout=0.15, credit_bytes=4 * memory_size(trajectories[0]))
     inbox = Inbox(hold=True)
 
-    async def consume(receiver: Receiver) -> None:
+    async def consume(receiver: TrajectoryReceiver) -> None:
         while True:
             await asyncio.sleep(0.02)
             for trajectory in inbox.trajectories[-3:]:
-                receiver.release(trajectory.trajectory_id)
+                receiver.release_trajectory(trajectory.trajectory_id)
 
     async with receiving(inbox, config, Lossy, window=0) as (receiver, endpoint), sending(endpoint, config) as sender:
         consuming = asyncio.create_task(consume(receiver))
@@ -218,12 +218,12 @@ async def test_any_answer_may_be_lost():
         assert await sender.flush(4 * LIMIT) == 0
         consuming.cancel()
         for trajectory in trajectories:
-            receiver.release(trajectory.trajectory_id)
+            receiver.release_trajectory(trajectory.trajectory_id)
         assert inbox.once({t.trajectory_id for t in trajectories})
         assert lost["Ack"]
         assert lost["Reject"]
         assert lost["Welcome"]
-        assert receiver.bytes_held == 0
+        assert receiver.unreleased_bytes == 0
 
 
 async def test_cancelled_send_is_not_sent():
@@ -236,9 +236,9 @@ async def test_cancelled_send_is_not_sent():
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(sender.send(make_trajectory(2)), 0.3)
         assert sender.unacknowledged == 1  # that was sent once: it may be accepted
-        receiver.release("t0")
+        receiver.release_trajectory("t0")
         assert await sender.flush(LIMIT) == 0
-        receiver.release("t1")
+        receiver.release_trajectory("t1")
         await send_all(sender, [make_trajectory(2)])  # A second try is a new one.
         assert await sender.flush(LIMIT) == 0
         assert inbox.once({"t0", "t1", "t2"})
@@ -271,7 +271,7 @@ async def test_redelivered_later_by_another_sender():
                 await send_all(sender, [make_trajectory(1, group=5)])
                 assert await sender.flush(LIMIT) == 0
         assert receiver.received == 1
-        receiver.forget(5)
+        receiver.forget_group(5)
         async with sending(endpoint, name="g2") as sender:
             await send_all(sender, [make_trajectory(1, group=5), make_trajectory(2, group=5)])
             assert await sender.flush(LIMIT) == 0
@@ -284,8 +284,8 @@ async def test_a_sender_that_is_silent_is_forgotten_and_says_hello_again():
     config = TransportConfig(ack_timeout=0.1)
     async with receiving(Inbox(), config) as (receiver, endpoint), raw_dealer(endpoint) as silent:
         await silent.send(HELLO)
-        await until(lambda: receiver.senders == 1)
-        await until(lambda: receiver.senders == 0)
+        await until(lambda: receiver.sender_count == 1)
+        await until(lambda: receiver.sender_count == 0)
         await silent.send(*delivered("t1", 0, 10, b"x"))
         assert await silent.answer() == wire.Refusal("session", "unknown session: say HELLO", final=False)
     assert receiver.rejected == 0
@@ -294,7 +294,7 @@ async def test_a_sender_that_is_silent_is_forgotten_and_says_hello_again():
 async def test_a_sender_that_lacks_descriptors_when_it_connects_again_tries_until_it_has_one(monkeypatch, caplog):
     inbox, port, config = Inbox(), free_port(), TransportConfig(ack_timeout=0.2)
     async with sending(f"tcp://127.0.0.1:{port}", config) as sender:
-        dealer, refused = sender._sockets.dealer, []
+        dealer, refused = sender._sockets.connect_dealer, []
 
         def full(*args: Any, **facts: Any) -> Any:
             if len(refused) < 5:
@@ -302,7 +302,7 @@ async def test_a_sender_that_lacks_descriptors_when_it_connects_again_tries_unti
                 raise OSError(errno.EMFILE, "Too many open files")
             return dealer(*args, **facts)
 
-        monkeypatch.setattr(sender._sockets, "dealer", full)
+        monkeypatch.setattr(sender._sockets, "connect_dealer", full)
         sending_one = asyncio.create_task(sender.send(make_trajectory(1)))
         await until(lambda: len(refused) == 5)  # nobody answers, so it connects again
         async with receiving(inbox, config, port=port):

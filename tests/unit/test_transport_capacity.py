@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from r3async.config import TransportConfig
-from r3async.transport import Receiver, TransportError, wire
+from r3async.transport import TrajectoryReceiver, TransportError, wire
 from r3async.transport import encoding as encoding_module
 from r3async.transport import intake as intake_module
 from tests.helpers.transport import (
@@ -42,20 +42,20 @@ async def test_back_pressure():
         fifth = asyncio.create_task(sender.send(make_trajectory(14)))
         await asyncio.sleep(0.5)
         assert not fifth.done()
-        assert receiver.bytes_held == 3 * size
+        assert receiver.unreleased_bytes == 3 * size
         assert (sender.sent, sender.unacknowledged, sender.reconnects) == (4, 2, 0)
 
-        receiver.release("t10")
-        receiver.release("t10")  # Twice is once.
+        receiver.release_trajectory("t10")
+        receiver.release_trajectory("t10")  # Twice is once.
         await until(fifth.done)
         await until(lambda: len(inbox.seen) == 4)
         await asyncio.sleep(0.2)
         assert sender.unacknowledged == 1
-        receiver.forget(11 // 4)  # t11 is the last one of group 2 that is held.
+        receiver.forget_group(11 // 4)  # t11 is the last one of group 2 that is held.
         await until(lambda: len(inbox.seen) == 5)
         assert await sender.flush(LIMIT) == 0
         assert inbox.once({f"t{10 + i}" for i in range(5)})
-        assert receiver.bytes_held == 3 * size
+        assert receiver.unreleased_bytes == 3 * size
         assert sender.sent == 4 + 3
 
 
@@ -70,18 +70,18 @@ async def test_the_groups_of_the_next_step_are_sent_while_nothing_else_is():
     ):
         await send_all(sender, [make_trajectory(i, group=i) for i in (5, 6)])
         await until(lambda: sender.unacknowledged == 1 and not sender._outbox.in_flight)
-        await until(lambda: other._until <= 2)  # told too, or it sends once more and is sent it back
+        await until(lambda: other._group_limit <= 2)  # told too, or it sends once more and is sent it back
         waiting = [asyncio.create_task(s.send(make_trajectory(i, group=i))) for s, i in ((sender, 3), (other, 2))]
         await send_all(sender, [make_trajectory(0, group=0)])
         await send_all(other, [make_trajectory(1, group=1)])
         await until(lambda: len(inbox.seen) == 3)
         await asyncio.sleep(0.2)
         assert not any(task.done() for task in waiting)
-        receiver.forget(0)  # the next step may wait for groups 1 and 2
+        receiver.forget_group(0)  # the next step may wait for groups 1 and 2
         await asyncio.wait_for(waiting[1], LIMIT)
         await until(lambda: "t2" in inbox.seen)
         assert not waiting[0].done()
-        receiver.forget(1)
+        receiver.forget_group(1)
         await asyncio.wait_for(waiting[0], LIMIT)
         await until(lambda: "t3" in inbox.seen)
         assert "t6" not in inbox.seen
@@ -99,24 +99,24 @@ async def test_a_message_larger_than_the_memory_passes_alone():
         await asyncio.sleep(0.5)
         # The last one would fit, but must not starve the large one.
         assert not after.done()
-        receiver.release("t0")
+        receiver.release_trajectory("t0")
         await until(lambda: "t1" in inbox.seen)
         await asyncio.sleep(0.3)
         assert "t2" not in inbox.seen
-        receiver.release("t1")
+        receiver.release_trajectory("t1")
         await until(lambda: "t2" in inbox.seen)
         await asyncio.wait_for(after, LIMIT)
 
 
 async def test_no_more_is_in_flight_than_may_be_at_once():
-    class Slow(Receiver):
+    class Slow(TrajectoryReceiver):
         """Does not answer, until it is told to."""
 
         silent = True
 
-        def _send(self, identity: bytes, message: wire.Message) -> None:
+        def _send_message(self, identity: bytes, message: wire.ControlMessage) -> None:
             if not (self.silent and isinstance(message, wire.Ack)):
-                super()._send(identity, message)
+                super()._send_message(identity, message)
 
     size = memory_size(make_trajectory(0))
     config = TransportConfig(ack_timeout=0.5, credit_bytes=6 * size)

@@ -17,11 +17,11 @@ from tests.helpers.transport import LIMIT, Inbox, free_port, make_trajectory, re
 RECEIVER = """
 import asyncio, os, sys, time
 from r3async.config import TransportConfig
-from r3async.transport import Ledger, Receiver
+from r3async.transport import TrajectoryLedger, TrajectoryReceiver
 from tests.helpers.transport import SERVER_KEYS
 
 async def main(path, port):
-    ledger = Ledger()
+    ledger = TrajectoryLedger()
     spool = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     for line in os.read(spool, 2**20).decode().split("\\n")[:-1]:
         group, name = line.split()
@@ -30,10 +30,10 @@ async def main(path, port):
     def take(trajectory, nbytes):
         os.write(spool, f"{trajectory.group_index} {trajectory.trajectory_id}\\n".encode())
         time.sleep(0.002)  # Written, and not acknowledged yet: the moment that a kill should hit.
-        receiver.release(trajectory.trajectory_id)
+        receiver.release_trajectory(trajectory.trajectory_id)
 
     settings = TransportConfig(ack_timeout=0.3)
-    receiver = Receiver("run", settings, take, keys=SERVER_KEYS, port=int(port), ledger=ledger)
+    receiver = TrajectoryReceiver("run", settings, take, keys=SERVER_KEYS, port=int(port), ledger=ledger)
     await receiver.start()
     await asyncio.sleep(60)
 
@@ -42,10 +42,10 @@ asyncio.run(main(*sys.argv[1:]))
 
 SENDER = """
 import asyncio, sys
-from tests.helpers.transport import CLIENT_KEYS, FAST, Sender, make_trajectory
+from tests.helpers.transport import CLIENT_KEYS, FAST, TrajectorySender, make_trajectory
 
 async def main(endpoint, count):
-    sender = Sender(endpoint, "g0", "run", FAST, keys=CLIENT_KEYS)
+    sender = TrajectorySender(endpoint, "g0", "run", FAST, keys=CLIENT_KEYS)
     await sender.start()
     for index in range(int(count)):
         await sender.send(make_trajectory(index))
@@ -104,13 +104,13 @@ async def test_sender_process_is_killed_and_restarted():
             assert child.returncode == 0
         assert inbox.once({f"t{i}" for i in range(100)})
         assert receiver.duplicates >= 80
-        assert receiver.bytes_held == 0
+        assert receiver.unreleased_bytes == 0
 
 
 FLOODED = """
 import asyncio, subprocess, sys, time
 from r3async.config import TransportConfig
-from r3async.transport import Receiver
+from r3async.transport import TrajectoryReceiver
 from tests.helpers.transport import SERVER_KEYS
 
 FLOOD = '''
@@ -129,7 +129,7 @@ dealer.poll(400)
 '''
 
 async def main():
-    receiver = Receiver("run", TransportConfig(ack_timeout=0.2), print, keys=SERVER_KEYS)
+    receiver = TrajectoryReceiver("run", TransportConfig(ack_timeout=0.2), print, keys=SERVER_KEYS)
     child = subprocess.Popen([sys.executable, "-c", FLOOD, await receiver.start()])
     while not receiver.rejected:
         await asyncio.sleep(0.01)

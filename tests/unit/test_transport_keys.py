@@ -19,10 +19,17 @@ from zmq.utils import z85
 from r3async.config import TransportConfig, config_from_dict
 from r3async.data.records import SCHEMA
 from r3async.tools.cli import app
-from r3async.transport import TransportError, TransportRefused, wire
-from r3async.world.keys import create_keys, generator_keys, learner_keys, load_client, load_server, new_keys
+from r3async.transport import SenderRefusedError, TransportError, wire
+from r3async.world.keys import (
+    create_key_files,
+    generate_keys,
+    load_client_keys,
+    load_server_keys,
+    resolve_generator_keys,
+    resolve_learner_keys,
+)
 from r3async.world.simulated.world import Simulation
-from r3async.world.zeromq import NO_KEY, OTHER_LEARNER, UNKNOWN_KEY
+from r3async.world.zeromq import REFUSED_NO_KEY, REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY
 from tests.helpers.transport import (
     CLIENT_KEYS,
     LIMIT,
@@ -41,7 +48,7 @@ SETTINGS = TransportConfig(ack_timeout=0.3)
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    create_keys(tmp_path / "keys")
+    create_key_files(tmp_path / "keys")
     return tmp_path / "keys"
 
 
@@ -63,39 +70,42 @@ def test_keys_command_makes_secrets_that_only_the_owner_reads(tmp_path):
     again = CliRunner().invoke(app, ["keys", str(directory), "--name", "east"])
     assert "nothing was changed" in again.output
     assert {p.name: p.read_bytes() for p in directory.iterdir()} == contents
-    assert len(load_server(directory).allowed) == 2
-    assert zmq.curve_public(load_client(directory, "west").secret) == (directory / "west.public").read_bytes().strip()
+    assert len(load_server_keys(directory).allowed_public_keys) == 2
+    assert (
+        zmq.curve_public(load_client_keys(directory, "west").secret_key)
+        == (directory / "west.public").read_bytes().strip()
+    )
 
 
 def test_keys_that_can_not_be_used_are_refused_by_name(keys):
     (keys / "generator.secret").chmod(0o640)
     with pytest.raises(TransportError, match=r"generator.secret can be read by others: chmod 600"):
-        load_client(keys)
+        load_client_keys(keys)
     (keys / "learner.public").write_text("short\n")
     (keys / "generator.secret").chmod(0o600)
     with pytest.raises(TransportError, match=r"learner.public holds no key"):
-        load_client(keys)
+        load_client_keys(keys)
     with pytest.raises(TransportError, match=r"`r3async keys .*elsewhere` makes it \(transport.keys\)"):
-        load_server(keys / "elsewhere")
+        load_server_keys(keys / "elsewhere")
     with pytest.raises(ValueError, match="is no name for a key"):
-        create_keys(keys, ("../x",))
+        create_key_files(keys, ("../x",))
 
 
 def test_keys_are_files_of_the_world():
     simulation = Simulation(1)
     files = simulation.begin_process("learner", simulation.hosts["host-0"]).world.files
     directory = Path("/a/keys")
-    assert len(create_keys(directory, files=files)) == 4
-    assert create_keys(directory, files=files) == []
-    client = load_client(directory, files=files)
-    assert z85.decode(zmq.curve_public(client.secret)) in load_server(directory, files).allowed
+    assert len(create_key_files(directory, files=files)) == 4
+    assert create_key_files(directory, files=files) == []
+    client = load_client_keys(directory, files=files)
+    assert z85.decode(zmq.curve_public(client.secret_key)) in load_server_keys(directory, files).allowed_public_keys
     public = directory / "generator.public"
     with files.open(public) as file:
         key = file.read()
-    with files.open(directory / "west.secret", new=True, mode=0o640) as file:
+    with files.open(directory / "west.secret", exclusive=True, mode=0o640) as file:
         file.append([key])
     with pytest.raises(TransportError, match=r"west.secret can be read by others"):
-        load_client(directory, "west", files=files)
+        load_client_keys(directory, "west", files=files)
     simulation.close()
 
 
@@ -103,44 +113,44 @@ async def test_delivery_with_keys_of_a_directory(keys):
     inbox = Inbox()
     sent = [make_trajectory(i, length) for i, length in enumerate([0, 50, 20_000])]
     async with (
-        receiving(inbox, SETTINGS, keys=load_server(keys)) as (receiver, endpoint),
-        sending(endpoint, SETTINGS, keys=load_client(keys)) as sender,
+        receiving(inbox, SETTINGS, keys=load_server_keys(keys)) as (receiver, endpoint),
+        sending(endpoint, SETTINGS, keys=load_client_keys(keys)) as sender,
     ):
         await send_all(sender, sent)
         assert await sender.flush(LIMIT) == 0
         assert sorted(inbox.trajectories, key=lambda t: t.trajectory_id) == sent
-        assert not receiver.refused
+        assert not receiver.refused_peers
 
 
 async def test_every_start_of_a_run_has_keys_of_its_own_and_delivers_with_them():
     """What a learner and a generator do of themselves, without a word of configuration, over loopback."""
-    (server, handed), (_, of_another_start) = learner_keys(SETTINGS), learner_keys(SETTINGS)
+    (server, handed), (_, of_another_start) = resolve_learner_keys(SETTINGS), resolve_learner_keys(SETTINGS)
     assert handed != of_another_start
     inbox = Inbox()
     async with receiving(inbox, SETTINGS, keys=server) as (receiver, endpoint):
-        async with sending(endpoint, SETTINGS, keys=generator_keys(SETTINGS, handed)) as sender:
+        async with sending(endpoint, SETTINGS, keys=resolve_generator_keys(SETTINGS, handed)) as sender:
             await send_all(sender, [make_trajectory(1)])
             assert await sender.flush(LIMIT) == 0
         async with sending(endpoint, SETTINGS, keys=of_another_start) as late:
             task = asyncio.create_task(late.send(make_trajectory(2)))
-            await until(lambda: receiver.refused[OTHER_LEARNER])
+            await until(lambda: receiver.refused_peers[REFUSED_OTHER_LEARNER])
             task.cancel()
     assert inbox.once({"t1"})
 
 
 def test_keys_of_a_directory_are_used_and_none_is_handed_over(keys):
     settings = TransportConfig(keys=str(keys))
-    server, handed = learner_keys(settings)
-    assert (server, handed) == (load_server(keys), None)
-    assert generator_keys(settings, handed) == load_client(keys)
+    server, handed = resolve_learner_keys(settings)
+    assert (server, handed) == (load_server_keys(keys), None)
+    assert resolve_generator_keys(settings, handed) == load_client_keys(keys)
     with pytest.raises(TransportError, match=r"has keys of `transport.keys`, and this generator does not"):
-        generator_keys(SETTINGS, None)
+        resolve_generator_keys(SETTINGS, None)
 
 
 def test_a_secret_key_is_not_printed():
-    for keys in new_keys():
-        assert keys.secret.decode() not in repr(keys)
-        assert repr(keys.secret) not in f"{keys} {keys!r}"
+    for keys in generate_keys():
+        assert keys.secret_key.decode() not in repr(keys)
+        assert repr(keys.secret_key) not in f"{keys} {keys!r}"
 
 
 async def test_what_is_sent_can_not_be_read_on_the_way():
@@ -187,10 +197,10 @@ async def test_a_stranger_on_this_machine_gets_no_trajectory_in_and_no_word_out(
             ):
                 with contextlib.suppress(zmq.Again):  # it may be refused before it has said all
                     socket.send_multipart(message, zmq.DONTWAIT)
-            await until(lambda: receiver.refused[NO_KEY])
+            await until(lambda: receiver.refused_peers[REFUSED_NO_KEY])
             assert not await asyncio.to_thread(socket.poll, 300)
         assert await asyncio.wait_for(_all_bytes_of_a_bare_connection(endpoint), LIMIT) < 256
-        assert (receiver.senders, receiver.rejected, receiver.bytes_held) == (0, 0, 0)
+        assert (receiver.sender_count, receiver.rejected, receiver.unreleased_bytes) == (0, 0, 0)
         # The right key goes through beside it.
         async with sending(endpoint, SETTINGS) as sender:
             await send_all(sender, [make_trajectory(2)])
@@ -235,7 +245,7 @@ async def test_a_sender_whose_learner_has_no_keys_is_told_and_sends_nothing():
     port = router.bind_to_random_port("tcp://127.0.0.1")
     try:
         async with sending(f"tcp://127.0.0.1:{port}", SETTINGS) as sender:
-            with pytest.raises(TransportRefused, match=r"what listens there has no keys"):
+            with pytest.raises(SenderRefusedError, match=r"what listens there has no keys"):
                 await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
         assert not await router.poll(0)
     finally:
@@ -244,16 +254,16 @@ async def test_a_sender_whose_learner_has_no_keys_is_told_and_sends_nothing():
 
 
 async def test_a_client_with_a_key_that_is_not_known_is_refused_and_counted():
-    stranger = dataclasses.replace(new_keys()[1], server_public=CLIENT_KEYS.server_public)
+    stranger = dataclasses.replace(generate_keys()[1], server_public_key=CLIENT_KEYS.server_public_key)
     inbox = Inbox()
     async with receiving(inbox, SETTINGS) as (receiver, endpoint):
         async with sending(endpoint, SETTINGS, keys=stranger) as sender:
             with pytest.raises(
-                TransportRefused, match=r"refuses this key: with `transport.keys`, its `\.public` file has to be"
+                SenderRefusedError, match=r"refuses this key: with `transport.keys`, its `\.public` file has to be"
             ):
                 await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
-        assert receiver.refused[UNKNOWN_KEY] >= 1
-        assert set(receiver.refused) == {UNKNOWN_KEY}
+        assert receiver.refused_peers[REFUSED_UNKNOWN_KEY] >= 1
+        assert set(receiver.refused_peers) == {REFUSED_UNKNOWN_KEY}
         # The right key goes through beside it.
         async with sending(endpoint, SETTINGS) as sender:
             await send_all(sender, [make_trajectory(2)])
@@ -263,15 +273,15 @@ async def test_a_client_with_a_key_that_is_not_known_is_refused_and_counted():
 
 async def test_a_client_with_the_key_of_another_learner_is_counted_and_never_heard():
     """It cannot be told why: what it says cannot be read."""
-    stranger = dataclasses.replace(CLIENT_KEYS, server_public=new_keys()[1].server_public)
+    stranger = dataclasses.replace(CLIENT_KEYS, server_public_key=generate_keys()[1].server_public_key)
     inbox = Inbox()
     async with receiving(inbox, SETTINGS) as (receiver, endpoint):
         async with sending(endpoint, SETTINGS, keys=stranger) as sender:
             task = asyncio.create_task(sender.send(make_trajectory(1)))
-            await until(lambda: receiver.refused[OTHER_LEARNER])
+            await until(lambda: receiver.refused_peers[REFUSED_OTHER_LEARNER])
             assert not task.done()
             task.cancel()
-        assert set(receiver.refused) == {OTHER_LEARNER}
+        assert set(receiver.refused_peers) == {REFUSED_OTHER_LEARNER}
     assert not inbox.seen
 
 
@@ -281,24 +291,24 @@ async def test_a_client_of_another_run_is_refused_and_counted_and_not_told_which
     async with receiving(inbox, SETTINGS, run_id="todays-secret-plan") as (receiver, endpoint):
         for count in (1, 2):
             async with sending(endpoint, SETTINGS, run_id="yesterday") as sender:
-                with pytest.raises(TransportRefused, match="run 'yesterday'") as refused:
+                with pytest.raises(SenderRefusedError, match="run 'yesterday'") as refused:
                     await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
             assert "todays-secret-plan" not in str(refused.value)
-            assert receiver.refused == {"another run": count}
+            assert receiver.refused_peers == {"another run": count}
     assert not inbox.seen
 
 
 def test_keys_that_are_not_there_are_named(tmp_path):
     missing = TransportConfig(keys=str(tmp_path / "none"))
     with pytest.raises(TransportError, match=r"none/learner.secret"):
-        learner_keys(missing)
+        resolve_learner_keys(missing)
     with pytest.raises(TransportError, match=r"none/generator.secret"):
-        generator_keys(missing, None)
+        resolve_generator_keys(missing, None)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "127.0.0.1", "[::1]", "*"])
 def test_any_host_may_be_listened_on_since_every_run_has_keys(host):
     config = config_from_dict({"transport": {"host": host}})
-    server, handed = learner_keys(config.transport)
+    server, handed = resolve_learner_keys(config.transport)
     assert handed is not None
-    assert z85.decode(zmq.curve_public(handed.secret)) in server.allowed
+    assert z85.decode(zmq.curve_public(handed.secret_key)) in server.allowed_public_keys

@@ -9,8 +9,16 @@ from collections.abc import Sequence
 import pytest
 
 from r3async.data.records import SCHEMA, Column, Trajectory
-from r3async.transport import Receiver, Refuse, Sender, TransportError, TransportRefused, WireError, wire
-from r3async.transport.codec import align
+from r3async.transport import (
+    RejectionError,
+    SenderRefusedError,
+    TrajectoryReceiver,
+    TrajectorySender,
+    TransportError,
+    WireError,
+    wire,
+)
+from r3async.transport.codec import align_offset
 from tests.helpers.transport import (
     CLIENT_KEYS,
     FAST,
@@ -58,14 +66,14 @@ async def test_consumer_refuses_and_consumer_fails(caplog):
 
     def take(trajectory: Trajectory, nbytes: int) -> None:
         if trajectory.trajectory_id == "t1":
-            raise Refuse("expert id 9 of 8")
+            raise RejectionError("expert id 9 of 8")
         if trajectory.trajectory_id == "t2":
             raise KeyError("oops")
         taken.append(trajectory.trajectory_id)
 
     told: list[tuple[str, str]] = []
     heard: list[tuple[str, str]] = []
-    receiver = Receiver("run", FAST, take, keys=SERVER_KEYS, on_reject=lambda *args: told.append(args))
+    receiver = TrajectoryReceiver("run", FAST, take, keys=SERVER_KEYS, on_reject=lambda *args: told.append(args))
     async with sending(await receiver.start(), on_reject=lambda t, why: heard.append((t, why))) as sender:
         await send_all(sender, [make_trajectory(i) for i in range(4)])
         assert await sender.flush(LIMIT) == 0
@@ -74,14 +82,14 @@ async def test_consumer_refuses_and_consumer_fails(caplog):
     assert told == [("t1", "expert id 9 of 8"), ("t2", "the learner failed to take it: KeyError: 'oops'")]
     assert heard == [(make_trajectory(int(name[1:])), why) for name, why in told]  # whole, as it was sent
     assert (receiver.received, receiver.rejected, sender.rejected, sender.acked) == (2, 2, 2, 2)
-    assert receiver.bytes_held == 2 * memory_size(make_trajectory(0))
+    assert receiver.unreleased_bytes == 2 * memory_size(make_trajectory(0))
     assert (0, "t1") not in receiver.ledger
     assert "KeyError" in caplog.text
 
 
 async def test_malformed_messages():
     frames = [bytes(f) for f in wire.encode_trajectory(make_trajectory(1))]
-    size = sum(align(len(frame)) for frame in frames)
+    size = sum(align_offset(len(frame)) for frame in frames)
     nan = make_trajectory(2)
     payloads = {
         "checksum": [frames[0], bytes([frames[1][0] ^ 1]) + frames[1][1:], *frames[2:]],
@@ -117,7 +125,7 @@ async def test_malformed_messages():
             assert await peer.answer(0.3) is None
         assert receiver.rejected == len(garbage) + 2 + 1
         assert receiver.damaged == len(payloads) - 1
-        assert receiver.bytes_held == 0
+        assert receiver.unreleased_bytes == 0
         async with sending(endpoint) as sender:
             await send_all(sender, [nan])
             assert await sender.flush(LIMIT) == 0
@@ -129,9 +137,9 @@ async def test_a_stranger_is_refused_for_good():
     other = SCHEMA.with_column(Column("entropy", ("float32",), 0.0, optional=True)).fingerprint
     async with receiving(inbox) as (receiver, endpoint):
         async with sending(endpoint, run_id="yesterday") as sender:
-            with pytest.raises(TransportRefused, match="'g0': run 'yesterday' is not the run of this learner"):
+            with pytest.raises(SenderRefusedError, match="'g0': run 'yesterday' is not the run of this learner"):
                 await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
-            with pytest.raises(TransportRefused, match="yesterday"):
+            with pytest.raises(SenderRefusedError, match="yesterday"):
                 await sender.flush(LIMIT)
             await asyncio.sleep(1)
             assert sender.reconnects == 0
@@ -146,18 +154,18 @@ async def test_a_stranger_is_refused_for_good():
             assert answer.final
             assert f"wire version {wire.WIRE_VERSION - 1}, the learner has {wire.WIRE_VERSION}" in answer.reason
         assert receiver.rejected == 3
-        assert receiver.senders == 0
+        assert receiver.sender_count == 0
     assert not inbox.seen
 
 
 async def test_bad_addresses_and_bad_trajectories_are_clear_errors():
     with pytest.raises(TransportError, match="cannot connect to 'nowhere'"):
-        await Sender("nowhere", "g0", "run", FAST, keys=CLIENT_KEYS).start()
+        await TrajectorySender("nowhere", "g0", "run", FAST, keys=CLIENT_KEYS).start()
     inbox = Inbox()
     async with receiving(inbox) as (_, endpoint), sending(endpoint) as sender:
         port = int(endpoint.rsplit(":", 1)[1])
         with pytest.raises(TransportError, match=r"cannot listen on .*Address already in use"):
-            await Receiver("run", FAST, inbox, keys=SERVER_KEYS, port=port).start()
+            await TrajectoryReceiver("run", FAST, inbox, keys=SERVER_KEYS, port=port).start()
         with pytest.raises(WireError, match="100 characters"):
             await asyncio.wait_for(sender.send(make_trajectory("x" * 300, group=0)), LIMIT)
         assert sender.unacknowledged == 0

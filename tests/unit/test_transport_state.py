@@ -8,9 +8,9 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.transport import Ledger, wire
-from r3async.transport.intake import OPEN, Capacity
-from r3async.transport.outbox import DAMAGED_TIMES, MOST, Outbox, Pending
+from r3async.transport import TrajectoryLedger, wire
+from r3async.transport.intake import NO_GROUP_LIMIT, MemoryBudget
+from r3async.transport.outbox import MAX_DAMAGED_DELIVERIES, MAX_IN_FLIGHT, Outbox, OutgoingTrajectory
 from tests.helpers.transport import make_trajectory
 
 
@@ -28,16 +28,16 @@ def test_the_groups_of_the_next_step_always_arrive_and_memory_is_bounded(window,
     by consuming the oldest groups, or to the disk."""
     groups = window * steps
     todo = {(g, e): rng.randint(0, largest) for g in range(groups) for e in range(members)}
-    capacity = Capacity(total, window)
+    capacity = MemoryBudget(total, window)
     unsent = rng.sample(sorted(todo), len(todo))
     held: dict[tuple[int, int], int] = {}
     arrived: set[tuple[int, int]] = set()
     oldest = 0
     while oldest < groups:
-        until = capacity.until()
-        assert until == OPEN or until == oldest + window
-        if until != OPEN:  # somebody was turned away, and would be again
-            assert capacity.held
+        until = capacity.group_limit()
+        assert until == NO_GROUP_LIMIT or until == oldest + window
+        if until != NO_GROUP_LIMIT:  # somebody was turned away, and would be again
+            assert capacity.reserved_bytes
         wanted = {(g, e) for g in range(oldest, oldest + window) for e in range(members)}
         heeding = [key for key in unsent if key[0] < until]
         actions = ["send"] * bool(heeding) + ["intrude"] * bool(unsent) + ["spill"] * bool(held)
@@ -47,76 +47,76 @@ def test_the_groups_of_the_next_step_always_arrive_and_memory_is_bounded(window,
         action = rng.choice(actions)
         if action in ("send", "intrude"):
             key = rng.choice(heeding if action == "send" else unsent)
-            before = capacity.held
+            before = capacity.reserved_bytes
             fits = not before or before + todo[key] <= total
-            assert capacity.take(f"{key[0]}-{key[1]}", key[0], todo[key]) == (fits or key[0] < oldest + window)
+            assert capacity.try_reserve(f"{key[0]}-{key[1]}", key[0], todo[key]) == (fits or key[0] < oldest + window)
             if fits or key[0] < oldest + window:
                 unsent.remove(key)
                 arrived.add(key)
                 held[key] = todo[key]
             else:
-                assert capacity.until() == oldest + window
+                assert capacity.group_limit() == oldest + window
         elif action == "spill":
             key = rng.choice(sorted(held))
             held[key] = 0
-            capacity.hold(f"{key[0]}-{key[1]}", 0)
+            capacity.set_reserved(f"{key[0]}-{key[1]}", 0)
         else:
             for g, e in wanted:
-                capacity.release(f"{g}-{e}")
+                capacity.release_trajectory(f"{g}-{e}")
                 held.pop((g, e), None)
             oldest += window
-            capacity.advance(oldest)
-        assert capacity.held == sum(held.values())
+            capacity.advance_window(oldest)
+        assert capacity.reserved_bytes == sum(held.values())
         waited_for = sum(n for (g, _), n in todo.items() if oldest <= g < oldest + window)
-        assert capacity.held <= max(total, *todo.values(), 0) + waited_for
-    assert capacity.held == 0
+        assert capacity.reserved_bytes <= max(total, *todo.values(), 0) + waited_for
+    assert capacity.reserved_bytes == 0
 
 
 def test_without_the_window_later_groups_hold_all_memory_for_ever():
     """The deadlock that the rule is there for."""
     for window in (0, 1):
-        capacity = Capacity(100, window)
-        assert capacity.take("later", 1, 100)
-        assert capacity.take("oldest", 0, 60) is bool(window)
+        capacity = MemoryBudget(100, window)
+        assert capacity.try_reserve("later", 1, 100)
+        assert capacity.try_reserve("oldest", 0, 60) is bool(window)
 
 
 def test_what_does_not_fit_passes_when_it_would_or_alone_and_senders_are_asked_for_the_window_until_then():
-    capacity = Capacity(100, 1)
-    assert capacity.take("a", 5, 60)
-    assert capacity.until() == OPEN
-    assert not capacity.take("b", 6, 120)
-    assert not capacity.take("c", 7, 50)
-    assert capacity.until() == 1
-    capacity.advance(2)
-    assert capacity.until() == 3
-    capacity.hold("a", 10)  # the disk has it now
-    assert capacity.until() == 3  # the first that was turned away is waited for
-    capacity.release("a")
-    capacity.release("a")
-    assert capacity.until() == OPEN
-    assert capacity.take("b", 6, 120)
-    assert capacity.take("b", 6, 120) is False  # not beside itself
+    capacity = MemoryBudget(100, 1)
+    assert capacity.try_reserve("a", 5, 60)
+    assert capacity.group_limit() == NO_GROUP_LIMIT
+    assert not capacity.try_reserve("b", 6, 120)
+    assert not capacity.try_reserve("c", 7, 50)
+    assert capacity.group_limit() == 1
+    capacity.advance_window(2)
+    assert capacity.group_limit() == 3
+    capacity.set_reserved("a", 10)  # the disk has it now
+    assert capacity.group_limit() == 3  # the first that was turned away is waited for
+    capacity.release_trajectory("a")
+    capacity.release_trajectory("a")
+    assert capacity.group_limit() == NO_GROUP_LIMIT
+    assert capacity.try_reserve("b", 6, 120)
+    assert capacity.try_reserve("b", 6, 120) is False  # not beside itself
 
 
 def test_without_free_bytes_on_the_disk_only_the_window_is_taken():
-    capacity = Capacity(1000, 2)
-    assert not capacity.take("2", 2, 10, disk=5)
-    assert capacity.take("1", 1, 10, disk=-5)
-    assert (capacity.until(5), capacity.lacks_only_disk(5)) == (2, True)
-    assert (capacity.until(10), capacity.lacks_only_disk(10)) == (OPEN, False)
-    assert not capacity.take("3", 3, 2000, disk=5)
+    capacity = MemoryBudget(1000, 2)
+    assert not capacity.try_reserve("2", 2, 10, free_disk_bytes=5)
+    assert capacity.try_reserve("1", 1, 10, free_disk_bytes=-5)
+    assert (capacity.group_limit(5), capacity.lacks_only_disk(5)) == (2, True)
+    assert (capacity.group_limit(10), capacity.lacks_only_disk(10)) == (NO_GROUP_LIMIT, False)
+    assert not capacity.try_reserve("3", 3, 2000, free_disk_bytes=5)
     assert not capacity.lacks_only_disk(5)  # it lacks memory, too
 
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.sampled_from("xyz")), max_size=40))
 def test_ledger_against_sets(steps):
-    ledger = Ledger()
+    ledger = TrajectoryLedger()
     accepted: set[tuple[int, str]] = set()
     over: set[int] = set()
     for forget, group, name in steps:
         if forget:
-            assert ledger.forget(group) == {n for g, n in accepted if g == group and group not in over}
+            assert ledger.forget_group(group) == {n for g, n in accepted if g == group and group not in over}
             over.add(group)
         else:
             ledger.add(group, name)
@@ -126,35 +126,35 @@ def test_ledger_against_sets(steps):
 
 
 def test_ledger_is_small_after_a_long_run():
-    ledger = Ledger()
+    ledger = TrajectoryLedger()
     for group in range(10_000):
         for episode in range(4):
             ledger.add(group, f"{group}-{episode}")
-        ledger.forget(group ^ 1)  # A little out of order, as groups end.
-    assert (ledger._live, ledger._over.beyond) == ({}, set())
+        ledger.forget_group(group ^ 1)  # A little out of order, as groups end.
+    assert (ledger._accepted_ids, ledger._consumed.beyond_head) == ({}, set())
     assert (17, "17-3") in ledger
-    assert ledger.oldest == 10_000
+    assert ledger.oldest_group == 10_000
 
 
 def test_oldest_group_that_is_not_over():
-    ledger = Ledger()
-    assert ledger.oldest == 0
+    ledger = TrajectoryLedger()
+    assert ledger.oldest_group == 0
     for group, oldest in ((1, 0), (0, 2), (5, 2), (2, 3)):
-        ledger.forget(group)
-        assert ledger.oldest == oldest
+        ledger.forget_group(group)
+        assert ledger.oldest_group == oldest
 
 
-def pending(index: int | str, group: int = 0, nbytes: int = 1) -> Pending:
-    return Pending(make_trajectory(index, group=group), nbytes, [])
+def pending(index: int | str, group: int = 0, nbytes: int = 1) -> OutgoingTrajectory:
+    return OutgoingTrajectory(make_trajectory(index, group=group), nbytes, [])
 
 
 def drain(outbox: Outbox, until: int, at_once: int) -> list[str]:
     """Send what may be sent; the names of that."""
     sent = []
-    while chosen := outbox.ready(until, at_once):
+    while chosen := outbox.next_batch(until, at_once):
         for each in chosen:
             outbox.mark_sent(each, 0.0)
-            sent.append(each.name)
+            sent.append(each.trajectory_id)
     return sent
 
 
@@ -168,42 +168,42 @@ def test_outbox_sends_what_is_asked_for_and_no_more_at_once_than_it_may():
         outbox.add(pending(i, group=9 - i, nbytes=nbytes))
     assert drain(outbox, 6, 600) == []
     assert drain(outbox, 7, 10) == ["t3"]  # alone, or it would never go
-    outbox.settle("t3", 0.0)
-    assert drain(outbox, OPEN, 100) == ["t0", "t1"]
-    assert drain(outbox, OPEN, 119) == []
-    outbox.settle("t0", 1.0)
-    assert drain(outbox, OPEN, 100) == ["t2"]
-    assert outbox.again("t1", 1.0, damaged=False)
+    outbox.settle_trajectory("t3", 0.0)
+    assert drain(outbox, NO_GROUP_LIMIT, 100) == ["t0", "t1"]
+    assert drain(outbox, NO_GROUP_LIMIT, 119) == []
+    outbox.settle_trajectory("t0", 1.0)
+    assert drain(outbox, NO_GROUP_LIMIT, 100) == ["t2"]
+    assert outbox.requeue_trajectory("t1", 1.0, damaged=False)
     assert drain(outbox, 8, 100) == []
-    assert drain(outbox, OPEN, 100) == ["t1"]
-    outbox.settle("t1", 1.0)
-    outbox.settle("t2", 1.0)
+    assert drain(outbox, NO_GROUP_LIMIT, 100) == ["t1"]
+    outbox.settle_trajectory("t1", 1.0)
+    outbox.settle_trajectory("t2", 1.0)
     assert outbox.bytes_in_flight == 0
 
 
 def test_outbox_has_a_limit_of_small_ones_in_flight():
     outbox = Outbox()
-    for i in range(MOST + 3):
+    for i in range(MAX_IN_FLIGHT + 3):
         outbox.add(pending(i))
-    assert len(drain(outbox, OPEN, 10**9)) == MOST
-    outbox.settle("t0", 0.0)
-    assert drain(outbox, OPEN, 10**9) == [f"t{MOST}"]
+    assert len(drain(outbox, NO_GROUP_LIMIT, 10**9)) == MAX_IN_FLIGHT
+    outbox.settle_trajectory("t0", 0.0)
+    assert drain(outbox, NO_GROUP_LIMIT, 10**9) == [f"t{MAX_IN_FLIGHT}"]
 
 
 def test_outbox_sends_small_ones_together_and_a_large_one_alone():
     outbox = Outbox()
-    sizes = [10, 20, wire.MOST_BYTES, 5, wire.MOST_BYTES - 5, 1, 3 * wire.MOST_BYTES, 7]
+    sizes = [10, 20, wire.MAX_SHARED_BYTES, 5, wire.MAX_SHARED_BYTES - 5, 1, 3 * wire.MAX_SHARED_BYTES, 7]
     for i, size in enumerate(sizes):
-        outbox.add(Pending(make_trajectory(i, group=0), 1, [bytes(size)]))
+        outbox.add(OutgoingTrajectory(make_trajectory(i, group=0), 1, [bytes(size)]))
     messages = []
-    while chosen := outbox.ready(OPEN, 10**9):
+    while chosen := outbox.next_batch(NO_GROUP_LIMIT, 10**9):
         messages.append([len(each.frames[0]) for each in chosen])
         for each in chosen:
             outbox.mark_sent(each, 0.0)
     assert messages == [sizes[:2], sizes[2:3], sizes[3:5], sizes[5:6], sizes[6:7], sizes[7:]]
-    for i in range(100, 101 + wire.MOST_TOGETHER):
+    for i in range(100, 101 + wire.MAX_DELIVERY_ITEMS):
         outbox.add(pending(i))
-    assert len(outbox.ready(OPEN, 10**9)) == wire.MOST_TOGETHER
+    assert len(outbox.next_batch(NO_GROUP_LIMIT, 10**9)) == wire.MAX_DELIVERY_ITEMS
 
 
 @settings(max_examples=60)
@@ -216,25 +216,25 @@ def test_outbox_keeps_each_until_it_is_settled_and_counts_what_is_in_flight(data
         action = data.draw(st.sampled_from(["add", "add", "send", "settle", "again", "withdraw", "reset"]))
         if action == "add":
             new = pending(next(numbers), group=data.draw(st.integers(0, 9)), nbytes=data.draw(st.integers(1, 50)))
-            alive[new.name] = new.nbytes
+            alive[new.trajectory_id] = new.nbytes
             outbox.add(new)
         elif action == "send":
             at_once = data.draw(st.integers(1, 100))
             sent = drain(outbox, data.draw(st.integers(0, 10)), at_once)
             assert not sent or outbox.bytes_in_flight <= at_once or len(outbox.in_flight) == 1
         elif action == "reset":
-            assert outbox.reset() + len(outbox.waiting) >= len(alive)
+            assert outbox.requeue_all() + len(outbox.waiting) >= len(alive)
         elif alive:
             name = data.draw(st.sampled_from(sorted(alive)))
             if action == "settle":
-                assert outbox.settle(name, 0.0) is not None
-                assert outbox.settle(name, 0.0) is None
+                assert outbox.settle_trajectory(name, 0.0) is not None
+                assert outbox.settle_trajectory(name, 0.0) is None
                 del alive[name]
             elif action == "again":
-                assert outbox.again(name, 0.0, damaged=False)
+                assert outbox.requeue_trajectory(name, 0.0, damaged=False)
                 assert name in outbox.waiting
-            elif name in outbox.waiting and outbox.waiting[name].order < 0:
-                outbox.withdraw(name)
+            elif name in outbox.waiting and outbox.waiting[name].send_order < 0:
+                outbox.withdraw_unsent(name)
                 del alive[name]
         assert {*outbox.waiting, *outbox.in_flight} == set(alive)
         assert len(outbox) == len(alive)
@@ -245,14 +245,14 @@ def test_a_trajectory_that_came_damaged_before_a_new_session_began_waits_as_befo
     outbox = Outbox()
     outbox.add(pending("x"))
     send(outbox, "tx", 0.0)
-    outbox.reset()
-    for times in range(1, DAMAGED_TIMES):
-        assert outbox.again("tx", 1.0, damaged=True), times
+    outbox.requeue_all()
+    for times in range(1, MAX_DAMAGED_DELIVERIES):
+        assert outbox.requeue_trajectory("tx", 1.0, damaged=True), times
         assert (list(outbox.waiting), list(outbox.in_flight)) == (["tx"], [])
         send(outbox, "tx", 2.0)
-        assert outbox.again("tx", 2.0, damaged=False)  # which is not counted
+        assert outbox.requeue_trajectory("tx", 2.0, damaged=False)  # which is not counted
         send(outbox, "tx", 2.0)
-    assert not outbox.again("tx", 5.0, damaged=True)
+    assert not outbox.requeue_trajectory("tx", 5.0, damaged=True)
     assert list(outbox.in_flight) == ["tx"]
 
 
@@ -260,30 +260,30 @@ def test_what_the_receiver_has_in_hand_is_not_overdue():
     outbox = Outbox()
     outbox.add(pending("a"))
     send(outbox, "ta", 0.0)
-    outbox.touch(["ta", "unknown"], 5.0)
-    assert not outbox.overdue(5.9, 1)
-    assert outbox.overdue(6.1, 1)
+    outbox.mark_in_hand(["ta", "unknown"], 5.0)
+    assert not outbox.is_overdue(5.9, 1)
+    assert outbox.is_overdue(6.1, 1)
 
 
 def test_outbox_knows_when_an_answer_is_missing():
     outbox = Outbox()
     for name in "abc":
         outbox.add(pending(name))
-    assert not outbox.overdue(1e9, 1)
+    assert not outbox.is_overdue(1e9, 1)
     for now, name in enumerate("abc"):
         send(outbox, f"t{name}", now)
-    assert not outbox.overdue(1.0, 1)
-    assert outbox.overdue(1.1, 1)
-    outbox.settle("ta", 5.0)
-    assert not outbox.overdue(5.9, 1)  # Answers come, if slowly.
-    outbox.settle("tc", 5.5)
-    assert outbox.overdue(5.6, 1)  # One that overtook b: b's is lost.
-    assert outbox.settle("ta", 6.0) is None
+    assert not outbox.is_overdue(1.0, 1)
+    assert outbox.is_overdue(1.1, 1)
+    outbox.settle_trajectory("ta", 5.0)
+    assert not outbox.is_overdue(5.9, 1)  # Answers come, if slowly.
+    outbox.settle_trajectory("tc", 5.5)
+    assert outbox.is_overdue(5.6, 1)  # One that overtook b: b's is lost.
+    assert outbox.settle_trajectory("ta", 6.0) is None
     outbox.add(pending("d"))
-    assert outbox.reset() == 1
+    assert outbox.requeue_all() == 1
     assert list(outbox.waiting) == ["tb", "td"]
-    outbox.withdraw("tb")  # It was sent once, and may be accepted.
-    outbox.withdraw("td")
+    outbox.withdraw_unsent("tb")  # It was sent once, and may be accepted.
+    outbox.withdraw_unsent("td")
     assert list(outbox.waiting) == ["tb"]
 
 
@@ -293,6 +293,6 @@ def test_what_was_turned_away_says_nothing_of_those_before_it():
     for name in "ab":
         outbox.add(pending(name))
         send(outbox, f"t{name}", 0.0)
-    assert outbox.again("tb", 3.0, damaged=False)
-    assert not outbox.overdue(3.9, 1)
-    assert outbox.overdue(4.1, 1)
+    assert outbox.requeue_trajectory("tb", 3.0, damaged=False)
+    assert not outbox.is_overdue(3.9, 1)
+    assert outbox.is_overdue(4.1, 1)

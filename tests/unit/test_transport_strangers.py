@@ -25,18 +25,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import BufferConfig, TransportConfig
-from r3async.data.records import SCHEMA, Trajectory, is_name_in, trajectory_name
+from r3async.data.records import SCHEMA, Trajectory, format_trajectory_id, is_trajectory_of_group
 from r3async.schedule.spool import Spool
-from r3async.transport import Receiver, wire
-from r3async.transport.codec import PIECE, WireError, cut, joined
+from r3async.transport import TrajectoryReceiver, wire
+from r3async.transport.codec import PIECE_BYTES, WireError, join_pieces, split_frames
 from r3async.world.zeromq import (
     CONNECT_MS,
-    HANDSHAKE_MS,
+    HANDSHAKE_TIMEOUT_MS,
+    MAX_NEW_PEERS,
     MOST_DESCRIPTORS,
-    NEW_PEERS,
     RECONNECT_MS,
     RESERVED,
-    Door,
+    ConnectionLimiter,
 )
 from tests.helpers.transport import (
     HELLO,
@@ -97,23 +97,25 @@ async def test_strangers_cost_bounded_memory_before_they_are_let_in(flags):
     assert inbox.once({"t1"})
 
 
-@pytest.mark.parametrize("length", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 5])
+@pytest.mark.parametrize(
+    "length", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 5]
+)
 def test_frames_are_cut_into_pieces_that_a_connection_takes_and_joined_again(length):
     rng = np.random.default_rng(length)
     frames = [rng.bytes(length), b"between", rng.bytes(length // 2)]
-    pieces = cut(frames)
-    assert max(map(len, pieces)) <= PIECE
-    assert [bytes(frame) for frame in joined(pieces)] == frames
-    assert all(memoryview(frame).readonly for frame in joined(pieces))
+    pieces = split_frames(frames)
+    assert max(map(len, pieces)) <= PIECE_BYTES
+    assert [bytes(frame) for frame in join_pieces(pieces)] == frames
+    assert all(memoryview(frame).readonly for frame in join_pieces(pieces))
 
 
 def test_a_frame_without_an_end_is_refused():
     with pytest.raises(WireError, match="the last frame has no end"):
-        joined([bytes(PIECE)])
+        join_pieces([bytes(PIECE_BYTES)])
 
 
 async def test_a_stranger_that_says_nothing_is_disconnected(monkeypatch):
-    monkeypatch.setattr("r3async.world.zeromq.HANDSHAKE_MS", 300)
+    monkeypatch.setattr("r3async.world.zeromq.HANDSHAKE_TIMEOUT_MS", 300)
     async with receiving(Inbox()) as (_, endpoint):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))
         writer.write(GREETING)
@@ -126,8 +128,8 @@ async def test_a_stranger_that_says_nothing_is_disconnected(monkeypatch):
 
 async def test_thousands_of_strangers_do_not_take_the_descriptors_of_the_process(monkeypatch):
     """They connect and say nothing. As many as may be are let in, and who has a key is, when those have had their time."""
-    monkeypatch.setattr("r3async.world.zeromq.HANDSHAKE_MS", 1500)
-    monkeypatch.setattr("r3async.world.zeromq.NEW_PEERS", 50)
+    monkeypatch.setattr("r3async.world.zeromq.HANDSHAKE_TIMEOUT_MS", 1500)
+    monkeypatch.setattr("r3async.world.zeromq.MAX_NEW_PEERS", 50)
     inbox, process = Inbox(), psutil.Process()
     async with receiving(inbox, TransportConfig(ack_timeout=0.3)) as (_, endpoint):
         address, strangers = ("127.0.0.1", int(endpoint.rsplit(":", 1)[1])), list[socket.socket]()
@@ -159,7 +161,7 @@ def crowd_of(count, endpoint):
 
 
 async def test_a_busy_event_loop_lets_no_more_strangers_in(monkeypatch):
-    monkeypatch.setattr("r3async.world.zeromq.NEW_PEERS", 50)
+    monkeypatch.setattr("r3async.world.zeromq.MAX_NEW_PEERS", 50)
     process, hold_up = psutil.Process(), time.sleep
     async with receiving(Inbox()) as (_, endpoint):
         before = process.num_fds()
@@ -179,7 +181,7 @@ def waited_outside(seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
     clock, rng, dealer = [0.0], random.Random(seed), 1500
     monkeypatch.setattr("r3async.world.zeromq.time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     random.seed(seed)
-    door = Door()
+    door = ConnectionLimiter()
     begins = rng.uniform(20, 25)
     tries = [(rng.uniform(0, 1), who, 1.0) for who in range(dealer)] + [(begins, dealer, 1.0)]
     heapq.heapify(tries)
@@ -193,8 +195,8 @@ def waited_outside(seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
         elif who == dealer:
             return clock[0] - begins
         else:
-            door.accepted()
-            heapq.heappush(tries, (clock[0] + HANDSHAKE_MS / 1000 + rng.uniform(0, 0.05), who, 1.0))
+            door.count_accepted()
+            heapq.heappush(tries, (clock[0] + HANDSHAKE_TIMEOUT_MS / 1000 + rng.uniform(0, 0.05), who, 1.0))
 
 
 def test_who_has_a_key_is_let_in_among_strangers_who_come_back_at_once(monkeypatch):
@@ -202,16 +204,16 @@ def test_who_has_a_key_is_let_in_among_strangers_who_come_back_at_once(monkeypat
 
 
 def test_the_door_is_closed_also_when_no_descriptor_is_left(monkeypatch):
-    monkeypatch.setattr("r3async.world.zeromq.HANDSHAKE_MS", 300)
-    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.closing(Door()) as door:
+    monkeypatch.setattr("r3async.world.zeromq.HANDSHAKE_TIMEOUT_MS", 300)
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.closing(ConnectionLimiter()) as door:
         door.add_listener(listener.fileno())
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
             with pytest.raises(OSError, match="Too many open files"):
                 os.dup(listener.fileno())
-            for _ in range(NEW_PEERS):
-                door.accepted()
+            for _ in range(MAX_NEW_PEERS):
+                door.count_accepted()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         with pytest.raises(TimeoutError):
@@ -234,7 +236,7 @@ def test_the_limit_of_descriptors_is_raised_and_where_it_cannot_be_the_door_is_c
     monkeypatch, more, hard, raised, shut
 ):
     done = []
-    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.closing(Door()) as door:
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.closing(ConnectionLimiter()) as door:
         door.add_listener(listener.fileno())
         lowest = os.dup(0)
         os.close(lowest)
@@ -253,57 +255,61 @@ WINDOW, SAMPLES, LARGEST, CREDIT = 2, 3, 50, 100
 
 def name_of(group: int, episode: int, rng: random.Random) -> str:
     """Mostly right; or of another group, or of nothing."""
-    return rng.choice([trajectory_name(group, episode)] * 6 + [trajectory_name(group + 1, episode), f"x{episode}", "g"])
+    return rng.choice(
+        [format_trajectory_id(group, episode)] * 6 + [format_trajectory_id(group + 1, episode), f"x{episode}", "g"]
+    )
 
 
 @settings(max_examples=150)
 @given(rng=st.integers(0, 2**32).map(random.Random), actions=st.integers(1, 60))
 def test_what_senders_make_a_learner_hold_is_bounded_whatever_they_claim(rng, actions):
     """Any deliveries of many senders: wrong groups, sizes and names, one trajectory by several, the window's over and over."""
-    receiver = Receiver(
+    receiver = TrajectoryReceiver(
         "run",
         TransportConfig(credit_bytes=CREDIT),
         lambda trajectory, nbytes: None,
         keys=SERVER_KEYS,
         window=WINDOW,
-        claims=lambda group, name: is_name_in(group, name, SAMPLES),
-        largest=LARGEST,
+        is_expected=lambda group, name: is_trajectory_of_group(group, name, SAMPLES),
+        max_trajectory_bytes=LARGEST,
     )
-    capacity, oldest, most = receiver._capacity, 0, max(CREDIT, LARGEST) + WINDOW * SAMPLES * LARGEST
+    capacity, oldest, most = receiver._memory, 0, max(CREDIT, LARGEST) + WINDOW * SAMPLES * LARGEST
     senders = [f"sender-{i}".encode() for i in range(8)]
     for sender in senders:
-        receiver._handle(sender, [wire.encode_control(wire.Hello("s", "x", "run", SCHEMA.fingerprint))])
+        receiver._handle_message(sender, [wire.encode_control(wire.Hello("s", "x", "run", SCHEMA.fingerprint))])
     for _ in range(actions):
-        receiver._telling = True  # as if an event loop would: it is done below
+        receiver._announce_scheduled = True  # as if an event loop would: it is done below
         if rng.random() < 0.8:
             group, episode = rng.choice([0, oldest, oldest + 1, oldest + 2, -1, 10**9]), rng.randint(0, SAMPLES)
             nbytes = rng.choice([1, 20, LARGEST, 60, 2**40])
             payload, sender = b"x" * rng.choice([1, 20, LARGEST]), rng.choice(senders)
-            receiver._handle(sender, delivered(name_of(group, episode, rng), group, nbytes, payload, session="s"))
+            receiver._handle_message(
+                sender, delivered(name_of(group, episode, rng), group, nbytes, payload, session="s")
+            )
         else:
             for episode in range(SAMPLES):
-                receiver._intake._in_hand.pop(trajectory_name(oldest, episode), None)
-            receiver.ledger.forget(oldest)
+                receiver._intake._unanswered.pop(format_trajectory_id(oldest, episode), None)
+            receiver.ledger.forget_group(oldest)
             for episode in range(SAMPLES):
-                capacity.release(trajectory_name(oldest, episode))
+                capacity.release_trajectory(format_trajectory_id(oldest, episode))
             oldest += 1
-            capacity.advance(oldest)
-        receiver._tell_now()
-        assert capacity.held <= most
-        assert set(capacity._held) == set(receiver._intake._in_hand)
+            capacity.advance_window(oldest)
+        receiver._announce_limit()
+        assert capacity.reserved_bytes <= most
+        assert set(capacity._reserved) == set(receiver._intake._unanswered)
 
 
 async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_episodes_may():
     """As it was seen: 12.5 GiB were granted of a credit of 0.25."""
     settings = TransportConfig(ack_timeout=60.0, credit_bytes=2**20, max_message_bytes=2**20)
-    claims = functools.partial(is_name_in, samples_per_group=4)
+    claims = functools.partial(is_trajectory_of_group, samples_per_group=4)
     inbox = Inbox(hold=True)
 
     def never(trajectories: Sequence[Trajectory]) -> dict[int, str]:
         raise AssertionError("nothing of it can be read")
 
     async with (
-        receiving(inbox, settings, window=1, claims=lambda *named: claims(*named), validate=never) as (
+        receiving(inbox, settings, window=1, is_expected=lambda *named: claims(*named), validate=never) as (
             receiver,
             endpoint,
         ),
@@ -312,17 +318,17 @@ async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_e
         most = 0
         await greedy.send(HELLO)
         for i in range(1000):
-            await greedy.send(*delivered(trajectory_name(0, i), 0, 2**20, b"x" * 1000))
-            most = max(most, receiver.bytes_held)
+            await greedy.send(*delivered(format_trajectory_id(0, i), 0, 2**20, b"x" * 1000))
+            most = max(most, receiver.unreleased_bytes)
         await until(lambda: receiver.rejected == 1000 - 4 and receiver.damaged == 4)
         assert most <= 4 * 2**20
-        assert receiver.bytes_held == 0
+        assert receiver.unreleased_bytes == 0
 
 
 async def test_a_name_that_is_not_of_the_group_is_refused_with_the_reason():
-    claims = functools.partial(is_name_in, samples_per_group=4)
+    claims = functools.partial(is_trajectory_of_group, samples_per_group=4)
     async with (
-        receiving(Inbox(), claims=lambda group, name: claims(group, name)) as (_, endpoint),
+        receiving(Inbox(), is_expected=lambda group, name: claims(group, name)) as (_, endpoint),
         raw_dealer(endpoint) as peer,
     ):
         await peer.send(HELLO)
@@ -337,13 +343,13 @@ async def test_what_two_senders_deliver_at_once_is_held_once_and_both_are_answer
     nbytes, frames = memory_size(trajectory), wire.encode_trajectory(trajectory)
     go_on = asyncio.Event()
     spool = Spool(tmp_path, BufferConfig(durability="disk"))
-    put = spool.put
+    put = spool.put_trajectory
 
     async def slow(*args: Any, **options: Any) -> Any:
         await go_on.wait()
         return await put(*args, **options)
 
-    spool.put = slow  # type: ignore[method-assign]
+    spool.put_trajectory = slow  # type: ignore[method-assign]
     inbox = Inbox(hold=True)
     async with (
         receiving(inbox, SLOW, store=spool) as (receiver, endpoint),
@@ -354,15 +360,15 @@ async def test_what_two_senders_deliver_at_once_is_held_once_and_both_are_answer
             await peer.send(HELLO)
             await peer.send(*delivered("t1", 5, nbytes, *frames))
             await until(lambda: len(receiver._intake))
-        await until(lambda: receiver.senders == 2)
+        await until(lambda: receiver.sender_count == 2)
         assert await second.answer(0.2) is None
-        assert receiver.bytes_held == nbytes
+        assert receiver.unreleased_bytes == nbytes
         go_on.set()
         assert await first.answer() == wire.Ack(["t1"])
         assert (await second.answer()).again == "later"
         await second.send(*delivered("t1", 5, nbytes, *frames))
         assert await second.answer() == wire.Ack(["t1"])
-        assert (receiver.received, receiver.duplicates, receiver.bytes_held) == (1, 1, nbytes)
+        assert (receiver.received, receiver.duplicates, receiver.unreleased_bytes) == (1, 1, nbytes)
     await spool.close()
     assert inbox.once({"t1"})
 
@@ -371,7 +377,7 @@ async def test_what_two_senders_deliver_at_once_is_held_once_and_both_are_answer
     "name", ["", "g", "e", "e0", "g00000000e", "g00000000e-001", "g00000000e٣", "g0e0", "g00000000e" + "0" * 50]
 )
 def test_odd_names_are_of_no_group(name):
-    assert not is_name_in(0, name, 4)
-    assert is_name_in(0, "g00000000e0003", 4)
-    assert not is_name_in(0, "g00000000e0004", 4)
-    assert is_name_in(123456789, trajectory_name(123456789, 12345), 20000)
+    assert not is_trajectory_of_group(0, name, 4)
+    assert is_trajectory_of_group(0, "g00000000e0003", 4)
+    assert not is_trajectory_of_group(0, "g00000000e0004", 4)
+    assert is_trajectory_of_group(123456789, format_trajectory_id(123456789, 12345), 20000)

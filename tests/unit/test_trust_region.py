@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from r3async.config import RolloutKLConfig
-from r3async.learner.losses.drift import ERROR_LIMIT, TrustRegion
+from r3async.learner.losses.drift import MAX_DRIFT_ERROR, TrustRegion
 from r3async.tools.bench.step_response import Plant, respond
 
 TARGET = 0.02
@@ -25,7 +25,7 @@ def simulate(
     for _ in range(steps):
         coefs.append(region.coef)
         drift = 0.5 * drift + 0.5 * 0.2 / (1 + coefs[-1 - delay] / half) ** power
-        region.update(drift * math.exp(rng.gauss(0, noise)))
+        region.update_coefficient(drift * math.exp(rng.gauss(0, noise)))
         drifts.append(drift)
     return drifts, coefs
 
@@ -55,7 +55,7 @@ def test_the_mean_stays_below_the_target_where_single_steps_scatter_by_a_factor_
         drift = 0.5 * drift + 0.5 * 0.2 / (1 + region.coef / 0.1)
         scatter = 0.4 * scatter + math.sqrt(1 - 0.4**2) * rng.gauss(0, 0.7)
         measured.append(drift * math.exp(scatter - 0.7**2 / 2))
-        region.update(measured[-1])
+        region.update_coefficient(measured[-1])
     assert 0.6 * TARGET < np.mean(measured[200:]) < TARGET
     windows = np.convolve(measured[200:], np.ones(25) / 25, "valid")
     assert windows.max() < 1.5 * TARGET
@@ -78,18 +78,18 @@ class TwoSided:
     def __init__(self) -> None:
         self.coef, self.error = 0.01, None
 
-    def measured(self, replayed: float, served: float | None) -> float:
+    def select_drift(self, replayed: float, served: float | None) -> float:
         assert served is not None
         return served
 
-    def estimate(self, replayed: float, tokens_by_age: object) -> float | None:
+    def extrapolate_served_drift(self, replayed: float, tokens_by_age: object) -> float | None:
         raise AssertionError
 
-    def learn(self, gaps: object, variance: object) -> None:
+    def record_served_gaps(self, gaps: object, variance: object) -> None:
         pass
 
-    def update(self, measured: float) -> None:
-        error = min(measured / TARGET - 1, ERROR_LIMIT)
+    def update_coefficient(self, measured: float) -> None:
+        error = min(measured / TARGET - 1, MAX_DRIFT_ERROR)
         before = error if self.error is None else self.error
         self.coef = min(max(self.coef * math.exp(0.1 * (error + error - before)), 1e-4), 100)
         self.error = error
@@ -97,7 +97,7 @@ class TwoSided:
 
 def test_a_coefficient_that_is_too_large_comes_down():
     region = TrustRegion(RolloutKLConfig(target=TARGET, coef_max=100))
-    region.restore({"coef": 50.0, "error": 0.0})
+    region.load_state_dict({"coef": 50.0, "error": 0.0})
     drifts, coefs = simulate(region, 1.0, 2, 0.1)
     assert coefs[-1] < 5
     assert np.mean(drifts[120:]) < 1.05 * TARGET
@@ -106,63 +106,63 @@ def test_a_coefficient_that_is_too_large_comes_down():
 def test_a_bound_does_not_wind_the_controller_up():
     region = TrustRegion(RolloutKLConfig(target=TARGET, coef=0.005, coef_max=0.5))
     for _ in range(500):
-        region.update(10 * TARGET)
+        region.update_coefficient(10 * TARGET)
     assert region.coef == 0.5
     for _ in range(10):
-        region.update(TARGET / 10)
+        region.update_coefficient(TARGET / 10)
     assert region.coef < 0.25
     for _ in range(500):
-        region.update(0.0)
+        region.update_coefficient(0.0)
     assert region.coef == 0.005, "where it started: calm steps do not disarm it"
 
 
 def test_without_a_target_the_coefficient_stays():
     region = TrustRegion(RolloutKLConfig(coef=0.0))
     for measured in (0.0, 5.0, math.nan):
-        region.update(measured)
+        region.update_coefficient(measured)
     assert region.coef == 0.0
-    assert not region.breaks(math.inf)
+    assert not region.exceeds_max_drift(math.inf)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_measurement_that_is_not_finite_breaks_and_changes_nothing(bad):
     region = TrustRegion(RolloutKLConfig(target=TARGET, max=0.1))
-    region.update(0.05)
-    before = region.state()
-    assert region.breaks(bad)
-    region.update(bad)
-    assert region.state() == before
+    region.update_coefficient(0.05)
+    before = region.state_dict()
+    assert region.exceeds_max_drift(bad)
+    region.update_coefficient(bad)
+    assert region.state_dict() == before
     assert math.isfinite(region.coef)
 
 
 def test_breaks_above_max_only():
     region = TrustRegion(RolloutKLConfig(max=0.1))
-    assert [region.breaks(x) for x in (0.0, 0.1, 0.1001)] == [False, False, True]
+    assert [region.exceeds_max_drift(x) for x in (0.0, 0.1, 0.1001)] == [False, False, True]
 
 
 def test_a_step_at_the_target_moves_nothing_and_one_wild_step_little():
     region = TrustRegion(RolloutKLConfig(target=TARGET))
-    region.update(TARGET)
+    region.update_coefficient(TARGET)
     assert region.coef == pytest.approx(0.01)
-    region.update(1e9)
-    assert region.coef <= 0.01 * math.exp(0.2 * 2 * ERROR_LIMIT + 1e-9)
-    region.update(-1.0)  # a k1, say: no drift
+    region.update_coefficient(1e9)
+    assert region.coef <= 0.01 * math.exp(0.2 * 2 * MAX_DRIFT_ERROR + 1e-9)
+    region.update_coefficient(-1.0)  # a k1, say: no drift
     assert region.coef > 0
 
 
 def test_between_two_measurements_the_served_drift_is_as_far_above_the_replayed_one_as_it_was():
     region = TrustRegion(RolloutKLConfig(target=TARGET))
-    assert region.estimate(0.03, [0, 5]) is None
-    assert region.measured(0.03, None) == 0.03
-    region.learn([None, 0.02], None)
-    assert region.estimate(0.03, [0, 5]) == pytest.approx(0.05)
-    assert region.measured(0.03, 0.04) == 0.04
-    region.learn([None, math.nan], None)
-    region.update(0.05)
-    assert region.estimate(0.03, [0, 5]) == pytest.approx(0.05)
-    region.learn([None, -0.04], None)
-    assert region.estimate(0.03, [0, 5]) == 0
-    assert TrustRegion(RolloutKLConfig(target=TARGET, measure="replayed")).measured(0.03, 0.05) == 0.03
+    assert region.extrapolate_served_drift(0.03, [0, 5]) is None
+    assert region.select_drift(0.03, None) == 0.03
+    region.record_served_gaps([None, 0.02], None)
+    assert region.extrapolate_served_drift(0.03, [0, 5]) == pytest.approx(0.05)
+    assert region.select_drift(0.03, 0.04) == 0.04
+    region.record_served_gaps([None, math.nan], None)
+    region.update_coefficient(0.05)
+    assert region.extrapolate_served_drift(0.03, [0, 5]) == pytest.approx(0.05)
+    region.record_served_gaps([None, -0.04], None)
+    assert region.extrapolate_served_drift(0.03, [0, 5]) == 0
+    assert TrustRegion(RolloutKLConfig(target=TARGET, measure="replayed")).select_drift(0.03, 0.05) == 0.03
 
 
 @pytest.mark.parametrize("delay", [1, 4, 8])
@@ -182,20 +182,24 @@ def test_a_restored_controller_goes_on_as_if_it_had_never_stopped():
     config = RolloutKLConfig(target=TARGET)
     one, other = TrustRegion(config), TrustRegion(config)
     for measured in (0.1, 0.05, 0.03):
-        one.update(measured)
-        one.learn([None, measured / 3], measured)
-    other.restore(json.loads(json.dumps(one.state())))
+        one.update_coefficient(measured)
+        one.record_served_gaps([None, measured / 3], measured)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     for measured in (0.02, 0.5):
-        assert one.estimate(measured, [0, 5]) == other.estimate(measured, [0, 5]) > measured
-        one.update(measured)
-        other.update(measured)
+        assert (
+            one.extrapolate_served_drift(measured, [0, 5])
+            == other.extrapolate_served_drift(measured, [0, 5])
+            > measured
+        )
+        one.update_coefficient(measured)
+        other.update_coefficient(measured)
     assert other.coef == one.coef
     older = TrustRegion(config)
-    older.restore({"coef": one.coef, "error": 0.0})
-    assert older.estimate(0.02, [0, 5]) is None
+    older.load_state_dict({"coef": one.coef, "error": 0.0})
+    assert older.extrapolate_served_drift(0.02, [0, 5]) is None
     narrower = TrustRegion(RolloutKLConfig(target=TARGET, coef_max=0.01))
-    narrower.restore({"coef": 5.0, "error": 0.0})
+    narrower.load_state_dict({"coef": 5.0, "error": 0.0})
     assert narrower.coef == 0.01
     fixed = TrustRegion(RolloutKLConfig(coef=0.3))
-    fixed.restore(one.state())
+    fixed.load_state_dict(one.state_dict())
     assert fixed.coef == 0.3

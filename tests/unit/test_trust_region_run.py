@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from r3async.actors.learner import LearnerActor
-from r3async.actors.ranks import LocalLearner
-from r3async.config import Config, config_from_dict, to_dict
+from r3async.actors.ranks import LocalRank
+from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.records import Sample, Trajectory, Turn
 from r3async.learner import build_learner
-from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.learner.batch.packing import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
-from r3async.record.reading import read_objects
-from r3async.world.real import REAL
+from r3async.record.reading import read_json_objects
+from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm
 from tests.helpers.learner import replace_columns
 from tests.helpers.parity import of_rank
@@ -57,7 +57,7 @@ def batches(model_path):
     for seed in (1, 2):
         samples = []
         for sample in hm.make_samples(seed, LENGTHS):
-            (own,) = learner.logprobs(pack([sample], BUDGET))
+            (own,) = learner.logprobs(pack_samples([sample], BUDGET))
             off = own + 0.05 * rng.standard_normal(len(own)).astype(np.float32)
             rollout = np.where(sample.table["loss_mask"], off, 0).astype(np.float32)
             samples.append(replace_columns(sample, rollout_logprobs=rollout))
@@ -120,23 +120,23 @@ def poisoned_run(learner: Any, good: list[MicroBatch], poison: list[MicroBatch] 
     out = {
         "good": train_minibatch(learner, good).metrics,
         "state": [optimizer_state(learner)],
-        "versions": [learner.version],
+        "versions": [learner.update_count],
     }
     if poison is not None:
         out["broken"] = train_minibatch(learner, poison).metrics
         out["state"].append(optimizer_state(learner))
-        out["versions"].append(learner.version)
+        out["versions"].append(learner.update_count)
     out["then"] = train_minibatch(learner, then).metrics
     out["state"].append(optimizer_state(learner))
-    out["versions"].append(learner.version)
+    out["versions"].append(learner.update_count)
     return out
 
 
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_poisoned_batch_is_as_if_it_had_never_come(model_path, batches, backend, poison):
-    good, then = (pack(samples, BUDGET) for samples in batches)
-    bad = pack(poison(batches[1]), BUDGET)
+    good, then = (pack_samples(samples, BUDGET) for samples in batches)
+    bad = pack_samples(poison(batches[1]), BUDGET)
     run = poisoned_run(build_learner(settings(backend), model_path), good, bad, then)
     clean = poisoned_run(build_learner(settings(backend), model_path), good, None, then)
 
@@ -155,10 +155,10 @@ def test_a_poisoned_batch_is_as_if_it_had_never_come(model_path, batches, backen
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_max_the_same_batch_is_trained(model_path, batches, backend):
     learner = build_learner(settings(backend, max=None), model_path)
-    metrics = train_minibatch(learner, pack(shifted(batches[0]), BUDGET)).metrics
+    metrics = train_minibatch(learner, pack_samples(shifted(batches[0]), BUDGET)).metrics
     assert metrics["rollout_kl/k3"] > LIMIT
     assert metrics["optimizer/skipped"] == metrics["optimizer/broken"] == 0
-    assert learner.version == 1
+    assert learner.update_count == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -174,7 +174,7 @@ def test_logprobs_that_are_not_finite_are_dropped_and_do_not_break_a_step(model_
     ]
     ours, theirs = (build_learner(settings(backend), model_path) for _ in range(2))
     got, want = (
-        train_minibatch(learner, pack(samples, BUDGET)).metrics
+        train_minibatch(learner, pack_samples(samples, BUDGET)).metrics
         for learner, samples in ((ours, poisoned), (theirs, masked))
     )
     assert got.pop("tokens/dropped_non_finite") == 8
@@ -185,12 +185,12 @@ def test_logprobs_that_are_not_finite_are_dropped_and_do_not_break_a_step(model_
 
     before = optimizer_state(ours)
     nothing = train_minibatch(
-        ours, pack([with_logprobs(s, lambda x: x * 0 + lost) for s in batches[1]], BUDGET)
+        ours, pack_samples([with_logprobs(s, lambda x: x * 0 + lost) for s in batches[1]], BUDGET)
     ).metrics
     assert nothing["optimizer/skipped"] == 1
     assert nothing["optimizer/broken"] == 0
     assert nothing["batch/trained_tokens"] == 0
-    assert ours.version == 1
+    assert ours.update_count == 1
     assert same(before, optimizer_state(ours))
 
 
@@ -210,8 +210,8 @@ def run_on_rank(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_ranks_decide_alike_if_one_of_them_has_the_poison(two_ranks, model_path, batches, backend):
-    good, then = (pack(samples, BUDGET) for samples in batches)
-    bad = pack(shifted(batches[1]), BUDGET)
+    good, then = (pack_samples(samples, BUDGET) for samples in batches)
+    bad = pack_samples(shifted(batches[1]), BUDGET)
     mixed = [b if i % 2 else t for i, (b, t) in enumerate(zip(bad, then, strict=True))]  # rank 1 gets the odd ones
     config = settings(backend, dp=2)
     run = two_ranks.call(run_on_rank, model_path, config, good, mixed, then)
@@ -233,33 +233,33 @@ def trajectories(group: int, samples: list[Sample]) -> list[Trajectory]:
     made = []
     for episode, sample in enumerate(samples):
         name, length = f"g{group}e{episode}", len(sample.table)
-        table = sample.table.without("advantages")
+        table = sample.table.without_columns("advantages")
         turn = Turn(0, 0, 3, length, float(episode % 2), "stop")
         made.append(Trajectory(name, group, episode, 0, "gen", "env_done", [turn], [Sample(f"{name}s0", table)]))
     return made
 
 
 def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_path, batches, tmp_path, monkeypatch):
-    monkeypatch.setattr("r3async.actors.learner.begin", lambda *args: None)  # or the suite would write there
+    monkeypatch.setattr("r3async.actors.learner.prepare_process", lambda *args: None)  # or the suite would write there
     config = settings()
-    plain = to_dict(config)
+    plain = config_to_dict(config)
     plain["schedule"]["max_staleness"] = len(batches)  # all that is given was sampled by version 0
-    actor = LearnerActor(REAL, "run", plain, str(model_path), str(tmp_path))
+    actor = LearnerActor(REAL_WORLD, "run", plain, str(model_path), str(tmp_path))
     given = [batches[0], shifted(batches[1]), batches[1]]
 
     async def run() -> list[dict[str, Any]]:
         await actor.start()
-        await actor.listen(None, "shared_memory")
+        await actor.start_listening(None, "shared_memory")
         try:
             steps = []
             for index, samples in enumerate(given):
                 for trajectory in trajectories(index, samples):
-                    actor.work.reception._arrive(trajectory, 100)
+                    actor.components.inbox._add_arrival(trajectory, 100)
                 step = await asyncio.wait_for(actor.train_step(), 60)
                 assert step is not None
-                await asyncio.wait_for(actor.write(), 60)  # as the conductor asks for, beside the next step
-                assert isinstance(actor.model.backend, LocalLearner)
-                steps.append(step | {"updates": actor.model.backend.backend.version})
+                await asyncio.wait_for(actor.write_version(), 60)  # as the conductor asks for, beside the next step
+                assert isinstance(actor.model.ranks, LocalRank)
+                steps.append(step | {"updates": actor.model.ranks.backend.update_count})
             return steps
         finally:
             await actor.stop()
@@ -269,7 +269,7 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
     assert [s["updates"] for s in steps] == [1, 1, 2]
     assert [s["version"] for s in steps] == [1, 2, 3]  # a step without an update is published, and frees its slots
     broken, skipped = (
-        [e for e in read_objects(tmp_path / "events.jsonl") if e["event"] == name]
+        [e for e in read_json_objects(tmp_path / "events.jsonl") if e["event"] == name]
         for name in ("trust_region_broke", "step_skipped")
     )
     assert [e["step"] for e in broken] == [e["step"] for e in skipped] == [2]

@@ -10,14 +10,14 @@ from rich.console import Console
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed
 from r3async.config import ConfigError
 from r3async.record.catalogue import METRICS
-from r3async.record.events import open_events
-from r3async.record.steps import MetricsWriter
-from r3async.schedule.health import BROKEN, NO_CONTRAST, NOT_FINITE, Updates, why_no_update
+from r3async.record.events import open_event_log
+from r3async.record.steps import MetricsFile
+from r3async.schedule.health import DRIFT_TOO_LARGE, GRADIENT_NOT_FINITE, NO_CONTRAST, UpdateMonitor, explain_no_update
 from r3async.tools import cli
 from r3async.tools.tail.live import describe_step
-from r3async.tools.tail.view import overview
+from r3async.tools.tail.view import render_overview
 from r3async.views.follow import FollowedRun
-from r3async.views.summary import format_summary, summarize
+from r3async.views.summary import format_summary, summarize_run
 
 
 def step(updates: int = 1, **changes: float) -> dict[str, Any]:
@@ -41,14 +41,14 @@ FAR = step(0, optimizer__broken=1.0)
 class Told:
     def __init__(self, limit: int = 2):
         self.events: list[tuple[str, str, dict[str, Any]]] = []
-        self.updates = Updates(
+        self.updates = UpdateMonitor(
             limit,
             lambda event, **fields: self.events.append(("warning", event, fields)),
             lambda event, **fields: self.events.append(("info", event, fields)),
         )
 
     def run(self, *steps: dict[str, Any]) -> list[str]:
-        return [self.updates.stepped(number, metrics) for number, metrics in enumerate(steps, start=1)]
+        return [self.updates.record_step(number, metrics) for number, metrics in enumerate(steps, start=1)]
 
     @property
     def names(self) -> list[str]:
@@ -56,9 +56,14 @@ class Told:
 
 
 def test_what_kept_a_step_from_its_update_is_read_from_its_metrics():
-    assert [why_no_update(m) for m in (GOOD, FLAT, BAD, FAR)] == ["", NO_CONTRAST, NOT_FINITE, BROKEN]
-    assert why_no_update({}) == ""  # a row of another release
-    assert why_no_update(step(1, optimizer__skipped=1.0)) == ""  # one minibatch of two made an update
+    assert [explain_no_update(m) for m in (GOOD, FLAT, BAD, FAR)] == [
+        "",
+        NO_CONTRAST,
+        GRADIENT_NOT_FINITE,
+        DRIFT_TOO_LARGE,
+    ]
+    assert explain_no_update({}) == ""  # a row of another release
+    assert explain_no_update(step(1, optimizer__skipped=1.0)) == ""  # one minibatch of two made an update
     assert {"optimizer/updates", "optimizer/no_contrast", "optimizer/broken"} <= set(METRICS)
 
 
@@ -68,9 +73,9 @@ def test_a_hundred_steps_without_contrast_are_one_event_and_their_end_is_another
     assert told.names == ["no_contrast"]
     level, _, fields = told.events[0]
     assert (level, fields["step"], fields["groups"], fields["groups_without"]) == ("warning", 2, 4, 4)
-    assert told.updates.without() == "100 x no contrast"
-    told.updates.stepped(102, GOOD)
-    told.updates.stepped(103, FLAT)
+    assert told.updates.describe_no_updates() == "100 x no contrast"
+    told.updates.record_step(102, GOOD)
+    told.updates.record_step(103, FLAT)
     assert told.names == ["no_contrast", "contrast_returned", "no_contrast"]
     assert told.events[1][2] == {"step": 102, "steps_without": 100}
 
@@ -80,7 +85,7 @@ def test_skipped_steps_in_a_row_end_the_run_at_the_one_past_the_limit():
     *passed, reason = told.run(GOOD, BAD, FAR, BAD)
     assert passed == [""] * 3
     assert reason.startswith("3 steps in a row made no update, more than supervise.max_skipped_steps = 2: ")
-    assert f"2 x {NOT_FINITE}, 1 x {BROKEN} (steps 2 to 4)" in reason
+    assert f"2 x {GRADIENT_NOT_FINITE}, 1 x {DRIFT_TOO_LARGE} (steps 2 to 4)" in reason
 
 
 def test_an_update_ends_a_row_of_skipped_steps_and_a_step_without_contrast_does_not():
@@ -102,11 +107,11 @@ def test_the_live_line_says_why_there_was_no_update():
 
 def write_run(run_dir, rows: list[dict[str, Any]], **ended: Any):
     run_dir.mkdir()
-    writer = MetricsWriter(run_dir)
+    writer = MetricsFile(run_dir)
     for number, row in enumerate(rows, start=1):
         writer.write({"step": number, "time": 1e9 + number, **row})
     writer.close()
-    open_events(run_dir, "conductor").info("run_finished", steps=len(rows), **ended)
+    open_event_log(run_dir, "conductor").info("run_finished", steps=len(rows), **ended)
     return run_dir
 
 
@@ -123,23 +128,23 @@ def text_of(renderable: Any) -> str:
 def test_a_run_without_any_update_is_not_called_trained_by_its_summary(tmp_path, stopped, updates, status):
     rows = [GOOD] * updates + [FLAT] * 5
     run = write_run(tmp_path / "run", rows, stopped=stopped, updates=updates, without_update="5 x no contrast")
-    summary = summarize(run)
+    summary = summarize_run(run)
     assert summary.status == status
     assert (summary.updates, summary.steps_without_contrast, summary.steps_skipped) == (updates, 5, 0)
     text = text_of(format_summary(summary))
     assert f"{updates}; steps without one: 5 had no contrast, 0 were skipped" in text
     assert ("no step made an update (5 x no contrast)" in text) == (not updates)
     followed = FollowedRun(run)
-    followed.poll()
+    followed.read_new()
     assert followed.status == status
-    assert followed.ended
+    assert followed.has_ended
 
 
 def test_the_overview_shows_contrast_and_why_there_was_no_update(tmp_path):
     for rows, words in (([GOOD], ("3 of 4", "groups differ")), ([GOOD, FLAT], ("0 of 4", "no update: no contrast"))):
         run = FollowedRun(write_run(tmp_path / str(len(rows)), rows, stopped=False, updates=1))
-        run.poll()
-        (line,) = [line.plain for line in overview(run, 120) if "contrast" in line.plain]
+        run.read_new()
+        (line,) = [line.plain for line in render_overview(run, 120) if "contrast" in line.plain]
         assert all(word in line for word in words), line
 
 

@@ -4,24 +4,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.data.versions import SpanRecorder, VersionSpan, expand
+from r3async.data.versions import VersionSpan, VersionSpanRecorder, expand_version_spans
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=6), st.integers(0, 4))
 def test_each_token_has_the_version_that_was_installed_when_it_was_sampled(updates, rest):
-    recorder, expected, version = SpanRecorder(3), [], 3
+    recorder, expected, version = VersionSpanRecorder(3), [], 3
     for tokens, jump in updates:
         expected += [version] * tokens
         version += jump
-        recorder.stamp(len(expected), version)
+        recorder.stamp_version(len(expected), version)
     expected += [version] * rest
-    assert expand(recorder.finish(len(expected)), len(expected)).tolist() == expected
+    assert expand_version_spans(recorder.finish_spans(len(expected)), len(expected)).tolist() == expected
 
 
 def test_versions_do_not_go_backwards():
-    recorder = SpanRecorder(3)
+    recorder = VersionSpanRecorder(3)
     with pytest.raises(ValueError, match="backwards"):
-        recorder.stamp(1, 2)
+        recorder.stamp_version(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -29,4 +29,4 @@ def test_versions_do_not_go_backwards():
 )
 def test_spans_with_a_gap_are_refused(spans):
     with pytest.raises(ValueError, match="spans"):
-        expand(spans, 3)
+        expand_version_spans(spans, 3)

@@ -11,29 +11,29 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from r3async.config import Config, to_toml
-from r3async.record.catalogue import METRICS, end_windows
-from r3async.record.events import open_events
-from r3async.record.steps import MetricsWriter
-from r3async.views.charts import CHARTS, describe_charts
+from r3async.config import Config, config_to_toml
+from r3async.record.catalogue import METRICS, compute_end_windows
+from r3async.record.events import open_event_log
+from r3async.record.steps import MetricsFile
+from r3async.views.charts import CHARTS, build_charts
 from r3async.views.follow import FollowedRun
-from r3async.views.maps import MAX_COLUMNS, describe_maps
+from r3async.views.maps import MAX_MAP_COLUMNS, build_route_maps
 from r3async.views.report import write_report
 from r3async.views.summary import (
-    counted,
     format_number,
     format_percent,
     format_seconds,
     format_summary,
-    headlines,
-    summarize,
+    make_headlines,
+    sum_restarting_counter,
+    summarize_run,
 )
 
 
 def test_every_drawn_metric_is_documented() -> None:
     assert {known.curve.chart for known in METRICS.values() if known.curve} == {chart.title for chart in CHARTS}
     assert all(chart.lines for chart in CHARTS)
-    assert all(metric.label and metric.docs.endswith(".") for metric in METRICS.values())
+    assert all(metric.label and metric.description.endswith(".") for metric in METRICS.values())
     assert next(iter(METRICS)) == "step"
 
 
@@ -42,8 +42,8 @@ def fill(run: Path, steps: int, **changes: object) -> None:
     run.mkdir(parents=True, exist_ok=True)
     config = Config(steps=20)
     config.schedule.max_staleness = 2
-    (run / "config.toml").write_text(to_toml(config))
-    writer = MetricsWriter(run)
+    (run / "config.toml").write_text(config_to_toml(config))
+    writer = MetricsFile(run)
     for step in range(1, steps + 1):
         row = dict.fromkeys(METRICS, 0.5)
         row |= {
@@ -61,11 +61,11 @@ def fill(run: Path, steps: int, **changes: object) -> None:
     ("steps", "windows"), [(1, (1, 1)), (2, (1, 1)), (3, (1, 2)), (5, (2, 3)), (12, (3, 6)), (20, (3, 10))]
 )
 def test_the_beginning_and_the_end_of_a_run_have_no_step_in_common(tmp_path: Path, steps: int, windows: object) -> None:
-    assert end_windows(steps) == windows
-    assert steps == 1 or sum(end_windows(steps)) <= steps
+    assert compute_end_windows(steps) == windows
+    assert steps == 1 or sum(compute_end_windows(steps)) <= steps
     run = tmp_path / "short"
     fill(run, steps)
-    note = next(line.note for line in headlines(summarize(run)) if line.label == "reward")
+    note = next(line.note for line in make_headlines(summarize_run(run)) if line.label == "reward")
     assert note.startswith(f"first {windows[0]} → last {windows[1]} step")  # type: ignore[index]
 
 
@@ -76,30 +76,35 @@ def test_the_held_out_loss_of_a_summary_is_that_of_the_last_evaluation(tmp_path:
         rows[step - 1]["loss/answers_held_out"] = loss
     run.mkdir()
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert headlines(summarize(run))[0].note == "first 3 → last 6 steps; held out 0.75"
+    assert make_headlines(summarize_run(run))[0].note == "first 3 → last 6 steps; held out 0.75"
 
 
 def test_a_run_without_routes_shows_no_agreement(tmp_path: Path) -> None:
     fill(tmp_path / "dense", 4, **{"routing/agreement": None})
-    assert "routing agreement" not in [line.label for line in headlines(summarize(tmp_path / "dense"))]
+    assert "routing agreement" not in [line.label for line in make_headlines(summarize_run(tmp_path / "dense"))]
 
 
 def test_summary(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     fill(run, 20)
-    events = open_events(run, "conductor")
+    events = open_event_log(run, "conductor")
     events.warning("generator_lost", generator="generator-0")
     events.warning("generator_restarted", generator="generator-0")
     events.info("run_finished", steps=20, stopped=False)
-    summary = summarize(run)
+    summary = summarize_run(run)
     assert (summary.name, summary.status, summary.steps, summary.planned_steps) == ("demo", "finished", 20, 20)
-    assert summary["reward/mean"].first == pytest.approx(0.1)  # mean of 1, 2, 3 twentieths
-    assert summary["reward/mean"].last == pytest.approx(15.5 / 20)
-    assert summary["reward/mean"].high == pytest.approx(1.0)
-    assert summary["rollout_kl/k3"].last == pytest.approx(15.5e-4)
-    assert summary["rollout_kl/k3"].high == pytest.approx(20e-4)
-    assert (summary["staleness/max"].high, summary.staleness_bound, summary.stale) == (2, 2, False)
-    assert (summary.history.generators_lost, summary.rejected, summary.warnings, summary.errors) == (1, 2, 2, 0)
+    assert summary["reward/mean"].first_mean == pytest.approx(0.1)  # mean of 1, 2, 3 twentieths
+    assert summary["reward/mean"].last_mean == pytest.approx(15.5 / 20)
+    assert summary["reward/mean"].max == pytest.approx(1.0)
+    assert summary["rollout_kl/k3"].last_mean == pytest.approx(15.5e-4)
+    assert summary["rollout_kl/k3"].max == pytest.approx(20e-4)
+    assert (summary["staleness/max"].max, summary.staleness_bound, summary.is_stale) == (2, 2, False)
+    assert (summary.history.generators_lost, summary.rejected_messages, summary.warnings, summary.errors) == (
+        1,
+        2,
+        2,
+        0,
+    )
     text = rendered(summary)
     assert "0.1 → 0.775" in text
     assert "finished" in text
@@ -108,10 +113,10 @@ def test_summary(tmp_path: Path) -> None:
 def test_the_summary_counts_what_happened_before_a_resume(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     run.mkdir()
-    writer = MetricsWriter(run)
+    writer = MetricsFile(run)
     for step, rejected, duplicates in [(1, 2, 1), (2, 5, 1), (3, 0, 0), (4, 3, 2), (5, 3, 2), (6, 1, 0)]:
         writer.write({"step": step, "transport/rejected": rejected, "transport/duplicates": duplicates})
-    events = open_events(run, "conductor")
+    events = open_event_log(run, "conductor")
     for life in range(3):
         events.info("conductor_started", pid=life)
         for number in range(2 - life):
@@ -120,17 +125,17 @@ def test_the_summary_counts_what_happened_before_a_resume(tmp_path: Path) -> Non
         events.error("trajectory_refused", trajectory_id="g1e0")
         if life == 1:
             events.info("run_finished", steps=4, stopped=True)  # and somebody resumed it
-    summary = summarize(run)
+    summary = summarize_run(run)
     assert (summary.history.generators_lost, summary.history.run_restarts) == (3, 1)
-    assert (summary.history.failed_episodes, summary.history.refused) == (3, 3)
+    assert (summary.history.failed_episodes, summary.history.refused_trajectories) == (3, 3)
     assert summary.status == "unfinished", "it runs again after the end"
-    assert (summary.rejected, summary.duplicates) == (5 + 3 + 1, 1 + 2)
+    assert (summary.rejected_messages, summary.duplicate_trajectories) == (5 + 3 + 1, 1 + 2)
     text = rendered(summary)
     assert "3 of generators, 1 of the run" in text
     assert "3 episodes failed, 3 trajectories refused" in text
-    assert counted([]) == 0
+    assert sum_restarting_counter([]) == 0
     view = FollowedRun(run)
-    view.poll()
+    view.read_new()
     assert view.history == summary.history
 
 
@@ -141,8 +146,8 @@ def rendered(summary) -> str:
 
 
 def test_summary_of_nothing(tmp_path: Path) -> None:
-    summary = summarize(tmp_path)
-    assert (summary.status, summary.steps, summary["reward/mean"].first, summary.duration_seconds) == (
+    summary = summarize_run(tmp_path)
+    assert (summary.status, summary.steps, summary["reward/mean"].first_mean, summary.duration_seconds) == (
         "unfinished",
         0,
         None,
@@ -153,17 +158,17 @@ def test_summary_of_nothing(tmp_path: Path) -> None:
 
 def test_summary_of_a_failed_and_of_a_stopped_run(tmp_path: Path) -> None:
     fill(tmp_path / "a", 2, **{"reward/mean": None, "staleness/max": 3})
-    open_events(tmp_path / "a", "conductor").error("run_failed", error="no [route] came")
-    summary = summarize(tmp_path / "a")
-    assert (summary.status, summary.reason, summary["reward/mean"].last, summary.stale) == (
+    open_event_log(tmp_path / "a", "conductor").error("run_failed", error="no [route] came")
+    summary = summarize_run(tmp_path / "a")
+    assert (summary.status, summary.reason, summary["reward/mean"].last_mean, summary.is_stale) == (
         "failed",
         "no [route] came",
         None,
         True,
     )
     assert "no [route] came" in rendered(summary)
-    open_events(tmp_path / "b", "conductor").info("run_finished", steps=1, stopped=True)
-    assert summarize(tmp_path / "b").status == "stopped"
+    open_event_log(tmp_path / "b", "conductor").info("run_finished", steps=1, stopped=True)
+    assert summarize_run(tmp_path / "b").status == "stopped"
 
 
 def test_numbers_for_people() -> None:
@@ -215,7 +220,7 @@ class Page(HTMLParser):
 def test_report(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     fill(run, 20)
-    events = open_events(run, "conductor")
+    events = open_event_log(run, "conductor")
     events.warning("generator_restarted", generator="generator-0", seconds=9.2)
     events.info("run_finished", stopped=False)
     turns = [{"user": "say <b>", "assistant": "</script><script>alert(1)</script>", "reward": 0.25}]
@@ -254,7 +259,7 @@ def test_report_of_hostile_text(tmp_path: Path) -> None:
         rows.write(
             json.dumps({"step": "<script>x</script>", "reward/mean": evil}) + "\n"
         )  # no row, so it is passed over
-    events = open_events(tmp_path / "run", evil)
+    events = open_event_log(tmp_path / "run", evil)
     events.error("run_failed", error=evil, **{evil: evil})
     (tmp_path / "run" / "config.toml").write_text(f"{json.dumps(evil)} = {json.dumps(evil)}\n[schedule]\n")
     page = Page(write_report(tmp_path / "run"))
@@ -264,7 +269,7 @@ def test_report_of_hostile_text(tmp_path: Path) -> None:
 
 def test_charts_leave_out_what_was_not_measured() -> None:
     rows = [{"step": 1, "reward/mean": 0.5, "grad_norm": None, "loss/policy": math.nan, "rollout_kl/k1": -1.0}]
-    drawing = describe_charts(rows, None)
+    drawing = build_charts(rows, None)
     assert [chart["title"] for chart in drawing.charts] == ["Reward"]
     assert drawing.series == {"reward/mean": [0.5]}
 
@@ -281,7 +286,7 @@ def routing_lines(steps: int) -> list[dict]:
 
 
 def test_routing_is_drawn_by_layer() -> None:
-    agreement, load = describe_maps(routing_lines(5))
+    agreement, load = build_route_maps(routing_lines(5))
     assert (agreement["x"], agreement["y"]) == ([1, 2, 3, 4, 5], [0, 1])
     assert agreement["z"] == [[0.9999, 0.9998, 0.9997, 0.9996, 0.9995], [0.75] * 5]
     assert agreement["range"] == [0.75, 1]
@@ -290,9 +295,9 @@ def test_routing_is_drawn_by_layer() -> None:
 
 
 def test_a_long_run_is_thinned_out_and_ends_with_its_last_step() -> None:
-    agreement, _ = describe_maps(routing_lines(3 * MAX_COLUMNS + 3))
-    assert len(agreement["x"]) <= MAX_COLUMNS
-    assert agreement["x"][-1] == 3 * MAX_COLUMNS + 3
+    agreement, _ = build_route_maps(routing_lines(3 * MAX_MAP_COLUMNS + 3))
+    assert len(agreement["x"]) <= MAX_MAP_COLUMNS
+    assert agreement["x"][-1] == 3 * MAX_MAP_COLUMNS + 3
     assert all(len(row) == len(agreement["x"]) for row in agreement["z"])
 
 
@@ -311,9 +316,9 @@ def test_a_long_run_is_thinned_out_and_ends_with_its_last_step() -> None:
     ids=repr,
 )
 def test_what_is_no_routing_is_not_drawn(line: dict) -> None:
-    assert describe_maps([]) == []
-    assert describe_maps([line]) == []
-    assert len(describe_maps([line, *routing_lines(3), line])) == 2
+    assert build_route_maps([]) == []
+    assert build_route_maps([line]) == []
+    assert len(build_route_maps([line, *routing_lines(3), line])) == 2
 
 
 def test_report_has_the_maps_where_there_is_routing(tmp_path: Path) -> None:

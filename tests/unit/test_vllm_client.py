@@ -11,20 +11,20 @@ import psutil
 import pytest
 
 from r3async.rollout.engines import EngineError
-from r3async.rollout.engines.vllm_client import Core
-from r3async.rollout.engines.vllm_messages import sampling
+from r3async.rollout.engines.vllm_client import EngineCoreClient
+from r3async.rollout.engines.vllm_messages import build_sampling_params
 from tests.helpers.core_process import play
 
 
 @contextlib.asynccontextmanager
 async def core_of(do: str):
     """A core, its process, and what `outputs` returned; nothing is left of it."""
-    core = Core({"do": do}, 1, 0, run=play)
+    core = EngineCoreClient({"do": do}, 1, 0, run_process=play)
     process, directory, left = psutil.Process(core._process.pid), core._directory, []
 
     async def receive():
         while True:
-            left.extend(await core.outputs())
+            left.extend(await core.receive_outputs())
 
     async with asyncio.timeout(60):
         try:
@@ -35,7 +35,7 @@ async def core_of(do: str):
         finally:
             receiving.cancel()
             core.close()
-            await asyncio.to_thread(core.end, 1.0)
+            await asyncio.to_thread(core.end_process, 1.0)
             with contextlib.suppress(asyncio.CancelledError, EngineError):
                 await receiving
     assert not process.is_running()
@@ -45,8 +45,8 @@ async def core_of(do: str):
 async def test_an_answer_to_a_call_comes_after_all_that_left_before_it():
     async with core_of("serve") as (core, process, left):
         assert (core.max_model_len, core.block_size) == (32, 8)
-        await core.add("one", [1, 2, 3], sampling(4, 1.0), None)
-        assert await core.collective_rpc("r3_process") == [process.pid]
+        await core.add_request("one", [1, 2, 3], build_sampling_params(4, 1.0), None)
+        assert await core.collective_rpc("r3_process_id") == [process.pid]
         assert [(o.request_id, o.new_token_ids) for o in left] == [("one", [3, 2, 1])]
         await core.resume_generation()
         assert [str(o.finish_reason) for o in left[1:]] == ["stop"] * 3
@@ -57,14 +57,14 @@ async def test_a_call_that_fails_fails_alone_and_wrong_requests_are_not_sent():
         with pytest.raises(EngineError, match="the worker refused"):
             await core.collective_rpc("refuse")
         for ids, params, why in (
-            ([], sampling(4, 1.0), "0 tokens"),
-            ([1] * 32, sampling(4, 1.0), "32 tokens"),
-            ([1], sampling(0, 1.0), "at most 0 tokens"),
-            ([1], sampling(1, 1.0, routes_from=2), "from position 2"),
+            ([], build_sampling_params(4, 1.0), "0 tokens"),
+            ([1] * 32, build_sampling_params(4, 1.0), "32 tokens"),
+            ([1], build_sampling_params(0, 1.0), "at most 0 tokens"),
+            ([1], build_sampling_params(1, 1.0, routes_from=2), "from position 2"),
         ):
             with pytest.raises(EngineError, match=why):
-                await core.add("wrong", ids, params, None)
-        assert await core.collective_rpc("r3_process") == [process.pid]
+                await core.add_request("wrong", ids, params, None)
+        assert await core.collective_rpc("r3_process_id") == [process.pid]
         assert left == []
 
 
@@ -76,10 +76,10 @@ async def test_all_that_waits_learns_what_the_process_ended_with(how, why):
             with pytest.raises(EngineError, match=why):
                 await call
         with pytest.raises(EngineError, match=why):
-            await core.add("late", [1], sampling(1, 1.0), None)
+            await core.add_request("late", [1], build_sampling_params(1, 1.0), None)
         with pytest.raises(EngineError, match=why):
-            await core.outputs()
-        await core.abort(["late"])
+            await core.receive_outputs()
+        await core.abort_requests(["late"])
 
 
 async def test_a_start_that_fails_says_why():

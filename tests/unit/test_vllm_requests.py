@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from r3async.rollout.engines import EngineError
-from r3async.rollout.engines.vllm_requests import Requests
+from r3async.rollout.engines.vllm_requests import RequestRegistry
 
 
 class Core:
@@ -19,13 +19,13 @@ class Core:
         self.queue: asyncio.Queue = asyncio.Queue()
         self.added, self.aborted = [], []
 
-    async def add(self, request_id, prompt_ids, params, salt):
+    async def add_request(self, request_id, prompt_ids, params, salt):
         self.added.append(request_id)
 
-    async def abort(self, request_ids):
+    async def abort_requests(self, request_ids):
         self.aborted += request_ids
 
-    async def outputs(self):
+    async def receive_outputs(self):
         outputs = await self.queue.get()
         if isinstance(outputs, Exception):
             raise outputs
@@ -46,13 +46,13 @@ def output(name, tokens, reason=None):
 
 
 async def started(count: int):
-    requests = Requests()
-    requests.llm, requests.failure = Core(), None
-    receiving = asyncio.create_task(requests.receive())
-    running = [requests.new(f"r{i}", 3) for i in range(count)]
-    calls = [asyncio.create_task(requests.run(r, [1], None, None)) for r in running]
+    requests = RequestRegistry()
+    requests.core, requests.failure = Core(), None
+    receiving = asyncio.create_task(requests.receive_outputs())
+    running = [requests.create_request(f"r{i}", 3) for i in range(count)]
+    calls = [asyncio.create_task(requests.run_request(r, [1], None, None)) for r in running]
     await asyncio.sleep(0)
-    assert requests.llm.added == [r.request_id for r in running]
+    assert requests.core.added == [r.request_id for r in running]
     return requests, receiving, running, calls
 
 
@@ -66,7 +66,7 @@ async def test_callers_of_requests_that_end_together_go_on_one_after_the_other()
         nonlocal gone
         gone += 1
 
-    requests.llm.queue.put_nowait([output(r.request_id, [5], "stop") for r in running])
+    requests.core.queue.put_nowait([output(r.request_id, [5], "stop") for r in running])
     async with asyncio.timeout(10):
         while gone < 50:
             before = gone
@@ -80,33 +80,33 @@ async def test_callers_of_requests_that_end_together_go_on_one_after_the_other()
 
 async def test_what_left_before_a_pause_is_counted_and_an_unbegun_request_starts_again():
     requests, receiving, (first, second, third), calls = await started(3)
-    requests.llm.queue.put_nowait([output(first.request_id, [5, 6])])
-    requests.llm.queue.put_nowait([output(first.request_id, [7]), output(third.request_id, [8], "length")])
+    requests.core.queue.put_nowait([output(first.request_id, [5, 6])])
+    requests.core.queue.put_nowait([output(first.request_id, [7]), output(third.request_id, [8], "length")])
     async with asyncio.timeout(10):
         while first.tokens != [5, 6, 7] or third.tokens != [8]:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0)
-    await requests.stamp(4)
-    assert requests.llm.aborted == [second.request_id]
+    await requests.stamp_version(4)
+    assert requests.core.aborted == [second.request_id]
     assert await calls[1] is False
-    assert requests.restarted == 1
-    requests.llm.queue.put_nowait([output(second.request_id, [], "abort"), output(first.request_id, [9], "stop")])
+    assert requests.restarted_count == 1
+    requests.core.queue.put_nowait([output(second.request_id, [], "abort"), output(first.request_id, [9], "stop")])
     assert await calls[0] is True
     assert first.tokens == [5, 6, 7, 9]
-    assert [(s.version, s.start, s.stop) for s in first.spans.finish(4)] == [(3, 0, 3), (4, 3, 4)]
+    assert [(s.version, s.start, s.stop) for s in first.version_spans.finish_spans(4)] == [(3, 0, 3), (4, 3, 4)]
     assert await calls[2] is True
-    assert [(s.version, s.start, s.stop) for s in third.spans.finish(1)] == [(3, 0, 1)]
+    assert [(s.version, s.start, s.stop) for s in third.version_spans.finish_spans(1)] == [(3, 0, 1)]
     receiving.cancel()
 
 
 async def test_an_engine_that_is_lost_fails_what_runs_and_what_comes():
     requests, receiving, _, calls = await started(2)
-    requests.llm.queue.put_nowait(RuntimeError("its process ended"))
+    requests.core.queue.put_nowait(RuntimeError("its process ended"))
     for number, call in enumerate(calls):
         with pytest.raises(EngineError, match=f"request r{number}#{number}: its process ended"):
             await call
     await receiving
     with pytest.raises(EngineError, match="its process ended"):
-        await requests.run(requests.new("later", 3), [1], None, None)
+        await requests.run_request(requests.create_request("later", 3), [1], None, None)
     assert len(requests) == 0
 
 
@@ -115,8 +115,8 @@ async def test_a_cancelled_call_is_aborted_and_its_last_output_is_nobodys():
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert requests.llm.aborted == [running.request_id]
-    assert requests.aborted == 1
-    requests.llm.queue.put_nowait([output(running.request_id, [5], "abort"), output("r1#1", [6], "stop")])
+    assert requests.core.aborted == [running.request_id]
+    assert requests.aborted_count == 1
+    requests.core.queue.put_nowait([output(running.request_id, [5], "abort"), output("r1#1", [6], "stop")])
     assert await other is True
     receiving.cancel()

@@ -14,11 +14,11 @@ import pytest
 
 from r3async.actors.fleet import Fleet
 from r3async.actors.process import ProcessLost, RunFailed
-from r3async.actors.watch import Watch
+from r3async.actors.watch import StallMonitor
 from r3async.config import ScheduleConfig, load_config
-from r3async.schedule.admission import Admission
+from r3async.schedule.admission import AdmissionController
 from r3async.schedule.health import Stall
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 from tests.helpers.world import Clock, Outside, StandIn
 
 STALL = 100.0
@@ -60,16 +60,16 @@ class Run:
         named = {f"generator-{i}": handle for i, handle in enumerate(self.handles)}
         self.fleet = Fleet(self.config, logger, named, clock=self.clock)
         for generator in self.fleet:
-            generator.health.loaded()
-            generator.health.installed(0, 0)
+            generator.health.mark_loaded()
+            generator.health.mark_installed(0, 0)
             generator.process = 21, "far"
-        self.admission = Admission(
-            ScheduleConfig(max_staleness=0, groups_per_step=1, samples_per_group=4), task_seed=lambda group: 0
+        self.admission = AdmissionController(
+            ScheduleConfig(max_staleness=0, groups_per_step=1, samples_per_group=4), choose_task=lambda group: 0
         )
         self.loads = {name: self.load() for name in named}
         self.resting = False
         self.world = Outside(self.clock)
-        self.watch = Watch(
+        self.watch = StallMonitor(
             self.world,
             self.config,
             tmp_path,
@@ -77,12 +77,12 @@ class Run:
             fleet=self.fleet,
             admission=self.admission,
             learner=self.learner,
-            loads=self.loads,
-            published=lambda: 0,
+            load_reports=self.loads,
+            newest_version=lambda: 0,
             write_seconds=200.0,
-            resting=lambda: self.resting,
+            is_resting=lambda: self.resting,
         )
-        self.watch._status = self.learner.says
+        self.watch._learner_status = self.learner.says
         self.first = self.fleet["generator-0"]
 
     @staticmethod
@@ -90,7 +90,7 @@ class Run:
         return {"playing": 0, "generated_tokens": 5, "ended": 0, "unacknowledged": 0, "acknowledged": 0, **values}
 
     def lease_all(self):
-        while self.admission.lease("generator-1", free=4):
+        while self.admission.lease_group("generator-1", free_episodes=4):
             pass
 
     def after(self, seconds, each=lambda second: None):
@@ -98,9 +98,9 @@ class Run:
         end = self.clock.now + seconds
         while self.clock.now <= end:
             each(self.clock.now)
-            self.watch.look()
+            self.watch.observe_stages()
             self.clock.now += 5
-        return [stall.stage for stall in self.watch.dog.stalled()]
+        return [stall.stage for stall in self.watch.watchdog.find_stalls()]
 
 
 @pytest.fixture
@@ -152,9 +152,11 @@ def test_a_generator_that_does_not_take_what_there_is_to_play_is_named_unless_th
 def test_a_generator_that_is_restarted_has_not_stalled(run, state):
     run.loads["generator-0"] = run.load(playing=3)
     run.after(STALL - 20)
-    for step in {"lost": ["lost"], "starting": ["lost", "restarting"], "stale": ["lost", "restarting", "loaded"]}[
-        state
-    ]:
+    for step in {
+        "lost": ["mark_lost"],
+        "starting": ["mark_lost", "begin_restart"],
+        "stale": ["mark_lost", "begin_restart", "mark_loaded"],
+    }[state]:
         getattr(run.first.health, step)()
     run.loads.pop("generator-0")  # as the conductor does
     run.learner.says["doing"] = "waiting"
@@ -173,7 +175,7 @@ def test_what_has_a_limit_of_its_own_is_given_that(run, stage):
     elif stage == "publishing":
         run.learner.says["writing"] = True
     else:
-        run.first.asked, run.first.answers_in = 1, 150.0
+        run.first.open_calls, run.first.answer_seconds = 1, 150.0
     name = "installing/generator-0" if stage == "installing" else stage
     assert run.after(LIMITS[stage] - 10) == []
     assert run.after(20) == [name]
@@ -192,16 +194,16 @@ def test_a_learner_that_waits_while_nobody_has_work_is_a_stall_of_the_run(run):
 
 async def test_the_groups_of_one_that_stays_silent_are_leased_again_less_what_has_arrived(tmp_path):
     run = Run(tmp_path, "supervise.silence_seconds=10")
-    assert run.admission.lease("generator-0", free=4)
+    assert run.admission.lease_group("generator-0", free_episodes=4)
     run.learner.says = {0: [1, 3]}
 
     async def look_after(seconds):
         run.clock.now += seconds
-        run.fleet.answered(run.fleet["generator-1"])
-        run.fleet.tick()
-        run.watch._release_overdue()
+        run.fleet.note_answer(run.fleet["generator-1"])
+        run.fleet.check_silence()
+        run.watch._requeue_overdue()
         await asyncio.sleep(0.01)
-        return run.admission.leases("generator-0")
+        return run.admission.list_leased_groups("generator-0")
 
     assert await look_after(11) == [0]
     assert run.first.state == "suspect"
@@ -211,30 +213,30 @@ async def test_the_groups_of_one_that_stays_silent_are_leased_again_less_what_ha
         "leases_returned",
         {"generator": "generator-0", "pid": 21, "seconds": 21.0, "leased_again": [0]},
     )
-    again = run.admission.lease("generator-1", free=4)
+    again = run.admission.lease_group("generator-1", free_episodes=4)
     assert (again.group_index, again.episode_indices) == (0, (1, 3))
 
 
 async def test_one_that_answers_while_the_learner_is_asked_keeps_its_groups(tmp_path):
     run = Run(tmp_path, "supervise.silence_seconds=10")
-    assert run.admission.lease("generator-0", free=4)
+    assert run.admission.lease_group("generator-0", free_episodes=4)
     run.clock.now += 25
-    run.fleet.tick()
+    run.fleet.check_silence()
     run.learner.says = {0: [1, 3]}
-    run.watch._release_overdue()
-    run.fleet.answered(run.first)
+    run.watch._requeue_overdue()
+    run.fleet.note_answer(run.first)
     await asyncio.sleep(0.01)
-    assert run.admission.leases("generator-0") == [0]
+    assert run.admission.list_leased_groups("generator-0") == [0]
 
 
 async def test_a_learner_that_does_not_answer_is_a_stall_and_one_that_does_is_none(run):
-    await run.watch._question.answer(0.001)
+    await run.watch._status_call.poll_answer(0.001)
     assert run.after(2 * STALL) == []
     run.learner.deaf = True
-    await run.watch._question.answer(0.001)
-    await run.watch._question.answer(0.001)
+    await run.watch._status_call.poll_answer(0.001)
+    await run.watch._status_call.poll_answer(0.001)
     assert run.after(STALL + 10) == ["answering/learner"]
-    await run.watch._question.cancel()
+    await run.watch._status_call.cancel()
 
 
 def stall(stage):
@@ -243,8 +245,8 @@ def stall(stage):
 
 async def test_a_warning_only_says_it_with_queues_and_stacks(tmp_path):
     run = Run(tmp_path, "supervise.on_stall=warn")
-    run.watch.look()
-    await run.watch._act(stall("training"))
+    run.watch.observe_stages()
+    await run.watch._handle_stall(stall("training"))
     ((event, facts),) = run.events
     assert (event, facts["stage"], facts["seconds"], facts["action"]) == ("stalled", "training", 123.4, "warn")
     assert facts["queues"]["playing/generator-0"]["waiting"] == 1
@@ -255,10 +257,10 @@ async def test_a_warning_only_says_it_with_queues_and_stacks(tmp_path):
 
 
 async def test_a_stalled_generator_is_restarted_by_ending_its_process(run):
-    await run.watch._act(stall("playing/generator-0"))
+    await run.watch._handle_stall(stall("playing/generator-0"))
     assert run.world.killed == [(run.handles[0], True)]
     assert run.events[0][1]["action"] == "restart"
-    assert run.first.ended_for.startswith("generator-0, in `playing`, did nothing")
+    assert run.first.end_reason.startswith("generator-0, in `playing`, did nothing")
 
 
 async def test_a_generator_that_stands_still_in_several_stages_is_restarted_once(run, monkeypatch):
@@ -268,17 +270,17 @@ async def test_a_generator_that_stands_still_in_several_stages_is_restarted_once
     async def restart(generator):
         restarted.append(generator.generator_id)
 
-    monkeypatch.setattr(run.watch, "_restart", restart)
+    monkeypatch.setattr(run.watch, "_end_generator", restart)
     stages = ("playing/generator-0", "sending/generator-0", "playing/generator-1")
-    await run.watch._act_on([Stall(stage, 101.0, STALL, 5, 1) for stage in stages])
+    await run.watch._handle_stalls([Stall(stage, 101.0, STALL, 5, 1) for stage in stages])
     assert restarted == ["generator-0", "generator-1"]
     assert [facts["stage"] for event, facts in run.events if event == "stalled"] == [stages[0], stages[2]]
 
 
 async def test_one_that_does_not_answer_is_killed_as_a_process(run, monkeypatch):
-    monkeypatch.setattr("r3async.actors.process.KILL_SECONDS", -1)
+    monkeypatch.setattr("r3async.actors.process.KILL_AFTER_SECONDS", -1)
     run.world.lingers = 100
-    await run.watch._act(stall("playing/generator-0"))
+    await run.watch._handle_stall(stall("playing/generator-0"))
     assert run.world.killed == [(run.handles[0], True), (21, "far")]
 
 
@@ -296,13 +298,13 @@ async def test_one_that_does_not_answer_is_killed_as_a_process(run, monkeypatch)
 async def test_what_cannot_be_restarted_ends_the_run_and_is_named(tmp_path, action, stage, message):
     run = Run(tmp_path, f"supervise.on_stall={action}")
     with pytest.raises(RunFailed, match=message):
-        await run.watch._act(stall(stage))
+        await run.watch._handle_stall(stall(stage))
     assert run.events[0][1]["action"] == "abort"
 
 
 async def test_a_learner_that_does_not_answer_is_ended_and_the_run_restarts_from_its_newest_checkpoint(run):
     with pytest.raises(ProcessLost, match=r"the learner has not answered for 123 s \(limit 100 s\); its process was"):
-        await run.watch._act(stall("answering/learner"))
+        await run.watch._handle_stall(stall("answering/learner"))
     assert run.world.killed == [(run.learner, False), (11, "far")]
     assert run.events[0][1]["action"] == "restart"
 
@@ -316,7 +318,7 @@ async def test_while_storage_waits_no_generator_is_blamed_and_the_run_waits(run,
     assert run.after(STALL - 10) == []
     assert run.after(20) == ([] if full else ["storing"])
     if not full:
-        await run.watch._act_on(run.watch.dog.news())
+        await run.watch._handle_stalls(run.watch.watchdog.take_new_stalls())
         assert [(event, facts["stage"], facts["action"]) for event, facts in run.events] == [
             ("stalled", "storing", "warn")
         ]
@@ -325,22 +327,22 @@ async def test_while_storage_waits_no_generator_is_blamed_and_the_run_waits(run,
 
 
 async def test_who_does_not_answer_is_asked_by_signal(run, monkeypatch):
-    monkeypatch.setattr("r3async.actors.watch.DUMP_SECONDS", 0.01)
+    monkeypatch.setattr("r3async.actors.watch.DUMP_TIMEOUT_SECONDS", 0.01)
     run.handles[0].deaf = run.handles[1].deaf = True
     run.first.process = 21, "near"
-    assert await run.watch._dump("why") == ["generator-0", "generator-1"]
+    assert await run.watch._dump_all_stacks("why") == ["generator-0", "generator-1"]
     assert run.world.asked == [(21, "near"), (21, "far")]
 
 
 BLOCKED = """
 import sys, time
 from pathlib import Path
-from r3async.actors.process import begin
-from r3async.world.real import REAL
+from r3async.actors.process import prepare_process
+from r3async.world.real import REAL_WORLD
 def held_up():
     Path(sys.argv[1], "ready").touch()
     time.sleep(60)
-lock = begin(REAL, Path(sys.argv[1]), "generator-0")
+lock = prepare_process(REAL_WORLD, Path(sys.argv[1]), "generator-0")
 held_up()
 """
 
@@ -353,32 +355,35 @@ def until(condition):
 
 
 def test_a_process_that_is_held_up_writes_its_stacks_to_its_log(tmp_path):
-    log, processes = tmp_path / "logs" / "generator-0.log", REAL.processes
+    log, processes = tmp_path / "logs" / "generator-0.log", REAL_WORLD.processes
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = ["ray::GeneratorActor", "-c", BLOCKED, str(tmp_path)]
     with subprocess.Popen(command, executable=sys.executable, env=environment) as process:
         try:
             until((tmp_path / "ready").exists)
-            assert not processes.ask_for_stacks(process.pid, "far")
-            assert processes.ask_for_stacks(process.pid, processes.host)
+            assert not processes.request_stack_dump(process.pid, "far")
+            assert processes.request_stack_dump(process.pid, processes.host)
             until(lambda: "in held_up" in log.read_text())
             assert process.poll() is None
-            assert not processes.kill(process.pid, "far")
-            assert (processes.alive(process.pid, processes.host), processes.alive(process.pid, "far")) == (True, False)
-            assert processes.kill(process.pid, processes.host)
+            assert not processes.kill_process(process.pid, "far")
+            assert (processes.is_alive(process.pid, processes.host), processes.is_alive(process.pid, "far")) == (
+                True,
+                False,
+            )
+            assert processes.kill_process(process.pid, processes.host)
             assert process.wait(timeout=30) == -signal.SIGKILL
-            assert not processes.alive(process.pid, processes.host)
+            assert not processes.is_alive(process.pid, processes.host)
         finally:
             process.kill()
 
 
 def test_a_process_of_somebody_else_is_sent_nothing():
-    processes = REAL.processes
+    processes = REAL_WORLD.processes
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
-            assert not processes.ask_for_stacks(process.pid, processes.host)
-            assert not processes.kill(process.pid, processes.host)
+            assert not processes.request_stack_dump(process.pid, processes.host)
+            assert not processes.kill_process(process.pid, processes.host)
             assert process.poll() is None
         finally:
             process.kill()
-    assert not processes.kill(process.pid, processes.host)
+    assert not processes.kill_process(process.pid, processes.host)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.weights.content import EncodedWeights
+from r3async.weights.content import SafetensorsEncoder
 from r3async.weights.manifest import TensorEntry, WeightError, WeightManifest
-from r3async.weights.publish import Publisher
-from r3async.weights.reading import read_verified, verify
-from r3async.world.disk import Disk
+from r3async.weights.publish import VersionStore
+from r3async.weights.reading import iter_verified_tensors, verify_version_file
+from r3async.world.disk import SystemFiles
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -34,14 +34,14 @@ def tensors() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def publisher(tmp_path):
-    with Publisher(tmp_path) as publisher:
+    with VersionStore(tmp_path) as publisher:
         yield publisher
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_read_is_what_was_published(publisher, dtype):
-    manifest = publisher.publish(3, tensors(), dtype)
-    read = dict(read_verified(manifest))
+    manifest = publisher.write_tensors(3, tensors(), dtype)
+    read = dict(iter_verified_tensors(manifest))
     for name, tensor in tensors().items():
         expected = tensor.to(dtype) if tensor.is_floating_point() else tensor
         assert read[name].dtype == expected.dtype
@@ -55,8 +55,8 @@ def test_what_decides_who_is_chosen_is_never_rounded(publisher):
     """Engines keep it in float32 whatever they compute in. A plain float32 model, so that all tensors are alike in memory."""
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     given = {"first": torch.arange(4) / 3, bias: torch.arange(4) / 7, "last": torch.arange(4) / 9}
-    manifest = publisher.publish(0, given, torch.bfloat16)
-    read = dict(read_verified(manifest))
+    manifest = publisher.write_tensors(0, given, torch.bfloat16)
+    read = dict(iter_verified_tensors(manifest))
     assert list(read) == list(given)
     assert [tensor.dtype for tensor in read.values()] == [torch.bfloat16, torch.float32, torch.bfloat16]
     assert torch.equal(read[bias], given[bias])
@@ -65,44 +65,44 @@ def test_what_decides_who_is_chosen_is_never_rounded(publisher):
 
 
 def test_the_file_is_ordinary_safetensors(publisher):
-    manifest = publisher.publish(0, tensors(), torch.float32)
+    manifest = publisher.write_tensors(0, tensors(), torch.float32)
     loaded = load_file(manifest.path)
     assert torch.equal(loaded["transposed"], tensors()["transposed"])
     assert loaded["scalar"].shape == ()
 
 
 def test_a_manifest_survives_the_wire(publisher):
-    manifest = publisher.publish(0, tensors(), torch.bfloat16)
+    manifest = publisher.write_tensors(0, tensors(), torch.bfloat16)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=WeightManifest) == manifest
 
 
 def test_the_last_versions_are_kept(publisher):
-    manifests = [publisher.publish(v, tensors(), torch.float32) for v in (0, 1, 5)]
+    manifests = [publisher.write_tensors(v, tensors(), torch.float32) for v in (0, 1, 5)]
     assert sorted(p.name for p in publisher.path.glob("version-*")) == [
         "version-1.safetensors",
         "version-5.safetensors",
     ]
-    verify(manifests[1])
+    verify_version_file(manifests[1])
     with pytest.raises(WeightError, match=r"version 0 .*cannot be read"):
-        verify(manifests[0])
+        verify_version_file(manifests[0])
 
 
 def test_a_mapped_version_outlives_its_file(publisher):
-    held = dict(read_verified(publisher.publish(0, tensors(), torch.float32)))
+    held = dict(iter_verified_tensors(publisher.write_tensors(0, tensors(), torch.float32)))
     for version in (1, 2, 3):
-        publisher.publish(version, {"matrix": torch.zeros(6, 8)}, torch.float32)
+        publisher.write_tensors(version, {"matrix": torch.zeros(6, 8)}, torch.float32)
     assert torch.equal(held["matrix"], tensors()["matrix"])
 
 
 @pytest.mark.parametrize("version", [4, 3])
 def test_versions_only_go_up(publisher, version):
-    publisher.publish(4, tensors(), torch.float32)
+    publisher.write_tensors(4, tensors(), torch.float32)
     with pytest.raises(WeightError, match=f"version {version} cannot follow version 4"):
-        publisher.publish(version, tensors(), torch.float32)
+        publisher.write_tensors(version, tensors(), torch.float32)
 
 
 def test_every_flipped_byte_is_found_and_its_tensor_named(publisher):
-    manifest = publisher.publish(0, tensors(), torch.float32)
+    manifest = publisher.write_tensors(0, tensors(), torch.float32)
     content = bytearray(Path(manifest.path).read_bytes())
     data = len(content) - manifest.nbytes
     at, damaged = data, []
@@ -112,7 +112,7 @@ def test_every_flipped_byte_is_found_and_its_tensor_named(publisher):
             content[at + size // 2] ^= 1
             Path(manifest.path).write_bytes(content)
             with pytest.raises(WeightError, match=f"tensor '{name}' is corrupt"):
-                verify(manifest)
+                verify_version_file(manifest)
             content[at + size // 2] ^= 1
             damaged.append(name)
         at += size
@@ -120,11 +120,11 @@ def test_every_flipped_byte_is_found_and_its_tensor_named(publisher):
 
 
 def test_a_truncated_file_is_refused(publisher):
-    manifest = publisher.publish(0, tensors(), torch.float32)
+    manifest = publisher.write_tensors(0, tensors(), torch.float32)
     path = Path(manifest.path)
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(WeightError, match="cannot be read"):
-        verify(manifest)
+        verify_version_file(manifest)
 
 
 @pytest.mark.parametrize(
@@ -137,57 +137,57 @@ def test_a_truncated_file_is_refused(publisher):
     ],
 )
 def test_a_file_that_differs_from_its_manifest_is_refused_before_any_tensor(publisher, change, message):
-    manifest = publisher.publish(0, tensors(), torch.float32)
+    manifest = publisher.write_tensors(0, tensors(), torch.float32)
     entries = dict(manifest.tensors)
     change(entries)
     with pytest.raises(WeightError, match=message):
-        next(read_verified(msgspec.structs.replace(manifest, tensors=entries), checksums=False))
+        next(iter_verified_tensors(msgspec.structs.replace(manifest, tensors=entries), verify_checksums=False))
 
 
 def test_too_little_space_is_an_error_that_says_how_much_is_missing(publisher, monkeypatch):
-    monkeypatch.setattr(Disk, "free", lambda self, path: 1024)
+    monkeypatch.setattr(SystemFiles, "free_bytes", lambda self, path: 1024)
     with pytest.raises(OSError, match=r"needs 0\.00 GiB .* free; .*weights\.directory") as full:
-        publisher.publish(0, tensors(), torch.float32)
+        publisher.write_tensors(0, tensors(), torch.float32)
     assert full.value.errno == errno.ENOSPC
     assert [path.name for path in publisher.path.iterdir()] == ["lock"]
     monkeypatch.undo()
-    publisher.publish(0, tensors(), torch.float32)  # once there is some
+    publisher.write_tensors(0, tensors(), torch.float32)  # once there is some
 
 
 def test_a_disk_that_can_never_hold_two_versions_is_said_and_not_waited_for(publisher, monkeypatch):
     whole = 16 * 2**20 + 1000
-    monkeypatch.setattr(Disk, "capacity", lambda self, path: whole)
-    publisher.publish(0, tensors(), torch.float32)
+    monkeypatch.setattr(SystemFiles, "total_bytes", lambda self, path: whole)
+    publisher.write_tensors(0, tensors(), torch.float32)
     with pytest.raises(
         WeightError, match=r"version 1 needs .* beside the .* of the one before but .* can hold 0\.02 GiB"
     ):
-        publisher.publish(1, tensors(), torch.float32)
+        publisher.write_tensors(1, tensors(), torch.float32)
 
 
 def test_where_there_is_no_space_for_a_third_version_the_first_makes_way_unless_it_is_read(publisher, monkeypatch):
     for version in (0, 1):
-        publisher.publish(version, tensors(), torch.float32)
+        publisher.write_tensors(version, tensors(), torch.float32)
     there = lambda: sorted(path.name for path in publisher.path.glob("version-*"))  # noqa: E731
-    monkeypatch.setattr(Disk, "free", lambda self, path: 2**30 if len(there()) < 2 else 1024)
+    monkeypatch.setattr(SystemFiles, "free_bytes", lambda self, path: 2**30 if len(there()) < 2 else 1024)
     with pytest.raises(OSError, match="free"):
-        publisher.publish(2, tensors(), torch.float32, reading=[0])
-    publisher.publish(2, tensors(), torch.float32)
+        publisher.write_tensors(2, tensors(), torch.float32, versions_in_use=[0])
+    publisher.write_tensors(2, tensors(), torch.float32)
     assert there() == ["version-1.safetensors", "version-2.safetensors"]
 
 
 def test_a_failed_write_leaves_nothing_behind(publisher):
     broken = {"good": torch.zeros(4), "bad": torch.zeros(4, dtype=torch.complex64)}
     with pytest.raises(WeightError, match="tensor 'bad' has dtype"):
-        publisher.publish(0, broken, torch.float32)
+        publisher.write_tensors(0, broken, torch.float32)
     with pytest.raises(WeightError, match="no tensors"):
-        publisher.publish(0, {}, torch.float32)
+        publisher.write_tensors(0, {}, torch.float32)
     assert [path.name for path in publisher.path.iterdir()] == ["lock"]
-    publisher.publish(0, tensors(), torch.float32)
+    publisher.write_tensors(0, tensors(), torch.float32)
 
 
 def test_close_removes_everything(tmp_path):
-    publisher = Publisher(tmp_path)
-    publisher.publish(0, tensors(), torch.float32)
+    publisher = VersionStore(tmp_path)
+    publisher.write_tensors(0, tensors(), torch.float32)
     publisher.close()
     publisher.close()
     assert list(tmp_path.iterdir()) == []
@@ -195,29 +195,29 @@ def test_close_removes_everything(tmp_path):
 
 def test_publishers_share_a_directory_and_lost_ones_are_cleared_away(tmp_path):
     killed = (
-        "import os, signal, sys, torch; from pathlib import Path; from r3async.weights.publish import Publisher\n"
-        "Publisher(Path(sys.argv[1])).publish(0, {'x': torch.zeros(4)}, torch.float32); os.kill(os.getpid(), 9)"
+        "import os, signal, sys, torch; from pathlib import Path; from r3async.weights.publish import VersionStore\n"
+        "VersionStore(Path(sys.argv[1])).write_tensors(0, {'x': torch.zeros(4)}, torch.float32); os.kill(os.getpid(), 9)"
     )
-    with Publisher(tmp_path) as living:
-        manifest = living.publish(0, tensors(), torch.float32)
+    with VersionStore(tmp_path) as living:
+        manifest = living.write_tensors(0, tensors(), torch.float32)
         result = subprocess.run([sys.executable, "-c", killed, str(tmp_path)], timeout=60, check=False)
         assert result.returncode == -9
         assert len(list(tmp_path.iterdir())) == 2
-        with Publisher(tmp_path) as second:
+        with VersionStore(tmp_path) as second:
             assert set(tmp_path.iterdir()) == {living.path, second.path}
-            verify(manifest)
+            verify_version_file(manifest)
 
 
 def test_a_version_that_an_engine_is_still_reading_outlives_any_number_of_newer_ones(tmp_path):
     weights = {"a": torch.ones(3)}
-    with Publisher(tmp_path) as publisher:
-        first = publisher.publish(1, weights, torch.float32)
-        second = publisher.publish(2, weights, torch.float32)
+    with VersionStore(tmp_path) as publisher:
+        first = publisher.write_tensors(1, weights, torch.float32)
+        second = publisher.write_tensors(2, weights, torch.float32)
         for version in range(3, 7):
-            publisher.publish(version, weights, torch.float32, reading=[1])
-            verify(first)
+            publisher.write_tensors(version, weights, torch.float32, versions_in_use=[1])
+            verify_version_file(first)
         assert not Path(second.path).exists()
-        publisher.publish(7, weights, torch.float32)
+        publisher.write_tensors(7, weights, torch.float32)
         assert not Path(first.path).exists()
         assert sorted(p.name for p in publisher.path.glob("*.safetensors")) == [
             "version-6.safetensors",
@@ -227,10 +227,10 @@ def test_a_version_that_an_engine_is_still_reading_outlives_any_number_of_newer_
 
 @pytest.mark.parametrize("bucket", [1, 7, 64, 10**6])
 def test_no_part_is_larger_than_a_bucket_and_all_of_them_are_the_file(bucket):
-    encoded = EncodedWeights(3, tensors(), torch.float32, bucket)
+    encoded = SafetensorsEncoder(3, tensors(), torch.float32, bucket)
     header, *parts = [bytes(part) for part in encoded]
     assert all(len(part) <= max(bucket, 8) for part in parts)  # one element at least
-    manifest = encoded.manifest("")
-    whole = EncodedWeights(3, tensors(), torch.float32, 10**9)
+    manifest = encoded.build_manifest("")
+    whole = SafetensorsEncoder(3, tensors(), torch.float32, 10**9)
     assert b"".join([header, *parts]) == b"".join(bytes(part) for part in whole)
-    assert manifest == whole.manifest("")
+    assert manifest == whole.build_manifest("")

@@ -10,25 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.weights.delta import (
-    BLOCK_BYTES,
-    Head,
-    Identity,
-    apply,
-    decode_block,
-    encode,
-    encode_block,
-    encode_head,
-    head_of,
-    records,
+    DELTA_BLOCK_BYTES,
+    DeltaHeader,
+    VersionDigest,
+    apply_delta,
+    decode_delta_block,
+    encode_delta,
+    encode_delta_block,
+    encode_delta_header,
+    encode_records,
+    make_delta_header,
 )
 from r3async.weights.manifest import WeightError
-from r3async.world.disk import Disk
+from r3async.world.disk import SystemFiles
 
-OLD, NEW = Identity(3, 17), Identity(4, 18)
+OLD, NEW = VersionDigest(3, 17), VersionDigest(4, 18)
 
 
 def record_of(before: bytes, after: bytes) -> bytes:
-    return b"".join(map(bytes, encode_block(before, after)))
+    return b"".join(map(bytes, encode_delta_block(before, after)))
 
 
 @st.composite
@@ -49,7 +49,7 @@ def pairs(draw):
 @given(pairs())
 def test_a_block_becomes_what_it_was_made_of(pair):
     before, after = pair
-    assert bytes(decode_block(before, record_of(before, after))) == after
+    assert bytes(decode_delta_block(before, record_of(before, after))) == after
 
 
 @settings(max_examples=200)
@@ -63,7 +63,7 @@ def test_a_record_that_is_torn_or_changed_is_refused_or_harmless(pair, data):
     else:
         del record[data.draw(st.integers(25, len(record))) :]
     try:
-        made = bytes(decode_block(before, record))
+        made = bytes(decode_delta_block(before, record))
     except WeightError:
         return
     assert made == after  # a bit of a count that nothing depends on
@@ -75,11 +75,11 @@ def test_a_block_of_another_base_is_refused():
     after, other = before.copy(), before.copy()
     after[5], other[77] = after[5] ^ 1, other[77] ^ 1
     with pytest.raises(WeightError, match="does not become what it was"):
-        decode_block(other, record_of(before, after))
+        decode_delta_block(other, record_of(before, after))
 
 
 def write(tmp_path, name: str, pieces) -> object:
-    file = Disk().open(tmp_path / name, new=True)
+    file = SystemFiles().open(tmp_path / name, exclusive=True)
     file.append([bytes(p) for p in pieces])
     return file
 
@@ -93,48 +93,50 @@ def contents(nbytes: int, lr: float) -> tuple[bytes, bytes]:
     return before + b"x" * (nbytes % 2), after + b"y" * (nbytes % 2)
 
 
-@pytest.mark.parametrize("nbytes", [7, BLOCK_BYTES, 2 * BLOCK_BYTES + 4097])
+@pytest.mark.parametrize("nbytes", [7, DELTA_BLOCK_BYTES, 2 * DELTA_BLOCK_BYTES + 4097])
 def test_a_file_becomes_the_published_one_whoever_made_which_blocks(tmp_path, nbytes):
     old, new = contents(nbytes, 3e-6)
     before, after = write(tmp_path, "old", [old]), write(tmp_path, "new", [new])
-    whole = write(tmp_path, "delta", encode(OLD, NEW, before, after))
-    parts = [p for first, last in ((0, 0), (0, 1), (1, 2), (2, None)) for p in records(before, after, first, last)]
-    assert write(tmp_path, "parts", [head_of(OLD, NEW, nbytes), *parts]).read() == whole.read()
-    assert b"".join(map(bytes, apply(OLD, before, whole))) == new
-    if nbytes >= BLOCK_BYTES:
+    whole = write(tmp_path, "delta", encode_delta(OLD, NEW, before, after))
+    parts = [
+        p for first, last in ((0, 0), (0, 1), (1, 2), (2, None)) for p in encode_records(before, after, first, last)
+    ]
+    assert write(tmp_path, "parts", [make_delta_header(OLD, NEW, nbytes), *parts]).read() == whole.read()
+    assert b"".join(map(bytes, apply_delta(OLD, before, whole))) == new
+    if nbytes >= DELTA_BLOCK_BYTES:
         assert whole.size() < nbytes / 15
 
 
 def test_a_delta_is_only_applied_to_the_version_that_it_changes(tmp_path):
     old, new = contents(10_000, 1e-5)
     before, after = write(tmp_path, "old", [old]), write(tmp_path, "new", [new])
-    delta = write(tmp_path, "delta", encode(OLD, NEW, before, after))
-    for other in (Identity(2, 17), Identity(3, 19)):
+    delta = write(tmp_path, "delta", encode_delta(OLD, NEW, before, after))
+    for other in (VersionDigest(2, 17), VersionDigest(3, 19)):
         with pytest.raises(WeightError, match=r"to version 3 was to be applied"):
-            next(iter(apply(other, before, delta)))
+            next(iter(apply_delta(other, before, delta)))
     with pytest.raises(WeightError, match="does not become"):
-        list(apply(OLD, after, delta))
+        list(apply_delta(OLD, after, delta))
     short = write(tmp_path, "short", [old[:-1]])
     with pytest.raises(WeightError, match="file of 10000 bytes"):
-        list(apply(OLD, short, delta))
+        list(apply_delta(OLD, short, delta))
 
 
 @pytest.mark.parametrize("cut", [0, 9, 40, -1])
 def test_a_file_that_is_torn_is_refused(tmp_path, cut):
     old, new = contents(10_000, 1e-5)
     before, after = write(tmp_path, "old", [old]), write(tmp_path, "new", [new])
-    delta = b"".join(map(bytes, encode(OLD, NEW, before, after)))
+    delta = b"".join(map(bytes, encode_delta(OLD, NEW, before, after)))
     with pytest.raises(WeightError):
-        list(apply(OLD, before, write(tmp_path, "torn", [delta[:cut]])))
+        list(apply_delta(OLD, before, write(tmp_path, "torn", [delta[:cut]])))
     with pytest.raises(WeightError, match="bytes too many"):
-        list(apply(OLD, before, write(tmp_path, "long", [delta, b"?"])))
-    huge = encode_head(msgspec.structs.replace(Head(OLD, NEW, 10_000, 2), block_bytes=2**40))
+        list(apply_delta(OLD, before, write(tmp_path, "long", [delta, b"?"])))
+    huge = encode_delta_header(msgspec.structs.replace(DeltaHeader(OLD, NEW, 10_000, 2), block_bytes=2**40))
     with pytest.raises(WeightError, match="names blocks"):
-        list(apply(OLD, before, write(tmp_path, "huge", [huge])))
+        list(apply_delta(OLD, before, write(tmp_path, "huge", [huge])))
 
 
 def test_two_hundred_versions_later_the_bits_are_those_of_the_learner(tmp_path):
-    generator, disk = torch.Generator().manual_seed(1), Disk()
+    generator, disk = torch.Generator().manual_seed(1), SystemFiles()
     master = torch.randn(50_000, generator=generator) * 0.02
     theirs = master.bfloat16().view(torch.uint8).numpy().tobytes()
     sent = 0
@@ -143,11 +145,11 @@ def test_two_hundred_versions_later_the_bits_are_those_of_the_learner(tmp_path):
         master += torch.randn(len(master), generator=generator).sign() * 3e-6
         new = master.bfloat16().view(torch.uint8).numpy().tobytes()
         files = [write(tmp_path, f"{kind}{version}", [data]) for kind, data in (("a", old), ("b", new), ("c", theirs))]
-        one, other = Identity(version, version), Identity(version + 1, version + 1)
-        delta = write(tmp_path, f"d{version}", encode(one, other, files[0], files[1]))
-        theirs = b"".join(map(bytes, apply(one, files[2], delta)))
+        one, other = VersionDigest(version, version), VersionDigest(version + 1, version + 1)
+        delta = write(tmp_path, f"d{version}", encode_delta(one, other, files[0], files[1]))
+        theirs = b"".join(map(bytes, apply_delta(one, files[2], delta)))
         assert theirs == new
         sent += delta.size()
-        for name in disk.list(tmp_path):
+        for name in disk.list_names(tmp_path):
             disk.remove(tmp_path / name)
     assert sent < 200 * len(new) / 15

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 import torch
 
-from r3async.actors.delivery import choose_backend
+from r3async.actors.delivery import choose_weight_backend
 from r3async.config import load_config
 from r3async.rollout.engines import vllm_worker
-from r3async.rollout.engines.vllm_requests import _verify
-from r3async.rollout.engines.vllm_sender import nccl_carrier, published_names, read, serve
+from r3async.rollout.engines.vllm_requests import _verify_manifest
+from r3async.rollout.engines.vllm_sender import make_nccl_sender, order_tensor_names, read_tensors, serve_sends
 from r3async.rollout.engines.vllm_worker import WorkerExtension
 from r3async.weights.manifest import WeightError, WeightManifest
-from r3async.weights.nccl import NcclReceiver, NcclSender, Offer, Send, ask
+from r3async.weights.nccl import NcclReceiver, NcclSender, Offer, Send, request_receive_offer
 from tests.helpers.nccl import Process
 
 
@@ -37,9 +37,9 @@ class Beside(Process):
             while job.version in self.hang and not self.killed:
                 time.sleep(0.01)
             if not self.killed:
-                self.wire.put(read(job.path))
+                self.wire.put(read_tensors(job.path))
 
-        serve(endpoint, link, carry, stop=lambda: self.killed)
+        serve_sends(endpoint, link, carry, stop=lambda: self.killed)
 
 
 class Model(torch.nn.Module):
@@ -94,7 +94,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def left_out(monkeypatch):
     names: list[str] = []
-    monkeypatch.setattr(vllm_worker, "modules_left_out", lambda model: names)
+    monkeypatch.setattr(vllm_worker, "find_unfilled_modules", lambda model: names)
     return names
 
 
@@ -118,12 +118,12 @@ def sender(tmp_path, wire, hang):
 
 
 def fetched(sender, version, receiver, timeout=20.0):
-    publication = sender.send(version, tensors(version), torch.bfloat16)
-    return asyncio.run(receiver.fetch(publication.manifest, publication.parts, timeout))
+    publication = sender.publish_tensors(version, tensors(version), torch.bfloat16)
+    return asyncio.run(receiver.fetch_version(publication.manifest, publication.transport_data, timeout))
 
 
 def install(worker, manifest):
-    worker.r3_install(msgspec.msgpack.encode(manifest))
+    worker.r3_install_version(msgspec.msgpack.encode(manifest))
 
 
 def test_workers_hold_what_was_published_and_say_which_version(sender, wire, left_out):
@@ -131,16 +131,16 @@ def test_workers_hold_what_was_published_and_say_which_version(sender, wire, lef
     for version in (0, 1):
         manifest = fetched(sender, version, receiver)
         install(worker, manifest)
-        assert worker.r3_holds == (version, manifest.digest)
+        assert worker.r3_installed == (version, manifest.digest)
         for name, tensor in tensors(version).items():
             assert torch.equal(worker.model.holds[name], tensor.to(torch.bfloat16)), name
     assert len(worker.groups) == 1
     assert worker.groups[0]["world_size"] == 2
     assert worker.steps == ["start", "finish"] * 2
     restarted = Worker(wire)
-    install(restarted, asyncio.run(NcclReceiver("g0").fetch(manifest, [manifest.source.endpoint], 20.0)))
+    install(restarted, asyncio.run(NcclReceiver("g0").fetch_version(manifest, [manifest.source.endpoint], 20.0)))
     assert restarted.groups[0]["master_port"] != 0
-    assert restarted.r3_link != worker.r3_link
+    assert restarted.r3_nccl_link != worker.r3_nccl_link
 
 
 def test_a_tensor_that_is_not_loaded_and_a_module_that_is_not_filled_are_named(sender, wire, left_out):
@@ -148,21 +148,21 @@ def test_a_tensor_that_is_not_loaded_and_a_module_that_is_not_filled_are_named(s
     worker = Worker(wire, lose="m")
     with pytest.raises(WeightError, match="version 0: tensor 'm' was not loaded"):
         install(worker, fetched(sender, 0, receiver))
-    assert worker.r3_holds == (-1, 0)
+    assert worker.r3_installed == (-1, 0)
     left_out.append("layers.1")
     with pytest.raises(WeightError, match=r"version 1: vLLM's loader left out 'layers\.1'"):
         install(Worker(wire), fetched(sender, 1, receiver))
 
 
 def test_a_file_is_loaded_under_the_same_watch(sender, wire, left_out):
-    manifest = sender.send(0, tensors(0), torch.bfloat16).manifest
+    manifest = sender.publish_tensors(0, tensors(0), torch.bfloat16).manifest
     worker = Worker(wire)
     install(worker, manifest)
-    assert worker.r3_holds == (0, manifest.digest)
+    assert worker.r3_installed == (0, manifest.digest)
     assert sorted(worker.model.holds) == ["a", "m", "z"]
     assert worker.groups == []
     with pytest.raises(WeightError, match="'z' was not loaded"):
-        worker.r3_reload(manifest, [(name, tensor) for name, tensor in tensors(0).items() if name != "z"])
+        worker.r3_reload_tensors(manifest, [(name, tensor) for name, tensor in tensors(0).items() if name != "z"])
     assert worker.model.load_weights.__func__ is Model.load_weights
 
 
@@ -171,17 +171,17 @@ def test_a_group_without_nccl_would_send_nothing_and_is_refused(sender, wire, le
     worker.weight_transfer_engine.model_update_group.disabled = True
     with pytest.raises(WeightError, match="VLLM_DISABLE_PYNCCL"):
         install(worker, fetched(sender, 0, NcclReceiver("g0")))
-    assert worker.r3_link == ""
+    assert worker.r3_nccl_link == ""
 
 
 def test_the_learner_continues_publishing_while_a_generator_hangs(sender, wire, hang, left_out):
     hang.add(0)
     manifest = fetched(sender, 0, NcclReceiver("g0"))
-    assert isinstance(ask(manifest, 0, 1), Offer)  # and this worker dies in the middle
+    assert isinstance(request_receive_offer(manifest, 0, 1), Offer)  # and this worker dies in the middle
     before = time.monotonic()
     worker = Worker(wire)
     install(worker, fetched(sender, 1, NcclReceiver("g1")))
-    assert worker.r3_holds[0] == 1
+    assert worker.r3_installed[0] == 1
     sender.close()
     assert time.monotonic() - before < 10
 
@@ -190,26 +190,26 @@ def test_nothing_waits_for_a_lost_learner(sender, tmp_path):
     manifest = fetched(sender, 0, NcclReceiver("g0"), timeout=0.3)
     sender.close()
     with pytest.raises(WeightError, match=r"no answer from the learner at tcp://127.* within 0\.3 s"):
-        ask(manifest, 0, 1)
+        request_receive_offer(manifest, 0, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 @pytest.mark.long
 def test_without_cuda_the_real_process_ends_and_the_worker_gets_the_reason(tmp_path):
     with pytest.raises(RuntimeError, match="needs CUDA"):
-        nccl_carrier()
+        make_nccl_sender()
     sender = NcclSender(tmp_path, "127.0.0.1", 64, lambda nbytes: 100.0)
     try:
         manifest = fetched(sender, 0, NcclReceiver("g0"), timeout=100.0)
         with pytest.raises(WeightError, match=r"version 0 was not sent: the process .* ended with code 1"):
-            ask(manifest, 0, 1)
+            request_receive_offer(manifest, 0, 1)
     finally:
         sender.close()
 
 
 def test_what_vllm_cannot_pack_is_refused(sender):
     with pytest.raises(WeightError, match="'scale' is a scalar"):
-        sender.send(0, {"scale": torch.tensor(1.0)}, torch.bfloat16)
+        sender.publish_tensors(0, {"scale": torch.tensor(1.0)}, torch.bfloat16)
 
 
 def test_tensors_of_any_width_travel_in_an_order_that_vllm_can_unpack(sender):
@@ -220,11 +220,11 @@ def test_tensors_of_any_width_travel_in_an_order_that_vllm_can_unpack(sender):
         "c": torch.arange(5, dtype=torch.int64),
         "d": torch.arange(7.0),
     }
-    manifest = sender.send(0, given, torch.bfloat16).manifest
-    found = read(manifest.path)
+    manifest = sender.publish_tensors(0, given, torch.bfloat16).manifest
+    found = read_tensors(manifest.path)
     assert list(found) == ["c", "b.e_score_correction_bias", "a", "d"]
     widths = {name: getattr(torch, entry.dtype).itemsize for name, entry in manifest.tensors.items()}
-    assert published_names(widths) == list(found)
+    assert order_tensor_names(widths) == list(found)
     packed = torch.cat([tensor.view(torch.uint8).view(-1) for tensor in found.values()])
     parts = packed.split([tensor.nbytes for tensor in found.values()])
     for part, tensor in zip(parts, found.values(), strict=True):  # as vLLM's `unpack_tensor` does
@@ -232,19 +232,19 @@ def test_tensors_of_any_width_travel_in_an_order_that_vllm_can_unpack(sender):
 
 
 def test_the_way_is_no_part_of_the_contents_and_there_is_no_file_to_verify(sender):
-    publication = sender.send(0, tensors(0), torch.bfloat16)
-    manifest = asyncio.run(NcclReceiver("g0").fetch(publication.manifest, publication.parts, 1.0))
+    publication = sender.publish_tensors(0, tensors(0), torch.bfloat16)
+    manifest = asyncio.run(NcclReceiver("g0").fetch_version(publication.manifest, publication.transport_data, 1.0))
     assert manifest.digest == publication.manifest.digest
     elsewhere = msgspec.structs.replace(manifest, path="/not/here")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(elsewhere), type=WeightManifest) == elsewhere
-    _verify(elsewhere, {"a"})
+    _verify_manifest(elsewhere, {"a"})
     with pytest.raises(WeightError, match="'b' is missing"):
-        _verify(elsewhere, {"b"})
+        _verify_manifest(elsewhere, {"b"})
 
 
 def test_the_backend_is_refused_where_it_cannot_work():
     def chosen(learner, engines, *overrides, hosts=("a",)):
-        return choose_backend(load_config("quickstart", list(overrides)), set(hosts), learner, engines)
+        return choose_weight_backend(load_config("quickstart", list(overrides)), set(hosts), learner, engines)
 
     nccl = "weights.backend=nccl"
     assert chosen(["gpu-1"], [["gpu-2"]]) == "shared_memory"  # `auto`
@@ -279,12 +279,12 @@ def test_vllm_takes_what_it_is_given():
     worker.init_weight_transfer_engine = lambda info: worker.groups.append(nccl.NCCLWeightTransferInitInfo(**info))
     offer = Offer("link", "127.0.0.1", 5, 1024)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_worker, "ask", lambda *_: offer)
-        patch.setattr(vllm_worker, "modules_left_out", lambda model: [])
+        patch.setattr(vllm_worker, "request_receive_offer", lambda *_: offer)
+        patch.setattr(vllm_worker, "find_unfilled_modules", lambda model: [])
         from r3async.weights.manifest import NcclSource, TensorEntry
 
         source = NcclSource("tcp://x", "g0", "r", 1.0)
-        worker.r3_receive(WeightManifest(0, "", {"w": TensorEntry("bfloat16", (1,), 0)}, 2, source))
+        worker.r3_receive_tensors(WeightManifest(0, "", {"w": TensorEntry("bfloat16", (1,), 0)}, 2, source))
     assert worker.groups[0].master_port == 5
     trainer = nccl.NCCLTrainerInitInfo(
         rank=0, master_address="x", master_port=5, world_size=2, packed_buffer_size_bytes=1024

@@ -13,23 +13,23 @@ from safetensors.torch import load_file
 import r3async.actors.conductor
 import r3async.actors.learner
 from r3async.actors.conductor import Conductor
-from r3async.actors.delivery import Published, Publishing
-from r3async.actors.fleet import Way
-from r3async.actors.installer import Installer
-from r3async.actors.learner import Counts, LearnerActor, Model, Work
+from r3async.actors.delivery import Published, VersionWriter
+from r3async.actors.fleet import LearnerAddress
+from r3async.actors.installer import VersionInstaller
+from r3async.actors.learner import LearnerActor, LearnerComponents, LearnerModel, StepCounts
 from r3async.actors.process import RunFailed
-from r3async.actors.ranks import LocalLearner
-from r3async.actors.reception import Ahead
-from r3async.config import load_config, to_dict
+from r3async.actors.ranks import LocalRank
+from r3async.actors.reception import NextStep
+from r3async.config import config_to_dict, load_config
 from r3async.learner import LearnerError
-from r3async.learner.batch.planner import Cost
-from r3async.learner.trainer import Prepared, TrainedGroups, Trainer
-from r3async.record.reading import read_objects
+from r3async.learner.batch.planner import CostModel
+from r3async.learner.trainer import PreparedStep, StepOutcome, Trainer
+from r3async.record.reading import read_json_objects
 from r3async.record.timeline import Timeline
 from r3async.schedule.groups import GroupBuffer
 from r3async.weights.manifest import WeightManifest
-from r3async.weights.publish import Publication
-from r3async.world.real import REAL
+from r3async.weights.publish import TransferOffer
+from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm
 from tests.helpers.parity import batch, config
 from tests.helpers.world import StandIn
@@ -41,19 +41,19 @@ LIMIT = 20.0
 def test_a_copy_is_not_changed_by_the_steps_that_are_made_before_it_is_written(tmp_path, backend):
     settings = config()
     settings.learner.backend = backend
-    learner = LocalLearner.load(settings, hm.make_hf_model(tmp_path / "model"))
+    learner = LocalRank.load(settings, hm.make_hf_model(tmp_path / "model"))
     try:
-        learner.publish_through("shared_memory")
-        learner.snapshot(0)
+        learner.set_weight_transport("shared_memory")
+        learner.snapshot_weights(0)
         before = load_file(tmp_path / "model" / "model.safetensors")
-        learner.train([[batch()]], version=0)
+        learner.train_minibatches([[batch()]], version=0)
         with pytest.raises(LearnerError, match="version 0 has not been written: version 1 has to wait"):
-            learner.snapshot(1)
-        first = load_file(learner.write().manifest.path)
+            learner.snapshot_weights(1)
+        first = load_file(learner.write_version().manifest.path)
         with pytest.raises(LearnerError, match="no snapshot"):
-            learner.write()
-        learner.snapshot(1)
-        second = load_file(learner.write().manifest.path)
+            learner.write_version()
+        learner.snapshot_weights(1)
+        second = load_file(learner.write_version().manifest.path)
     finally:
         learner.close()
     changed = 0
@@ -63,12 +63,12 @@ def test_a_copy_is_not_changed_by_the_steps_that_are_made_before_it_is_written(t
     assert changed > len(before) // 2
 
 
-def publication(version: int) -> Publication:
-    return Publication(WeightManifest(version=version, path="", tensors={}, nbytes=0))
+def publication(version: int) -> TransferOffer:
+    return TransferOffer(WeightManifest(version=version, path="", tensors={}, nbytes=0))
 
 
 class Backend:
-    """A learner whose `write` takes as long as the test wants; it says in which order things happened."""
+    """A learner whose `write_version` takes as long as the test wants; it says in which order things happened."""
 
     vocab_size, restarts = 8, 0
 
@@ -78,11 +78,11 @@ class Backend:
         self.failure: Exception | None = None
         self._copied = -1
 
-    def snapshot(self, version: int) -> None:
+    def snapshot_weights(self, version: int) -> None:
         self.happened.append(f"copied {version}")
         self._copied = version
 
-    def write(self, reading=()) -> Publication:
+    def write_version(self, versions_in_use=()) -> TransferOffer:
         assert self.may_write.acquire(timeout=LIMIT)
         if self.failure is not None:
             raise self.failure
@@ -96,24 +96,24 @@ class Backend:
 class Nothing:
     """In place of what is received: one group, always the same, of which nothing is trained."""
 
-    age_bound, routing = 0, None
+    staleness_bound, routing = 0, None
 
     def __init__(self) -> None:
         group = [
             SimpleNamespace(trajectory_id="t", group_index=0, episode_index=0, task_seed=0, preview=None, turns=())
         ]
-        self.buffer = SimpleNamespace(take=lambda indices: ([group], 0), episodes=lambda indices: [group])
+        self.buffer = SimpleNamespace(take_groups=lambda indices: ([group], 0), episodes_of=lambda indices: [group])
 
     async def wait_for_groups(self, since, interrupted):
         return [0]
 
-    async def set_aside(self, unsound, groups):
+    async def quarantine_rejected(self, unsound, groups):
         pass
 
-    def trained(self, indices):
+    def release_trained(self, indices):
         pass
 
-    def figures(self):
+    def collect_metrics(self):
         return {}
 
 
@@ -121,28 +121,32 @@ class Nothing:
 def learner(tmp_path, monkeypatch):
     """A learner, in this process, whose steps train nothing and take no time."""
     settings, backend = load_config("quickstart"), Backend()
-    monkeypatch.setattr(r3async.actors.learner, "begin", lambda *args: None)
-    actor = LearnerActor(REAL, "run", to_dict(settings), "model", str(tmp_path))
-    timeline, lanes = Timeline(tmp_path, "learner", enabled=False), (actor._torch, actor._writer)
-    publishing = Publishing(REAL, actor.config, actor.lineage, timeline, backend, *lanes, None, LIMIT)
-    monkeypatch.setattr(r3async.actors.learner, "check_ages", lambda *args: None)
-    monkeypatch.setattr(r3async.actors.learner, "age_metrics", lambda *args: {})
-    monkeypatch.setattr(Trainer, "prepared", lambda self, groups: Prepared(groups, [], [], [], {}, []))
+    monkeypatch.setattr(r3async.actors.learner, "prepare_process", lambda *args: None)
+    actor = LearnerActor(REAL_WORLD, "run", config_to_dict(settings), "model", str(tmp_path))
+    timeline, lanes = Timeline(tmp_path, "learner", enabled=False), (actor._torch_lane, actor._writer_lane)
+    publishing = VersionWriter(REAL_WORLD, actor.config, actor.lineage, timeline, backend, *lanes, None, LIMIT)
+    monkeypatch.setattr(r3async.actors.learner, "check_staleness", lambda *args: None)
+    monkeypatch.setattr(r3async.actors.learner, "compute_staleness_metrics", lambda *args: {})
+    monkeypatch.setattr(Trainer, "prepare_step", lambda self, groups: PreparedStep(groups, [], [], [], {}, []))
     trained = {"optimizer/skipped": 0}
-    monkeypatch.setattr(Trainer, "step", lambda self, n, version, ready: TrainedGroups(trained, ready.groups, [], []))
-    monkeypatch.setattr(r3async.actors.learner, "episode_metrics", lambda trajectories: {})
-    monkeypatch.setattr(r3async.actors.learner, "trained_step", lambda *args: {})
-    trainer = Trainer(settings, Cost(), backend, None, actor.events, lambda t: t)
-    actor._loaded = Model(backend, Cost(), Counts(), GroupBuffer(1))
+    monkeypatch.setattr(
+        Trainer, "train_step", lambda self, n, version, ready: StepOutcome(trained, ready.groups, [], [])
+    )
+    monkeypatch.setattr(r3async.actors.learner, "compute_episode_metrics", lambda trajectories: {})
+    monkeypatch.setattr(r3async.actors.learner, "make_trained_step", lambda *args: {})
+    trainer = Trainer(settings, CostModel(), backend, None, actor.events, lambda t: t)
+    actor._loaded = LearnerModel(backend, CostModel(), StepCounts(), GroupBuffer(1))
     nothing = Nothing()
-    actor._work = Work(nothing, trainer, Ahead(nothing, actor._packer, trainer.prepared), None, publishing)
+    actor._components = LearnerComponents(
+        nothing, trainer, NextStep(nothing, actor._packer_lane, trainer.prepare_step), None, publishing
+    )
     return actor
 
 
 async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_it_waits(learner):
-    backend = learner.model.backend
+    backend = learner.model.ranks
     assert (await learner.train_step())["new_weights"]
-    first = asyncio.create_task(learner.write())
+    first = asyncio.create_task(learner.write_version())
     second_step = asyncio.create_task(learner.train_step())
     while learner.model.counts.steps < 2:  # noqa: ASYNC110 - it offers nothing to wait on
         await asyncio.sleep(0.01)
@@ -156,21 +160,21 @@ async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_i
     assert written.seconds > 0.1
     assert result["version"] == 2
     assert result["metrics"]["weights/snapshot_seconds"] > 0.05
-    await asyncio.wait_for(learner.write(), LIMIT)
+    await asyncio.wait_for(learner.write_version(), LIMIT)
     assert backend.happened == ["copied 1", "written 1", "copied 2", "written 2"]
 
 
 async def test_a_version_that_cannot_be_written_raises_and_holds_nothing_up(learner):
-    learner.model.backend.failure = ValueError("no such tensor")  # what a disk lacks is waited for
+    learner.model.ranks.failure = ValueError("no such tensor")  # what a disk lacks is waited for
     await learner.train_step()
-    learner.model.backend.may_write.release()
+    learner.model.ranks.may_write.release()
     with pytest.raises(ValueError, match="no such tensor"):
-        await asyncio.wait_for(learner.write(), LIMIT)
+        await asyncio.wait_for(learner.write_version(), LIMIT)
     assert (await asyncio.wait_for(learner.train_step(), LIMIT))["version"] == 2
 
 
 async def test_a_version_that_is_not_written_in_time_is_named_with_the_setting(learner):
-    learner.work.publishing.write_seconds = 0.1
+    learner.components.version_writer.write_seconds = 0.1
     await learner.train_step()
     with pytest.raises(
         TimeoutError, match=r"version 2 has to wait for version 1, .* 0\.1 s \(weights\.write_timeout\)"
@@ -186,7 +190,7 @@ class RemoteLearner(StandIn):
         self.steps = 0
         self.written: list[int] = []
 
-    async def train_step(self, last=False, scored=False):
+    async def train_step(self, is_last=False, with_probe_scores=False):
         while len(self.written) < self.steps - 1:  # noqa: ASYNC110 - one copy waits
             await asyncio.sleep(0.005)
         self.steps += 1
@@ -202,7 +206,7 @@ class RemoteLearner(StandIn):
             "scores": [],
         }
 
-    async def write(self, reading):
+    async def write_version(self, versions_in_use):
         version = len(self.written) + 1
         await asyncio.sleep(0.03)
         if version == self.fails:
@@ -213,41 +217,43 @@ class RemoteLearner(StandIn):
 
 @pytest.fixture
 def conductor(tmp_path, monkeypatch):
-    monkeypatch.setattr(r3async.actors.conductor, "begin", lambda *args: None)
+    monkeypatch.setattr(r3async.actors.conductor, "prepare_process", lambda *args: None)
     settings = load_config("quickstart", ["steps=5"])
-    return Conductor(REAL, "run", to_dict(settings), str(tmp_path), StandIn(), {})
+    return Conductor(REAL_WORLD, "run", config_to_dict(settings), str(tmp_path), StandIn(), {})
 
 
 @pytest.fixture
 def installer(conductor, monkeypatch):
     """Delivers what is published, in a while, to nobody."""
     fleet = conductor.fleet
-    made = Installer(conductor.config, conductor.events, fleet, StandIn(), Way("", ""), None, Published(publication(0)))
+    made = VersionInstaller(
+        conductor.config, conductor.events, fleet, StandIn(), LearnerAddress("", ""), None, Published(publication(0))
+    )
     installed = []
 
     async def deliver():
-        version = made.published.version
+        version = made.newest_published.version
         await asyncio.sleep(0.02)
         installed.append(version)
         return {"weights/update_seconds": 0.02}
 
-    monkeypatch.setattr(made, "deliver", deliver)
+    monkeypatch.setattr(made, "deliver_newest", deliver)
     conductor.trained, conductor.freed = [], []
-    monkeypatch.setattr(conductor.admission, "trained", lambda *pair: conductor.trained.append(pair))
-    monkeypatch.setattr(conductor.admission, "published", conductor.freed.append)
+    monkeypatch.setattr(conductor.admission, "step_trained", lambda *pair: conductor.trained.append(pair))
+    monkeypatch.setattr(conductor.admission, "version_published", conductor.freed.append)
     conductor.versions = installed
     return made
 
 
 async def train(conductor, installer, learner):
     conductor.learner = learner
-    delivering = asyncio.create_task(conductor._deliver_forever(installer))
+    delivering = asyncio.create_task(conductor._deliver_versions(installer))
     try:
-        await asyncio.wait_for(conductor._train(installer, [delivering]), LIMIT)
-        await asyncio.wait_for(conductor._settle(delivering), LIMIT)
+        await asyncio.wait_for(conductor._train_steps(installer, [delivering]), LIMIT)
+        await asyncio.wait_for(conductor._finish_delivery(delivering), LIMIT)
     finally:
         delivering.cancel()
-    return conductor.made
+    return conductor.step
 
 
 async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conductor, installer, tmp_path):
@@ -256,7 +262,7 @@ async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conduct
     assert conductor.trained == [(version, [version - 1]) for version in range(1, 6)]
     assert conductor.freed == sorted(conductor.freed)
     assert conductor.freed[-1] == 5
-    rows = read_objects(tmp_path / "metrics.jsonl")
+    rows = read_json_objects(tmp_path / "metrics.jsonl")
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5]
     assert [r["weights/write_seconds"] for r in rows] == [1, 2, 3, 4, 5]
 
@@ -269,10 +275,10 @@ async def test_what_could_not_be_written_stops_the_training_with_its_reason(cond
 
 async def test_a_delivery_that_fails_after_the_last_step_is_not_passed_over(conductor, installer):
     async def deliver():
-        if installer.published.version == 5:
+        if installer.newest_published.version == 5:
             raise RunFailed("tensor 'x' is corrupt")
         return {}
 
-    installer.deliver = deliver
+    installer.deliver_newest = deliver
     with pytest.raises(RunFailed, match="tensor 'x' is corrupt"):
         await train(conductor, installer, RemoteLearner())

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.rollout.engines.vllm_plan import Copy, Fill, Filling, merged
+from r3async.rollout.engines.vllm_plan import ModuleLoad, TensorCopy, TensorFill, merge_copies
 
 
 @st.composite
@@ -30,7 +30,7 @@ def experts(draw):
     copies, at = [], lead
     for e, part in order:
         offset = (e * parts + part) * rows * columns
-        copies.append(Copy("w", torch.float32, 4 * at, offset, ((rows, wide, columns), (columns, 1, 1))))
+        copies.append(TensorCopy("w", torch.float32, 4 * at, offset, ((rows, wide, columns), (columns, 1, 1))))
         at += rows * wide + gap
     return draw(st.permutations(copies)), at, count * parts * rows * columns
 
@@ -41,16 +41,16 @@ def test_joined_copies_copy_the_same(made):
     data = torch.arange(float(file)).view(torch.uint8)
     want, found = torch.full((size,), -1.0), torch.full((size,), -1.0)
     for copy in copies:
-        copy.target(want).copy_(copy.source(data))
+        copy.view_target(want).copy_(copy.view_source(data))
     assert (want >= 0).all()
-    few = merged(copies)
+    few = merge_copies(copies)
     for copy in few:
-        copy.target(found).copy_(copy.source(data))
+        copy.view_target(found).copy_(copy.view_source(data))
     assert torch.equal(want, found)
     assert len(few) <= len(copies)
 
 
-def stacked(order: list[str], experts: int = 64) -> list[Copy]:
+def stacked(order: list[str], experts: int = 64) -> list[TensorCopy]:
     """gate, up and down of 64 experts in a file, and where vLLM puts them: gate over up, one expert after the other."""
     shapes, copies, at = {"gate": (3, 5), "up": (3, 5), "down": (5, 3)}, [], 0
     tensors = [(e, x) for e in range(experts) for x in order if x in shapes]
@@ -59,32 +59,34 @@ def stacked(order: list[str], experts: int = 64) -> list[Copy]:
     for e, x in tensors:
         rows, columns = shapes[x]
         parameter, offset = ("w2", 15 * e) if x == "down" else ("w13", 30 * e + 15 * (x == "up"))
-        copies.append(Copy(parameter, torch.bfloat16, 2 * at, offset, ((rows, columns, columns), (columns, 1, 1))))
+        copies.append(
+            TensorCopy(parameter, torch.bfloat16, 2 * at, offset, ((rows, columns, columns), (columns, 1, 1)))
+        )
         at += rows * columns
     return copies
 
 
 def test_a_layers_experts_are_few_copies_however_they_lie():
-    assert len(merged(stacked(["gate", "up", "down"]))) == 2
-    assert len(merged(stacked(["up", "gate", "down"]))) == 4
-    assert len(merged(stacked(["each", "gate", "up", "down"]))) == 2
+    assert len(merge_copies(stacked(["gate", "up", "down"]))) == 2
+    assert len(merge_copies(stacked(["up", "gate", "down"]))) == 4
+    assert len(merge_copies(stacked(["each", "gate", "up", "down"]))) == 2
 
 
 def test_parts_of_rows_stay_strided():
     """The columns that a tensor-parallel rank has of each expert."""
-    copies = [Copy("w2", torch.float32, 4 * 24 * e, 12 * e, ((4, 6, 3), (3, 1, 1))) for e in range(5)]
-    (one,) = merged(copies)
-    assert math.prod(step[0] for step in one.steps) == 5 * 12
+    copies = [TensorCopy("w2", torch.float32, 4 * 24 * e, 12 * e, ((4, 6, 3), (3, 1, 1))) for e in range(5)]
+    (one,) = merge_copies(copies)
+    assert math.prod(step[0] for step in one.dimensions) == 5 * 12
     data, parameter = torch.arange(120.0).view(torch.uint8), torch.zeros(5, 4, 3)
-    one.target(parameter).copy_(one.source(data))
+    one.view_target(parameter).copy_(one.view_source(data))
     assert torch.equal(parameter, torch.arange(120.0).reshape(5, 4, 6)[..., :3])
 
 
 def test_padding_is_filled_and_what_is_left_out_shows():
     module = torch.nn.Linear(3, 4, bias=True)
     data = torch.arange(6.0).view(torch.uint8)
-    copies = [Copy("weight", torch.float32, 0, 0, ((2, 3, 3), (3, 1, 1)))]
+    copies = [TensorCopy("weight", torch.float32, 0, 0, ((2, 3, 3), (3, 1, 1)))]
     with torch.no_grad():
-        Filling(copies, [Fill("weight", 6, (2, 3), (3, 1), 0.0)]).do(module, data, poison=True)
+        ModuleLoad(copies, [TensorFill("weight", 6, (2, 3), (3, 1), 0.0)]).fill_module(module, data, poison=True)
     assert module.weight.tolist() == [[0, 1, 2], [3, 4, 5], [0, 0, 0], [0, 0, 0]]
     assert (module.bias == 87).all()

@@ -13,19 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.actors.generator import Connected, GeneratorActor, Loaded
-from r3async.config import load_config, to_dict
-from r3async.rollout.engines import CorruptWeights, InstallReport
+from r3async.actors.generator import EngineAndRenderer, GeneratorActor, LearnerConnection
+from r3async.config import config_to_dict, load_config
+from r3async.rollout.engines import CorruptWeightsError, InstallReport
 from r3async.weights import relay
-from r3async.weights.delta import identity
+from r3async.weights.delta import digest_version
 from r3async.weights.manifest import WeightError
-from r3async.weights.publish import Publication
-from r3async.weights.reading import read_verified, verify
-from r3async.weights.relay import FANOUT, ROOT, Join, Tree, Trees
-from r3async.weights.sending import DeltaPublisher
+from r3async.weights.publish import TransferOffer
+from r3async.weights.reading import iter_verified_tensors, verify_version_file
+from r3async.weights.relay import FANOUT, ROOT_ADDRESS, Join, RelayTree, RelayTrees
+from r3async.weights.sending import DeltaVersionStore
 from r3async.weights.tcp import TcpReceiver, TcpServer
 from r3async.world.disk import write_at
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 from r3async.world.zeromq import ZeroMqSockets
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
 
@@ -40,12 +40,12 @@ def tensors(step: int, elements: int = 300_000, lr: float = 3e-6) -> dict[str, t
 
 class Learner:
     def __init__(self, directory: Path):
-        self.publisher = DeltaPublisher(directory / "learner")
+        self.publisher = DeltaVersionStore(directory / "learner")
         self.server = TcpServer("127.0.0.1", SERVER_KEYS)
 
     def publish(self, step: int, dtype: torch.dtype = torch.bfloat16, **how):
-        publication = self.publisher.send(step, tensors(step, **how), dtype)
-        return publication.manifest, [self.server.offer(publication.manifest, *publication.parts)]
+        publication = self.publisher.publish_tensors(step, tensors(step, **how), dtype)
+        return publication.manifest, [self.server.offer_version(publication.manifest, *publication.transport_data)]
 
     async def close(self):
         await self.server.close()
@@ -83,8 +83,8 @@ def run(script, directory: Path):
 
 
 async def fetch(receiver: TcpReceiver, manifest, parts, timeout: float = 20.0):
-    found = await receiver.fetch(hidden(manifest, Path()), parts, timeout)
-    verify(found)
+    found = await receiver.fetch_version(hidden(manifest, Path()), parts, timeout)
+    verify_version_file(found)
     return found
 
 
@@ -107,8 +107,8 @@ def test_hosts_get_the_file_and_then_what_changed(tmp_path):
             else:
                 assert got == [parts[0].nbytes] * 3
             for receiver in receivers:
-                assert len(list(receiver._folder.path.glob("version-*"))) <= 2
-                assert not list(receiver._folder.path.glob(".*"))
+                assert len(list(receiver._cache.path.glob("version-*"))) <= 2
+                assert not list(receiver._cache.path.glob(".*"))
 
     run(script, tmp_path)
 
@@ -158,7 +158,7 @@ def test_engines_of_a_host_share_one_file_which_one_of_them_fetches(tmp_path):
         for step in (3, 4, 5):
             manifest, parts = learner.publish(step)
             await fetch(receivers[0], manifest, parts)
-        verify(old)
+        verify_version_file(old)
 
     run(script, tmp_path)
 
@@ -167,7 +167,7 @@ def test_the_learners_host_reads_the_learners_file(tmp_path):
     async def script(learner, make):
         manifest, parts = learner.publish(0)
         receiver = make("h0")
-        assert await receiver.fetch(manifest, parts, 5.0) == manifest
+        assert await receiver.fetch_version(manifest, parts, 5.0) == manifest
         assert learner.server.sent_bytes == 0
 
     run(script, tmp_path)
@@ -193,14 +193,14 @@ def test_a_host_that_nobody_reaches_is_avoided(tmp_path, monkeypatch):
         await asyncio.gather(*(fetch(r, manifest, parts) for r in lost))
         tree = learner.server._trees._trees[parts[0].name]
         for node in tree._nodes.values():  # as if they were still receiving
-            node.done = False
-        tree._nodes[ROOT].children = FANOUT
+            node.is_done = False
+        tree._nodes[ROOT_ADDRESS].children = FANOUT
         # not before: on a busy machine the hosts above would take the learner for silent, and one another for lost
-        monkeypatch.setattr("r3async.weights.tcp.SILENT_SECONDS", 0.4)
-        monkeypatch.setattr("r3async.weights.tcp.ASK_AGAIN_SECONDS", 0.2)
+        monkeypatch.setattr("r3async.weights.tcp.MAX_SILENCE_SECONDS", 0.4)
+        monkeypatch.setattr("r3async.weights.tcp.RETRY_SECONDS", 0.2)
         other = make("h0")
         assert same(await fetch(other, manifest, parts), manifest)
-        assert other.moved >= FANOUT  # more where the machine is so busy that the learner is silent too
+        assert other.parent_changes >= FANOUT  # more where the machine is so busy that the learner is silent too
 
     run(script, tmp_path)
 
@@ -209,7 +209,7 @@ def test_a_damaged_chunk_is_asked_for_again(tmp_path, monkeypatch):
     async def script(learner, make):
         receiver = make("h0")
         manifest, parts = learner.publish(0, elements=3_000_000)
-        arrived, damage = receiver._arrived, Counter()
+        arrived, damage = receiver._handle_message, Counter()
 
         def damaged(frames):
             if len(frames) > 1 and not damage["done"]:
@@ -223,9 +223,9 @@ def test_a_damaged_chunk_is_asked_for_again(tmp_path, monkeypatch):
                 frames[1] = Frame()
             arrived(frames)
 
-        monkeypatch.setattr(receiver, "_arrived", damaged)
+        monkeypatch.setattr(receiver, "_handle_message", damaged)
         assert same(await fetch(receiver, manifest, parts), manifest)
-        assert receiver.damaged == 1
+        assert receiver.damaged_chunks == 1
 
     run(script, tmp_path)
 
@@ -248,37 +248,39 @@ class Verifying:
 
     version, suspects_all = -1, False
 
-    async def install(self, manifest, timeout):
+    async def install_version(self, manifest, timeout):
         try:
-            verify(manifest)
+            verify_version_file(manifest)
             if self.suspects_all:
                 raise WeightError("tensor 'w' is corrupt")
         except WeightError as error:
-            raise CorruptWeights(str(error)) from error
+            raise CorruptWeightsError(str(error)) from error
         self.version = manifest.version
         return InstallReport(manifest.version, 0.1, 0.0)
 
 
 def test_a_file_of_a_host_folder_that_is_damaged_is_fetched_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("r3async.actors.generator.begin", lambda *args: None)
+    monkeypatch.setattr("r3async.actors.generator.prepare_process", lambda *args: None)
 
     async def script(learner, make):
         first, second = make("h0"), make("h0", "g1")
         manifest, parts = learner.publish(0)
-        publication = Publication(hidden(msgspec.structs.replace(manifest, lineage=1), Path()), parts)
+        publication = TransferOffer(hidden(msgspec.structs.replace(manifest, lineage=1), Path()), parts)
         found = await fetch(first, manifest, parts)
         write_at(Path(found.path), 5000, [b"??"])
-        actor = GeneratorActor(REAL, "g1", "run", to_dict(load_config("quickstart")), "nowhere", str(tmp_path))
+        actor = GeneratorActor(
+            REAL_WORLD, "g1", "run", config_to_dict(load_config("quickstart")), "nowhere", str(tmp_path)
+        )
         engine = Verifying()
-        actor._loaded, actor._connected = Loaded(engine, None), Connected(None, second)
-        report = await actor.install(publication)
+        actor._loaded, actor._connection = EngineAndRenderer(engine, None), LearnerConnection(None, second)
+        report = await actor.install_version(publication)
         assert (report.version, engine.version) == (0, 0)
-        assert same(actor._installed, manifest)
+        assert same(actor._installed_manifest, manifest)
         assert "weights_fetched_again" in (tmp_path / "events.jsonl").read_text()
         # Where that does not help it is not done for ever.
         engine.suspects_all, before = True, second.received_bytes
-        with pytest.raises(CorruptWeights, match="is corrupt"):
-            await actor.install(publication)
+        with pytest.raises(CorruptWeightsError, match="is corrupt"):
+            await actor.install_version(publication)
         assert second.received_bytes - before == parts[0].nbytes
 
     run(script, tmp_path)
@@ -311,11 +313,11 @@ def test_two_hundred_versions_later_the_digest_is_the_learners(tmp_path):
         weights, generator = tensors(0, 20_000)["w"], torch.Generator().manual_seed(2)
         for version in range(200):
             weights = weights + torch.randn(20_000, generator=generator).sign() * 3e-6
-            publication = learner.publisher.send(version, {"w": weights}, torch.bfloat16)
-            parts = [learner.server.offer(publication.manifest, *publication.parts)]
+            publication = learner.publisher.publish_tensors(version, {"w": weights}, torch.bfloat16)
+            parts = [learner.server.offer_version(publication.manifest, *publication.transport_data)]
             found = await fetch(receiver, publication.manifest, parts)
-        assert identity(found) == identity(publication.manifest)
-        assert torch.equal(dict(read_verified(found))["w"], weights.bfloat16())
+        assert digest_version(found) == digest_version(publication.manifest)
+        assert torch.equal(dict(iter_verified_tensors(found))["w"], weights.bfloat16())
         assert receiver.received_bytes < 200 * publication.manifest.nbytes / 5
         await fetch(other, publication.manifest, parts)
 
@@ -325,26 +327,26 @@ def test_two_hundred_versions_later_the_digest_is_the_learners(tmp_path):
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["join", "done", "failed"])), max_size=200))
 def test_a_tree_has_no_circle_and_no_host_serves_too_many(events):
-    tree, trees = Tree(), Trees()
+    tree, trees = RelayTree(), RelayTrees()
     for number, what in events:
         name, address = f"n{number}", f"tcp://n{number}:1" if number % 7 else ""
         node = tree._nodes.get(name)
         if what == "done":
-            tree.done(name)
+            tree.finish_node(name)
             continue
         avoid = [node.parent and tree._nodes[node.parent].address] if node and what == "failed" else []
-        parent = tree.place(name, address, [a for a in avoid if a])
-        assert parent != address or parent == ROOT
-        assert parent not in avoid or parent == ROOT
-        trees.join(name, Join("s", address, tuple(avoid)))
+        parent = tree.place_node(name, address, [a for a in avoid if a])
+        assert parent != address or parent == ROOT_ADDRESS
+        assert parent not in avoid or parent == ROOT_ADDRESS
+        trees.handle_join(name, Join("s", address, tuple(avoid)))
         at, seen = name, set()
-        while at != ROOT:
+        while at != ROOT_ADDRESS:
             assert at not in seen
             seen.add(at)
             at = tree._nodes[at].parent
-        counted = Counter(n.parent for m, n in tree._nodes.items() if m != ROOT and not n.done)
+        counted = Counter(n.parent for m, n in tree._nodes.items() if m != ROOT_ADDRESS and not n.is_done)
         for parent_name, count in counted.items():
-            assert parent_name == ROOT or count <= FANOUT
+            assert parent_name == ROOT_ADDRESS or count <= FANOUT
 
 
 def test_a_peer_whose_name_is_no_text_stops_nobody_behind_it(tmp_path):
@@ -357,12 +359,12 @@ def test_a_peer_whose_name_is_no_text_stops_nobody_behind_it(tmp_path):
     async def script(learner, make):
         _, (source,) = learner.publish(0)
         sent: list[bytes] = []
-        learner.server._sockets_open[0].send = lambda frames: sent.append(bytes(frames[0]))
+        learner.server._open_sockets[0].send = lambda frames: sent.append(bytes(frames[0]))
         for peer in (b"\xff", b"g0", b"\xfe\x00"):
             for message in (Join(source.name, ""), relay.Done(source.name, "")):
-                learner.server._arrived([Frame(peer), Frame(relay.encode(message))])
+                learner.server._handle_message([Frame(peer), Frame(relay.encode_relay_message(message))])
             for body in (b"\x91" * 5000, b"\xa1\xff", b"\x82\xa4type\xa4Join\xff"):
-                learner.server._arrived([Frame(peer), Frame(body)])
+                learner.server._handle_message([Frame(peer), Frame(body)])
         assert sent == [b"g0"]
 
     run(script, tmp_path)
@@ -385,8 +387,8 @@ async def test_what_a_message_raises_keeps_no_other_from_being_read():
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(repr(context["exception"])))
     sockets = ZeroMqSockets()
     try:
-        router = sockets.router("tcp://127.0.0.1:*", take, keys=SERVER_KEYS, refused=Counter())
-        dealer = sockets.dealer(router.endpoint, b"g0", lambda frames: None, keys=CLIENT_KEYS)
+        router = sockets.bind_router("tcp://127.0.0.1:*", take, keys=SERVER_KEYS, refused_peers=Counter())
+        dealer = sockets.connect_dealer(router.endpoint, b"g0", lambda frames: None, keys=CLIENT_KEYS)
         async with asyncio.timeout(30):
             for each in wanted:
                 dealer.send([each])
@@ -398,8 +400,8 @@ async def test_what_a_message_raises_keeps_no_other_from_being_read():
 
 def test_the_tree_is_as_deep_as_a_logarithm():
     for hosts in (1, 2, 8, 64, 500):
-        tree = Tree()
+        tree = RelayTree()
         for number in range(hosts):
-            tree.place(f"n{number}", f"tcp://n{number}:1")
+            tree.place_node(f"n{number}", f"tcp://n{number}:1")
         depth = max(node.depth for node in tree._nodes.values())
         assert depth <= math.ceil(math.log2(hosts + 2)) + 1

@@ -41,7 +41,7 @@ def test_round_trip(lengths, inner, optional, wide, name, preview, numbers):
 
 def test_a_column_added_to_the_schema_travels():
     schema = SCHEMA.with_column(Column("entropy", ("float16",), 0.0)).with_column(
-        Column("seen", ("bool",), False, inner=("a", "b"), optional=True)
+        Column("seen", ("bool",), False, inner_dims=("a", "b"), optional=True)
     )
     sent = make_trajectory(tables=[make_table(0, 6, schema=schema)])
     received = decode_trajectory(as_bytes(encode_trajectory(sent, schema)), schema)
@@ -59,7 +59,7 @@ def test_columns_that_are_steady_travel_packed_in_one_part_a_row():
     sent = make_trajectory(tables=tables)
     frames = encode_trajectory(sent)
     raw = [tables[2][name].nbytes for name in RAW]
-    heads = msgspec.msgpack.decode(wire.read_header(frames[0]).body)["samples"]
+    heads = msgspec.msgpack.decode(wire.read_trajectory_header(frames[0]).body)["samples"]
     packed = [head["table"][PACKED] for head in heads]
     for size, table in zip(packed, tables, strict=True):
         assert size * 12 < sum(table[name].nbytes for name in COMPRESSIBLE)
@@ -73,9 +73,9 @@ def test_columns_that_are_steady_travel_packed_in_one_part_a_row():
     assert received == sent
     for a, b in zip(sent.samples, received.samples, strict=True):
         assert {n: c.dtype for n, c in a.table.items()} == {n: c.dtype for n, c in b.table.items()}
-        assert not any(c.flags.writeable or not c.flags.aligned for _, c in b.table.without("support").items())
+        assert not any(c.flags.writeable or not c.flags.aligned for _, c in b.table.without_columns("support").items())
     unpacked = sum(t[name].nbytes for t in tables for name in COMPRESSIBLE)
-    headers = wire.read_header(frames[0]).nbytes
+    headers = wire.read_trajectory_header(frames[0]).nbytes
     assert wire.decoded_bytes(frames, received) == headers + unpacked + sum(map(len, frames))
 
 
@@ -87,7 +87,7 @@ def test_many_rows_of_one_episode():
 
 
 def test_payload_is_raw_and_not_copied():
-    sent = make_trajectory(tables=[make_table(0, 20_000, 8).without("support")])
+    sent = make_trajectory(tables=[make_table(0, 20_000, 8).without_columns("support")])
     frames = encode_trajectory(sent)
     arrays = [sent.samples[0].table[name] for name in RAW]
     assert len(frames[0]) < 2000
@@ -114,7 +114,7 @@ def test_frames_of_zeromq_and_odd_addresses():
     shifted = [memoryview(b"x" + f)[1:] for f in as_bytes(encode_trajectory(sent))]
     received = decode_trajectory(shifted)
     assert received == sent
-    assert all(array.flags.aligned for s in received.samples for _, array in s.table.without("support").items())
+    assert all(array.flags.aligned for s in received.samples for _, array in s.table.without_columns("support").items())
 
 
 def test_slices_foreign_byte_order_and_numpy_scalars_are_encoded():
@@ -145,7 +145,7 @@ def test_what_would_be_refused_is_not_encoded():
         (make_trajectory(preview=[{"a": "\ud800"}]), "cannot be encoded"),
         (make_trajectory(task_seed=2**70), "cannot be encoded"),
         (make_trajectory(preview=[{"a": object()}]), "a object cannot be sent"),
-        (make_trajectory(preview=[{"a": "x" * wire.MAX_HEADER}]), "shorten the preview"),
+        (make_trajectory(preview=[{"a": "x" * wire.MAX_HEADER_BYTES}]), "shorten the preview"),
     ]
     for trajectory, reason in bad:
         with pytest.raises(WireError, match=reason):

@@ -30,8 +30,8 @@ from tests.helpers.wire import (
 )
 
 
-def block(columns: dict[str, np.ndarray]) -> codec.Block:
-    return codec.block_of((name, array.dtype) for name, array in columns.items())
+def block(columns: dict[str, np.ndarray]) -> codec.BlockLayout:
+    return codec.lay_out_block((name, array.dtype) for name, array in columns.items())
 
 
 def test_packed_columns_can_not_grow_beyond_what_arrived():
@@ -40,10 +40,10 @@ def test_packed_columns_can_not_grow_beyond_what_arrived():
     names = list(SCHEMA.columns)
     turn, mask = names.index("turn"), names.index("loss_mask")
     table = {n: a for n, a in runny_table(100).items() if n in COMPRESSIBLE}
-    size = len(codec.pack(table, block(table)))
+    size = len(codec.pack_columns(table, block(table)))
 
     def packed(columns: dict[str, np.ndarray]) -> tuple[list[bytes], Any]:
-        return with_block(codec.pack(columns, block(columns)))
+        return with_block(codec.pack_columns(columns, block(columns)))
 
     def with_block(data: bytes) -> tuple[list[bytes], Any]:
         return [frames[0], frames[1][:-size] + data], edit(*TABLE, PACKED, value=len(data))
@@ -151,9 +151,9 @@ def test_refused_body(case):
 def test_refused_frames():
     frames = as_bytes(encode_trajectory(make_trajectory()))
     flipped = bytes([frames[1][0] ^ 1]) + frames[1][1:]
-    header = wire.read_header(frames[0])
+    header = wire.read_trajectory_header(frames[0])
     old = msgspec.msgpack.encode({"kind": "trajectory", "wire": 3, "schema": header.schema, "crc32": 1, "body": {}})
-    huge = msgspec.structs.replace(header, nbytes=wire.MAX_HEADER + 1)
+    huge = msgspec.structs.replace(header, nbytes=wire.MAX_HEADER_BYTES + 1)
     cut = msgspec.structs.replace(header, nbytes=header.nbytes - 1)
     cases = [
         ([], "at least a header"),
@@ -224,7 +224,7 @@ def test_no_mutation_is_taken_for_another_trajectory(frames):
 @given(data=st.data())
 def test_no_body_raises_anything_but_wire_error(data):
     """Past the checksum: the body itself is mutated, and signed again."""
-    body = wire.read_header(ORIGINAL_FRAMES[0]).body
+    body = wire.read_trajectory_header(ORIGINAL_FRAMES[0]).body
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(body) - 1))
         body = body[:at] + data.draw(st.binary(max_size=3)) + body[at + data.draw(st.integers(0, 3)) :] or b"\x00"
@@ -238,7 +238,7 @@ def test_no_body_raises_anything_but_wire_error(data):
 @FAST
 @given(st.binary(max_size=200) | st.sampled_from([b"\x91" * 60_000, b"\xdf" + b"\xff" * 4, b"\xa2\xff\xff"]))
 def test_control_messages_refuse_garbage(data):
-    for frame in (data, wire.sign_control(data)):
+    for frame in (data, wire.append_control_crc(data)):
         with pytest.raises(WireError):
             decode_control(frame)
 
@@ -252,11 +252,11 @@ def test_control_messages_mutated(data):
     body = raw[: -wire.CRC_BYTES]
     at = data.draw(st.integers(0, len(body) - 1))
     with contextlib.suppress(WireError):
-        decode_control(wire.sign_control(body[:at] + data.draw(st.binary(max_size=4)) + body[at + 1 :]))
+        decode_control(wire.append_control_crc(body[:at] + data.draw(st.binary(max_size=4)) + body[at + 1 :]))
 
 
 def test_a_control_message_of_which_one_bit_changed_is_no_message():
-    raw = wire.encode_control(wire.Deliver("session", [wire.Item("t1", 3, 100, [10, 20])]))
+    raw = wire.encode_control(wire.Deliver("session", [wire.DeliveryItem("t1", 3, 100, [10, 20])]))
     for bit in range(8 * len(raw)):
         changed = bytearray(raw)
         changed[bit // 8] ^= 1 << bit % 8
@@ -267,17 +267,17 @@ def test_a_control_message_of_which_one_bit_changed_is_no_message():
 @pytest.mark.long
 def test_control_messages_have_limits_and_may_grow():
     grown = msgspec.msgpack.encode({"kind": "ack", "ids": ["a"], "invented_later": 1})
-    assert decode_control(wire.sign_control(grown)) == wire.Ack(["a"])
+    assert decode_control(wire.append_control_crc(grown)) == wire.Ack(["a"])
     for bad in (
         wire.Hello("s", "", "run", "schema"),
         wire.Hello("s" * 65, "g0", "run", "schema"),
-        wire.Deliver("s", [wire.Item("x" * 257, 0, 1, [])]),
-        wire.Deliver("s", [wire.Item("x", 0, -1, [])]),
-        wire.Deliver("s", [wire.Item("x", 0, 1, [-1])]),
+        wire.Deliver("s", [wire.DeliveryItem("x" * 257, 0, 1, [])]),
+        wire.Deliver("s", [wire.DeliveryItem("x", 0, -1, [])]),
+        wire.Deliver("s", [wire.DeliveryItem("x", 0, 1, [-1])]),
         wire.Deliver("s", []),
-        wire.Deliver("s", [wire.Item("x", 0, 1, [1])] * (wire.MOST_TOGETHER + 1)),
+        wire.Deliver("s", [wire.DeliveryItem("x", 0, 1, [1])] * (wire.MAX_DELIVERY_ITEMS + 1)),
         wire.Reject("x", "why", "perhaps"),
-        wire.Ack(["x" * 1000] * (wire.MAX_CONTROL // 1000)),
+        wire.Ack(["x" * 1000] * (wire.MAX_CONTROL_BYTES // 1000)),
     ):
         with pytest.raises(WireError):
             decode_control(wire.encode_control(bad))

@@ -21,11 +21,11 @@ import numpy as np
 import psutil
 
 from r3async.config import Config, config_from_dict
-from r3async.data.model_shape import moe_geometry
-from r3async.data.records import Sample, Trajectory, Turn, trajectory_name
+from r3async.data.model_shape import read_moe_layers
+from r3async.data.records import Sample, Trajectory, Turn, format_trajectory_id
 from r3async.data.versions import VersionSpan
 from r3async.learner.batch.packing import MicroBatch
-from r3async.learner.batch.planner import cost_model
+from r3async.learner.batch.planner import build_cost_model
 from r3async.rollout.engines import Generation
 from r3async.rollout.samples import SampleBuilder
 from r3async.tools.bench.jobs import progress
@@ -90,9 +90,9 @@ def play(job: Job, directory: Path) -> Engine:
 async def read_tasks(config: Config, groups: int) -> list[Task]:
     """What environments say, whatever they are answered: of those whose messages do not depend on that."""
     from r3async.envs import Action
-    from r3async.envs.factory import environment_factory
+    from r3async.envs.factory import build_environment_factory
 
-    tokenizer, factory = tokenizer_of(config), environment_factory(config.env)
+    tokenizer, factory = tokenizer_of(config), build_environment_factory(config.env)
 
     def encoded(messages: Sequence[Any]) -> list[int]:
         plain = [{"role": m.role, "content": m.content} for m in messages]
@@ -155,14 +155,14 @@ def bare_llm(config: Config) -> tuple[Any, Any, int]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from r3async.rollout.engines.vllm_client import on_cpu
-    from r3async.rollout.engines.vllm_core import CPU_BLOCK
+    from r3async.rollout.engines.vllm_client import is_cpu_vllm
+    from r3async.rollout.engines.vllm_core import CPU_BLOCK_TOKENS
 
     arguments = {k: v for k, v in ours._args.items() if k != "worker_extension_cls"}
     arguments["disable_log_stats"] = True
     arguments.setdefault("kv_cache_memory_bytes", int(config.generator.kv_cache_gib * 2**30))
-    if on_cpu():
-        arguments.setdefault("block_size", CPU_BLOCK)
+    if is_cpu_vllm():
+        arguments.setdefault("block_size", CPU_BLOCK_TOKENS)
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     end = tokenizer_of(config).eos_token_id
 
@@ -196,14 +196,14 @@ def cpu_seconds() -> float:
 
 def recorded(config: Config, episodes: Sequence[tuple[Task, Answers]]) -> Iterator[Trajectory]:
     """The episodes as trajectories, with random rewards: so all of them have something to learn from."""
-    shape, _ = moe_geometry(msgspec.json.decode((Path(config.model.path) / "config.json").read_bytes()))
+    shape, _ = read_moe_layers(msgspec.json.decode((Path(config.model.path) / "config.json").read_bytes()))
     group, rng = config.schedule.samples_per_group, np.random.default_rng(config.seed)
     end = tokenizer_of(config).eos_token_id
     for number, (task, outputs) in enumerate(episodes):
         builder, turns = SampleBuilder(shape), []
         for index, (said, output) in enumerate(zip(task, outputs, strict=True)):
             ended = not len(builder) or builder.token_ids[-1] == end
-            builder.observe(([] if ended else [end]) + said)
+            builder.append_context(([] if ended else [end]) + said)
             answer = output.outputs[0]
             generation = Generation(
                 token_ids=np.asarray(answer.token_ids, np.int32),
@@ -213,10 +213,10 @@ def recorded(config: Config, episodes: Sequence[tuple[Task, Answers]]) -> Iterat
                 routes_from=builder.routes_from,
                 stop_reason=answer.finish_reason,
             )
-            start, stop = builder.answer(index, generation)
+            start, stop = builder.append_answer(index, generation)
             turns.append(Turn(index, 0, start, stop, float(rng.random()), answer.finish_reason))
-            builder.reward(stop - 1, turns[-1].reward)
-        name = trajectory_name(number // group, number % group)
+            builder.add_reward(stop - 1, turns[-1].reward)
+        name = format_trajectory_id(number // group, number % group)
         yield Trajectory(
             trajectory_id=name,
             group_index=number // group,
@@ -225,7 +225,7 @@ def recorded(config: Config, episodes: Sequence[tuple[Task, Answers]]) -> Iterat
             generator_id="bench",
             stop_reason="env_done",
             turns=turns,
-            samples=[Sample(f"{name}s0", builder.build())],
+            samples=[Sample(f"{name}s0", builder.build_table())],
         )
 
 
@@ -233,32 +233,32 @@ def recorded(config: Config, episodes: Sequence[tuple[Task, Answers]]) -> Iterat
 
 
 class _NoTrace:
-    """The `Tracer` of a run that traces nothing."""
+    """The `RouteTracer` of a run that traces nothing."""
 
-    def wants(self, samples: Sequence[Sample], /) -> bool:
+    def should_trace(self, samples: Sequence[Sample], /) -> bool:
         return False
 
-    def write(self, step: int, samples: Sequence[Sample], result: Any, /) -> None:
+    def write_trace(self, step: int, samples: Sequence[Sample], result: Any, /) -> None:
         pass
 
 
 def train(job: Job, directory: Path) -> Learner:
     """The job of the learner, on what `play` wrote: each batch by the bare loop and by the trainer, in turns."""
-    from r3async.actors.ranks import LocalLearner
+    from r3async.actors.ranks import LocalRank
     from r3async.learner import build_learner
     from r3async.learner.trainer import Trainer
 
     config = config_from_dict(job.config)
     model = Path(config.model.path)
-    cost = cost_model(msgspec.json.decode((model / "config.json").read_bytes()))
+    cost = build_cost_model(msgspec.json.decode((model / "config.json").read_bytes()))
     batches = list(batches_of(config, directory / EPISODES))
     backend = build_learner(config, model)
-    trainer = Trainer(config, cost, LocalLearner(config, backend), _NoTrace(), None, lambda t: t)
+    trainer = Trainer(config, cost, LocalRank(config, backend), _NoTrace(), None, lambda t: t)
     spent: dict[str, list[float]] = {"bare": [], "trainer": []}
     tokens = 0
     for number, groups in enumerate(batches):
         progress(directory, f"bare learner: batch {number + 1} of {len(batches)}")
-        packed = trainer.prepared(groups).micro_batches
+        packed = trainer.prepare_step(groups).micro_batches
         steps: dict[str, partial[Any]] = {
             "bare": partial(bare_step, backend, packed),
             "trainer": partial(whole_step, trainer, number, groups),
@@ -286,7 +286,7 @@ def batches_of(config: Config, path: Path) -> Iterator[list[list[Trajectory]]]:
 
 def whole_step(trainer: Trainer, number: int, groups: Sequence[Sequence[Trajectory]]) -> None:
     """All that a run's learner does of a step, one thing after the other."""
-    trainer.step(number + 1, number, trainer.prepared(groups))
+    trainer.train_step(number + 1, number, trainer.prepare_step(groups))
 
 
 def bare_step(backend: LearnerBackend, packed: Sequence[Sequence[Sequence[MicroBatch]]]) -> None:
@@ -301,6 +301,6 @@ def bare_step(backend: LearnerBackend, packed: Sequence[Sequence[Sequence[MicroB
             weights = torch.from_numpy(table["advantages"][at] * table["loss_weights"][at])
             return -(weights * (logprobs - torch.from_numpy(table["rollout_logprobs"][at])).exp()).sum()
 
-        backend.feed(micro_batches, rows, loss, backward=True)
+        backend.run_micro_batches(micro_batches, rows, loss, backward=True)
         backend.optimizer.step()
-        backend.replay.take_counts()
+        backend.replay.pop_counts()

@@ -21,11 +21,11 @@ import msgspec
 import psutil
 
 from r3async.actors.conductor import Conductor
-from r3async.config import load_config, to_dict
+from r3async.config import config_to_dict, load_config
 from r3async.tools.bench.fleet import CountingLearner, Counts, Host, HostedRef, Load
 from r3async.tools.bench.jobs import BenchError, Say, progress, run_job, table
-from r3async.world import ActorRef, Placement, World
-from r3async.world.simulated.loop import PROCESS, Handle, Timer, VirtualLoop
+from r3async.world import ActorOptions, ActorRef, World
+from r3async.world.simulated.loop import CURRENT_PROCESS, VirtualHandle, VirtualLoop, VirtualTimer
 from r3async.world.simulated.network import Delays
 from r3async.world.simulated.world import Simulation
 
@@ -116,22 +116,22 @@ def render(report: Report) -> str:
 
 
 class Fleet:
-    """The actors of a measurement, as `Pipeline` starts those of a run. `cpu(pid)`: processor seconds of the conductor."""
+    """The actors of a measurement, as `RunLauncher` starts those of a run. `cpu(pid)`: processor seconds of the conductor."""
 
     def __init__(self, world: World, load: Load, run_dir: Path, cpu: Callable[[int], float]):
         self._world, self._load, self._cpu = world, load, cpu
-        config = to_dict(load_config("quickstart", load.settings))
-        spawn, few = world.actors.spawn, Placement(0, concurrency=10_000)
-        self._learner = spawn(CountingLearner, config, load, name="learner", placement=few)
+        config = config_to_dict(load_config("quickstart", load.settings))
+        spawn, few = world.actors.spawn_actor, ActorOptions(0, max_concurrency=10_000)
+        self._learner = spawn(CountingLearner, config, load, name="learner", actor_options=few)
         self._hosts: list[ActorRef] = []
         generators: dict[str, HostedRef] = {}
         for index in range(min(load.processes, load.generators)):
             names = [f"generator-{i}" for i in range(index, load.generators, load.processes)]
-            host = spawn(Host, config, load, names, self._learner, name=f"host-{index}", placement=few)
+            host = spawn(Host, config, load, names, self._learner, name=f"host-{index}", actor_options=few)
             self._hosts.append(host)
             generators |= {name: HostedRef(name, host) for name in names}
         leads = ("bench", config, str(run_dir), self._learner, {n: generators[n] for n in sorted(generators)})
-        self._conductor = spawn(Conductor, *leads, name=CONDUCTOR, placement=Placement(concurrency=1000))
+        self._conductor = spawn(Conductor, *leads, name=CONDUCTOR, actor_options=ActorOptions(max_concurrency=1000))
 
     async def measure(self, say: Say, way: Any) -> Measured:
         clock, load = self._world.clock.monotonic, self._load
@@ -170,7 +170,7 @@ class Fleet:
         await asyncio.wait([running], timeout=STATUS_SECONDS)
         if running.done():
             raise RuntimeError(f"the conductor ended: {running.result()}")
-        return await self._conductor.call("status", 0)
+        return await self._conductor.call("get_status", 0)
 
     async def _counts(self) -> tuple[float, ...]:
         """Leases, calls of the conductor, busy seconds, episodes, steps."""
@@ -190,7 +190,7 @@ class TimedLoop(VirtualLoop):
 
     cpu = 0.0
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> VirtualHandle:  # type: ignore[override]
         context = copy_context() if context is None else context
         if _of_conductor(context):
             return super().call_soon(self._timed, callback, *args, context=context)
@@ -198,7 +198,7 @@ class TimedLoop(VirtualLoop):
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> Timer:
+    ) -> VirtualTimer:
         context = copy_context() if context is None else context
         if _of_conductor(context):
             return super().call_at(when, self._timed, callback, *args, context=context)
@@ -213,12 +213,12 @@ class TimedLoop(VirtualLoop):
 
 
 def _of_conductor(context: Context) -> bool:
-    process = context.get(PROCESS)
+    process = context.get(CURRENT_PROCESS)
     return process is not None and process.name == CONDUCTOR
 
 
 class Timed(Simulation):
-    loop_kind = TimedLoop
+    loop_class = TimedLoop
 
 
 def simulated(load: Load, say: Say) -> Measured:
@@ -239,17 +239,17 @@ def simulated(load: Load, say: Say) -> Measured:
 
 
 def with_ray(load: Load, run_dir: Path, say: Say) -> Measured:
-    from r3async.world.real import REAL
+    from r3async.world.real import REAL_WORLD
 
     async def main() -> Measured:
-        fleet = Fleet(REAL, load, run_dir, lambda pid: sum(psutil.Process(pid).cpu_times()[:2]))
+        fleet = Fleet(REAL_WORLD, load, run_dir, lambda pid: sum(psutil.Process(pid).cpu_times()[:2]))
         return await fleet.measure(say, "ray")
 
-    REAL.actors.connect(None, load.processes + 2)
+    REAL_WORLD.actors.join_cluster(None, load.processes + 2)
     try:
         return asyncio.run(main())
     finally:
-        REAL.actors.disconnect()
+        REAL_WORLD.actors.leave_cluster()
 
 
 def measure(job: Job, directory: Path) -> Measured:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config, RolloutKLConfig, load_config
-from r3async.learner.figures import AGES, MEASURED_DRIFT, SERVED_DRIFT
+from r3async.learner.figures import REPLAYED_DRIFT_METRIC, SERVED_DRIFT_METRIC, STALENESS_BINS
 from r3async.learner.losses.drift import TrustRegion
 from r3async.tools.bench.jobs import BenchError, Say, table
 from r3async.tools.bench.step_response import Plant, Response, respond, response
@@ -180,7 +180,7 @@ def burst_of(
     way: str, seed: int, target: float, calm: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 ) -> Burst:
     """Of the `rows` of the steps from the burst on."""
-    drift = [row[SERVED_DRIFT] for row in rows if row.get("served_kl/tokens")]
+    drift = [row[SERVED_DRIFT_METRIC] for row in rows if row.get("served_kl/tokens")]
     if len(drift) < len(rows):
         raise BenchError(f"{way}: served drift was measured in {len(drift)} of {len(rows)} steps")
     return Burst(
@@ -197,14 +197,14 @@ def burst_of(
 
 def phase_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Phase:
     """Both drifts of the tokens of each age, over those rows."""
-    found = [_at(age, rows, f"_age_{age}") for age in range(AGES)]
+    found = [_at(age, rows, f"_age_{age}") for age in range(STALENESS_BINS)]
     everything = _at(-1, rows, "")
     assert everything is not None
     return Phase(name, [each for each in found if each is not None], everything)
 
 
 def _at(age: int, rows: Sequence[Mapping[str, Any]], part: str) -> AtAge | None:
-    names = MEASURED_DRIFT + part, SERVED_DRIFT + part
+    names = REPLAYED_DRIFT_METRIC + part, SERVED_DRIFT_METRIC + part
     pairs = [(row[names[0]], row[names[1]]) for row in rows if all(row.get(name) is not None for name in names)]
     if not pairs:
         return None
@@ -251,7 +251,7 @@ HEADS = ("above 1.5", "tamed", "worst 25")
 def age_rows(phase: Phase) -> list[tuple[object, ...]]:
     return [
         (
-            "all" if each.age < 0 else f"{each.age}{'+' * (each.age == AGES - 1)}",
+            "all" if each.age < 0 else f"{each.age}{'+' * (each.age == STALENESS_BINS - 1)}",
             each.steps,
             f"{each.replayed:.2e}",
             f"{each.served:.2e}",

@@ -22,9 +22,9 @@ from typing import Any
 
 import msgspec
 
-from r3async.config import Config, ConfigError, config_from_dict, load_config, to_dict
-from r3async.envs.factory import BUILT_IN
-from r3async.record.reading import read_objects
+from r3async.config import Config, ConfigError, config_from_dict, config_to_dict, load_config
+from r3async.envs.factory import BUILTIN_ENVIRONMENTS
+from r3async.record.reading import read_json_objects
 from r3async.record.timeline import read_timeline
 from r3async.tools.bench import bare, overlap
 from r3async.tools.bench.e2e_report import Case, Own, Pair, Plan, Report, Side, compare_sides, own_ratios, side_of
@@ -45,9 +45,9 @@ TRIAL_STEPS, TRIAL_SETTLE = 12, 4
 def configure(case: str, plan: Plan, seed: int, model: Path | None) -> Config:
     """Our run's configuration of a case."""
     if case == "c":
-        base = to_dict(overlap.configure(overlap.Plan([4]), 4))
+        base = config_to_dict(overlap.configure(overlap.Plan([4]), 4))
     else:
-        base = to_dict(load_config("reverse-text" if case == "a" else "quickstart"))
+        base = config_to_dict(load_config("reverse-text" if case == "a" else "quickstart"))
     if case == "b":
         base["env"] |= {"name": "guess", "args": {"highest": 16}}
         base["model"]["init"] |= {"warm_reward": 0.5}
@@ -75,7 +75,7 @@ def peer_job(config: Config, threads: int, steps: int) -> dict[str, Any]:
     name, learner = config.env.name, config.learner
     return {
         "model": config.model.path,
-        "env": BUILT_IN.get(name, name),
+        "env": BUILTIN_ENVIRONMENTS.get(name, name),
         "env_args": config.env.args,
         "steps": steps,
         "groups": config.schedule.groups_per_step,
@@ -123,7 +123,7 @@ def _model(case: str, plan: Plan, place: Path, say: Say) -> Path:
 
 def _quick(config: Config) -> Config:
     """Nobody waits while the model is warmed up."""
-    made = to_dict(config)
+    made = config_to_dict(config)
     if "median" in made["env"]["args"]:
         made["env"]["args"] |= {"median": 0.0}
     return config_from_dict(made)
@@ -227,7 +227,7 @@ def peer_marks(config: Config, directory: Path, plan: Plan, threads: int, steps:
                 time.sleep(0.2)
         if process.returncode:
             raise BenchError(f"the peer failed with exit code {process.returncode}:\n{log.read_text()[-3000:]}")
-    found = read_objects(rows)
+    found = read_json_objects(rows)
     if len(found) != steps + 1:
         raise BenchError(f"the peer made {len(found) - 1} of {steps} steps; see {log}")
     return found
@@ -256,7 +256,7 @@ def _own(plan: Plan, model: Path, place: Path, say: Say) -> Own:
         config = configure("own", plan, seed, model)
         say(f"own, seed {seed}: the quickstart")
         side = our_run(config, place / f"ours-{seed}", plan, say)
-        job, directory = bare.Job(to_dict(config), plan.batches), place / f"bare-{seed}"
+        job, directory = bare.Job(config_to_dict(config), plan.batches), place / f"bare-{seed}"
         target = "r3async.tools.bench.bare"
         engine = run_job(f"{target}:play", job, bare.Engine, directory, timeout=TIMEOUT, say=say)
         learner = run_job(f"{target}:train", job, bare.Learner, directory, timeout=TIMEOUT, say=say)

@@ -112,11 +112,13 @@ def _loop(x: Tensor, gates: Tensor, chosen: Tensor, first: Tensor, second: Tenso
 
 def _stacks(x: Tensor, gates: Tensor, chosen: Tensor, first: Tensor, second: Tensor, top_k: int) -> Tensor:
     """As the learner does it."""
-    from r3async.learner.experts import GatedUnit, Sent, grouped_linear
+    from r3async.learner.experts import ExpertDispatch, WeightedSwiGLU, grouped_linear
 
-    sent = Sent(chosen, top_k)
-    wide = grouped_linear(sent.rows(x), first, sent.counts)
-    return sent.sums(grouped_linear(GatedUnit.apply(wide, sent.shares(gates)), second, sent.counts))
+    sent = ExpertDispatch(chosen, top_k)
+    wide = grouped_linear(sent.dispatch_rows(x), first, sent.expert_counts)
+    return sent.combine_outputs(
+        grouped_linear(WeightedSwiGLU.apply(wide, sent.gather_gates(gates)), second, sent.expert_counts)
+    )
 
 
 def _compare(shape: Shape, repeats: int) -> Compared:

@@ -13,18 +13,18 @@ from typing import Any
 import msgspec
 
 from r3async.actors.delivery import Published
-from r3async.actors.leasing import Gate, Leasing
-from r3async.actors.process import whereabouts
+from r3async.actors.leasing import LeaseClient, VersionGate
+from r3async.actors.process import describe_process
 from r3async.config import Config, config_from_dict
-from r3async.data.window import Consumed
-from r3async.data.written import UNKNOWN
+from r3async.data.window import ConsumedGroups
+from r3async.data.written import UNKNOWN_SIZES
 from r3async.record.timeline import LagMeter
 from r3async.rollout.engines import InstallReport
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
 from r3async.weights.manifest import TensorEntry, WeightManifest
-from r3async.weights.publish import Publication
+from r3async.weights.publish import TransferOffer
 from r3async.world import ActorRef, World
 
 REPORT_SECONDS = 0.25
@@ -83,8 +83,8 @@ class _Engine:
     def __init__(self, player: _Player):
         self._player, self.tokens, self.version = player, 0, -1
 
-    def stats(self) -> dict[str, float]:
-        running = self._player.playing
+    def collect_stats(self) -> dict[str, float]:
+        running = self._player.playing_count
         return {
             "generated_tokens": self.tokens,
             "running": running,
@@ -105,26 +105,26 @@ class _Player:
         self._mu = math.log(load.episode_seconds) - load.sigma**2 / 2
         self._fresh = load.places
         self._at = clock()
-        self.playing = self.ended = 0
+        self.playing_count = self.attempt_count = 0
         self.busy = 0.0
 
-    def play(self, lease: GroupLease) -> Coroutine[Any, Any, None]:
+    def play_lease(self, lease: GroupLease) -> Coroutine[Any, Any, None]:
         self.count(len(lease.episode_indices))
         return self._play(lease)
 
     def count(self, more: int = 0) -> None:
         """So many more are played from now on."""
         now = self._clock()
-        self.busy += self.playing * (now - self._at)
+        self.busy += self.playing_count * (now - self._at)
         self._at = now
-        self.playing += more
+        self.playing_count += more
 
     async def _play(self, lease: GroupLease) -> None:
         began = self._clock()
         for seconds, index in sorted((self._draw(), index) for index in lease.episode_indices):
             await asyncio.sleep(max(0.0, began + seconds - self._clock()))
             self.count(-1)
-            self.ended += 1
+            self.attempt_count += 1
             self._over(EpisodeEnd(lease.group_index, index, lease.task_seed))
 
     def _draw(self) -> float:
@@ -160,16 +160,16 @@ class _Generator:
 
     def start(self) -> dict[str, Any]:
         return {
-            **whereabouts(self._world),
+            **describe_process(self._world),
             "gpus": [],
             "routing": msgspec.structs.asdict(SCRIPTED_ROUTING),
             "tasks": (None,),
         }
 
-    def connect(self, *way: Any) -> None:
+    def connect_to_learner(self, *way: Any) -> None:
         pass
 
-    async def install(self, publication: Publication) -> InstallReport:
+    async def install_version(self, publication: TransferOffer) -> InstallReport:
         await asyncio.sleep(PAUSE_SECONDS)
         self._engine.version = publication.manifest.version
         self._wake()
@@ -185,26 +185,26 @@ class _Generator:
         self._wake()
 
     def _load(self) -> dict[str, float]:
-        lags = dict.fromkeys((f"lag_{name}" for name in LagMeter.NAMES), 0.0)
-        counters = {"unacknowledged": 0, "acknowledged": self.player.ended}
-        return {"playing": self.player.playing, "ended": self.player.ended, **counters, **lags}
+        lags = dict.fromkeys((f"lag_{name}" for name in LagMeter.METRIC_NAMES), 0.0)
+        counters = {"unacknowledged": 0, "acknowledged": self.player.attempt_count}
+        return {"playing": self.player.playing_count, "ended": self.player.attempt_count, **counters, **lags}
 
     async def run(self, conductor: ActorRef) -> None:
-        leasing = Leasing(
+        leasing = LeaseClient(
             self._config,
             self._world.clock.monotonic,
-            Gate(self._engine),  # type: ignore[arg-type]
+            VersionGate(self._engine),  # type: ignore[arg-type]
             self.player,  # type: ignore[arg-type]
             generator_id=self._name,
             process=(self._world.processes.pid, self._world.processes.host),
             conductor=_Counted(conductor, self._counts),
-            play=self.player.play,
-            ended=self._ended,
-            told=[],
-            load=self._load,
-            check=lambda: None,
+            play_lease=self.player.play_lease,
+            ended_episodes=self._ended,
+            events=[],
+            collect_load=self._load,
+            raise_failure=lambda: None,
         )
-        self._wake = leasing.wake
+        self._wake = leasing.wake_loop
         await leasing.run(lambda: False)
 
 
@@ -231,7 +231,7 @@ class Host:
         for player in players:
             player.count()
         self._counts.busy = sum(p.busy for p in players)
-        self._counts.ended = sum(p.ended for p in players)
+        self._counts.ended = sum(p.attempt_count for p in players)
         return self._counts
 
     def _episode_over(self, group: int) -> None:
@@ -261,7 +261,7 @@ class CountingLearner:
 
     def __init__(self, world: World, config: dict[str, Any], load: Load):
         self._world, self._config, self._load = world, config_from_dict(config), load
-        self._consumed, self._arrived = Consumed(self._config.schedule.window), Counter[int]()
+        self._consumed, self._arrived = ConsumedGroups(self._config.schedule.window), Counter[int]()
         self._changed = asyncio.Event()
         self._steps = self._received = self.asked = 0
 
@@ -283,29 +283,29 @@ class CountingLearner:
 
     def start(self) -> dict[str, Any]:
         self.asked += 1
-        return {**whereabouts(self._world), "gpus": [], "written": UNKNOWN}
+        return {**describe_process(self._world), "gpus": [], "written": UNKNOWN_SIZES}
 
-    def listen(self, *args: Any) -> dict[str, Any]:
+    def start_listening(self, *args: Any) -> dict[str, Any]:
         self.asked += 1
         return {"endpoint": "", "keys": None, "newest_group": -1}
 
-    def publish(self) -> Published:
-        return self.write()
+    def publish_version(self) -> Published:
+        return self.write_version()
 
-    def write(self, reading: Sequence[int] = ()) -> Published:
+    def write_version(self, versions_in_use: Sequence[int] = ()) -> Published:
         """A version with names and checksums, and without contents."""
         self.asked += 1
         entry = TensorEntry("BF16", (2048, 768), 2**62)
         tensors = {f"model.layers.{i}.mlp.experts.down_proj.weight": entry for i in range(self._load.tensors)}
-        return Published(Publication(WeightManifest(self._steps, "", tensors, nbytes=0)))
+        return Published(TransferOffer(WeightManifest(self._steps, "", tensors, nbytes=0)))
 
-    async def train_step(self, last: bool, scored: bool) -> dict[str, Any]:
+    async def train_step(self, is_last: bool, with_probe_scores: bool) -> dict[str, Any]:
         self.asked += 1
         clock, groups = self._world.clock.monotonic, self._config.schedule.groups_per_step
         began = clock()
         chosen: list[int] = []
         while len(chosen) < groups:
-            group = next(filter(self._whole, self._consumed.within()), None)
+            group = next(filter(self._whole, self._consumed.groups_in_window()), None)
             if group is None:
                 self._changed.clear()
                 await self._changed.wait()
@@ -326,15 +326,15 @@ class CountingLearner:
             "scores": [],
         }
 
-    def missing(self, groups: list[int]) -> dict[int, list[int]]:
+    def missing_episodes(self, groups: list[int]) -> dict[int, list[int]]:
         self.asked += 1
         return {group: [] for group in groups}
 
-    def status(self) -> dict[str, Any]:
+    def get_status(self) -> dict[str, Any]:
         self.asked += 1
-        return {**whereabouts(self._world), "doing": "waiting", "steps": self._steps, "received": self._received}
+        return {**describe_process(self._world), "doing": "waiting", "steps": self._steps, "received": self._received}
 
-    def interrupt(self) -> None:
+    def interrupt_wait(self) -> None:
         self.asked += 1
 
     def stop(self) -> None:

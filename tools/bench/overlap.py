@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from r3async.config import Config, config_from_dict, load_config, to_dict
-from r3async.schedule.admission import age_bound
+from r3async.config import Config, config_from_dict, config_to_dict, load_config
+from r3async.schedule.admission import compute_staleness_bound
 from r3async.tools.bench.jobs import BenchError, Say, table
 from r3async.tools.bench.training import is_made, metrics_of, train_apart
 from r3async.tools.simulate.calibrate import calibrate
@@ -110,7 +110,7 @@ def configure(plan: Plan, max_staleness: int, model: Path | None = None) -> Conf
         "longest": plan.latency_max,
         "observation": plan.observation,
     }
-    config = to_dict(load_config("quickstart"))
+    config = config_to_dict(load_config("quickstart"))
     tokens = plan.turns * (plan.observation + 4 * plan.letters + 8) + 16
     config["steps"], config["seed"], config["name"] = plan.steps, plan.seed, "run"
     config["env"] |= {"name": "r3async.tools.bench.overlap_env:SlowTools", "args": env}
@@ -213,7 +213,7 @@ def summarize(rows: Sequence[dict[str, Any]], plan: Plan, config: Config, base: 
         engine_idle_fraction=fmean(r["generator/engine_idle_share"] for r in settled),
         max_age=int(max(r["staleness/max"] for r in rows)),
         mean_age=fmean(r["staleness/mean"] for r in settled),
-        age_bound=age_bound(config.schedule),
+        age_bound=compute_staleness_bound(config.schedule),
         update_seconds=fmean(r["weights/update_seconds"] for r in settled),
         pause_seconds=fmean(r["weights/pause_seconds"] for r in settled),
         trained_tokens_per_second=sum(r["batch/trained_tokens"] for r in settled) / elapsed,

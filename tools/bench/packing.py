@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from r3async.config import ConfigError
-from r3async.learner.batch.planner import Cost, cost_model, levels, plan
+from r3async.learner.batch.planner import CostModel, build_cost_model, find_round_levels, plan_micro_batches
 from r3async.tools.bench.jobs import table
-from r3async.tools.memory import PUBLISHED
+from r3async.tools.memory import PUBLISHED_CONFIGS
 
 CAPS = {"lognormal": 32768, "bimodal": 32768, "pareto": 65536, "groups": 32768, "cut": 32768}
 SAMPLES = (256, 1024, 8192)
@@ -86,12 +86,12 @@ class Report(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def shape_of(model: str) -> dict[str, Any]:
     """The configuration of a published model by name, or of a model directory."""
-    if model in PUBLISHED:
-        return PUBLISHED[model]
+    if model in PUBLISHED_CONFIGS:
+        return PUBLISHED_CONFIGS[model]
     path = Path(model) / "config.json"
     if not path.is_file():
         raise ConfigError(
-            f"--model {model} is no model directory (no config.json in it), nor one of {', '.join(PUBLISHED)}"
+            f"--model {model} is no model directory (no config.json in it), nor one of {', '.join(PUBLISHED_CONFIGS)}"
         )
     return json.loads(path.read_text())
 
@@ -137,23 +137,23 @@ def fewest_bins(lengths: np.ndarray, cap: int) -> int:
     return int((n1 + n2 + np.maximum(0, -(-rest // cap))).max())
 
 
-def dealt(lengths: np.ndarray, max_tokens: int, ranks: int, cost: Cost) -> Plan:
+def dealt(lengths: np.ndarray, max_tokens: int, ranks: int, cost: CostModel) -> Plan:
     """First-fit decreasing for all ranks together, then micro-batches by cost, in turn to each rank."""
-    (bins,) = plan(lengths.tolist(), max_tokens=max_tokens, cost=cost)
+    (bins,) = plan_micro_batches(lengths.tolist(), max_tokens=max_tokens, cost=cost)
     bins += [[] for _ in range(-len(bins) % ranks)]
     return [bins[rank::ranks] for rank in range(ranks)]
 
 
-def apart(lengths: np.ndarray, max_tokens: int, ranks: int, cost: Cost) -> Plan:
+def apart(lengths: np.ndarray, max_tokens: int, ranks: int, cost: CostModel) -> Plan:
     """Samples are divided among the ranks for equal cost, and each rank packs its own: what trainers do whose ranks agree
     on nothing but the number of micro-batches."""
-    each, loads = cost.of(lengths), np.zeros(ranks)
+    each, loads = cost.estimate_costs(lengths), np.zeros(ranks)
     mine: list[list[int]] = [[] for _ in range(ranks)]
     for index in np.argsort(-each, kind="stable").tolist():
         rank = int(loads.argmin())
         mine[rank].append(index)
         loads[rank] += each[index]
-    packed = [plan(lengths[own].tolist(), max_tokens=max_tokens, cost=cost)[0] for own in mine]
+    packed = [plan_micro_batches(lengths[own].tolist(), max_tokens=max_tokens, cost=cost)[0] for own in mine]
     count = max(len(bins) for bins in packed)
     return [
         [[own[i] for i in m] for m in bins] + [[] for _ in range(count - len(bins))]
@@ -182,15 +182,15 @@ def timed(call: Callable[[], Plan]) -> tuple[Plan, float, float]:
     return planned, median(wall), median(cpu)
 
 
-def measure(kind: str, samples: int, ranks: int, seed: int, cost: Cost) -> Case:
+def measure(kind: str, samples: int, ranks: int, seed: int, cost: CostModel) -> Case:
     """Divide one batch in every way. Raises `AssertionError` if a plan breaks the cap or loses a sample."""
     lengths, cap = lengths_like(kind, samples, seed), CAPS[kind]
-    given, each = lengths.tolist(), cost.of(lengths)
-    locked, wall, cpu = timed(lambda: plan(given, max_tokens=cap, ranks=ranks, cost=cost))
+    given, each = lengths.tolist(), cost.estimate_costs(lengths)
+    locked, wall, cpu = timed(lambda: plan_micro_batches(given, max_tokens=cap, ranks=ranks, cost=cost))
     assert sorted(i for mine in locked for m in mine for i in m) == list(range(samples))
     assert sums(locked, lengths).max() <= cap
     tokens, costs, count = sums(locked, lengths), sums(locked, each), len(locked[0])
-    least = levels(lengths, max_tokens=cap, ranks=ranks, count=count, cost=cost, work=each.sum())
+    least = find_round_levels(lengths, max_tokens=cap, ranks=ranks, count=count, cost=cost, total_cost=each.sum())
     return Case(
         lengths=kind,
         samples=samples,
@@ -216,7 +216,7 @@ def run(seeds: Sequence[int], *, quick: bool = False, model: str = DEFAULT_MODEL
     """All distributions, numbers of samples and ranks. `quick` leaves out the largest number of samples."""
     if not seeds:
         raise ConfigError("--seeds names no seed")
-    cost = cost_model(shape_of(model))
+    cost = build_cost_model(shape_of(model))
     sizes = SAMPLES[:-1] if quick else SAMPLES
     cases = [measure(k, n, ranks, seed, cost) for seed in seeds for k in CAPS for n in sizes for ranks in RANKS]
     return Report(

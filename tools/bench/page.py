@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from r3async.tools.bench import claims
-from r3async.views.sweeps import AXIS_WORDS, Results, counted, format_estimate, format_outcome
+from r3async.views.sweeps import AXIS_LABELS, SweepResults, describe_run_counts, format_estimate, format_outcome
 
 DATA = claims.FIGURES / "benchmarks.json"
 SCIENCE = claims.FIGURES / "science"
@@ -158,7 +158,7 @@ def _measured(data: Mapping[str, Any], name: str) -> str:
     return f"{small} on {machine['cores']} cores, {versions}; load average before it {data['load'][name]:.1f}.\n"
 
 
-def _science(results: Results, outcomes: str = "") -> Iterator[str]:
+def _science(results: SweepResults, outcomes: str = "") -> Iterator[str]:
     """Means and paired differences of a sweep, and of what they are. Those over equal time and tokens are in its data alone.
 
     `outcomes`: the names of those that are shown, with `|` between them; none: all. Raises `ValueError`.
@@ -166,13 +166,13 @@ def _science(results: Results, outcomes: str = "") -> Iterator[str]:
     complete = [run for run in results.runs if run.complete]
     few = len({run.seed for run in complete}) < SEEDS or len({run.model for run in complete}) < MODELS
     first = f" These are fewer than {SEEDS} seeds and {MODELS} initial models: a first look, and no result." * few
-    yield f"{counted(results)}, at {results.facts['commit']} on {results.facts['machine']}.{first}\n"
+    yield f"{describe_run_counts(results)}, at {results.facts['commit']} on {results.facts['machine']}.{first}\n"
     asked = [name.strip() for name in outcomes.split("|") if name.strip()]
     if unknown := [name for name in asked if name not in results.outcomes]:
         raise ValueError(
             f"no outcome {unknown[0]!r} in {results.title!r}; it has {', '.join(map(repr, results.outcomes))}"
         )
-    shown = asked or [name for name in results.outcomes if name.rpartition(", ")[2] not in AXIS_WORDS]
+    shown = asked or [name for name in results.outcomes if name.rpartition(", ")[2] not in AXIS_LABELS]
     yield from _table(
         ("", *(results.outcomes[name] for name in shown)),
         [(point.name, *(format_outcome(point, name) for name in shown)) for point in results.points],
@@ -199,7 +199,7 @@ def written(page: str, data: Mapping[str, Any]) -> str:
     def fill(place: re.Match[str]) -> str:
         begin, kind, name, outcomes, _, end = place.groups()
         if kind == "science" and (path := SCIENCE / f"{name}.json").exists():
-            lines = list(_science(msgspec.json.decode(path.read_bytes(), type=Results), outcomes or ""))
+            lines = list(_science(msgspec.json.decode(path.read_bytes(), type=SweepResults), outcomes or ""))
         elif kind == "bench" and name in data["reports"]:
             lines = [_measured(data, name), *TABLES[name](data["reports"][name])]
         else:

@@ -67,15 +67,15 @@ def run(quick: bool, say: Say) -> Report:
 
 def made(directory: Path) -> LearnerBackend:
     from r3async.learner import build_learner
-    from r3async.tools.init_model import byte_tokenizer, random_model
+    from r3async.tools.init_model import build_byte_tokenizer, build_random_model
 
     config: Config = load_config("quickstart", ["learner.threads=1", "learner.recompute=none", "learner.dtype=float32"])
-    random_model(InitConfig(), byte_tokenizer()).save_pretrained(directory)
+    build_random_model(InitConfig(), build_byte_tokenizer()).save_pretrained(directory)
     return build_learner(config, directory)
 
 
 def measure(learner: LearnerBackend, shape: tuple[int, int, int, int], repeats: int) -> Case:
-    from r3async.learner.batch.packing import pack
+    from r3async.learner.batch.packing import pack_samples
 
     samples = list(groups_of(learner, *shape))
     spent: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
@@ -83,14 +83,14 @@ def measure(learner: LearnerBackend, shape: tuple[int, int, int, int], repeats: 
     for _ in range(repeats + 1):  # the first warms up
         for share in spent:
             began = time.process_time()
-            packed[share] = pack(samples, 2**14, share_prefixes=share)
+            packed[share] = pack_samples(samples, 2**14, share_prefixes=share)
             between = time.process_time()
             train(learner, packed[share])
             spent[share].append((between - began, time.process_time() - between))
     ms = {share: [1e3 * median(part) for part in zip(*of[1:], strict=True)] for share, of in spent.items()}
     return Case(
         *shape,
-        saved=sum(m.shared_tokens for m in packed[True]) / sum(len(s.table) for s in samples),
+        saved=sum(m.num_shared_tokens for m in packed[True]) / sum(len(s.table) for s in samples),
         pack_ms=ms[False][0],
         pack_shared_ms=ms[True][0],
         plain_ms=ms[False][1],
@@ -104,14 +104,14 @@ def groups_of(learner: LearnerBackend, groups: int, size: int, prompt: int, toke
     rng, replay = np.random.default_rng(0), learner.replay
 
     def routes(rows: int) -> np.ndarray:
-        order = np.argsort(rng.random((rows, replay.layers, replay.num_experts)), axis=-1)
+        order = np.argsort(rng.random((rows, replay.num_moe_layers, replay.num_experts)), axis=-1)
         return order[..., : replay.top_k].astype(route_dtype(replay.num_experts))
 
     for group in range(groups):
         start, chosen = rng.integers(0, learner.vocab_size, prompt), routes(prompt)
         for member in range(size):
             ids = np.concatenate([start, rng.integers(0, learner.vocab_size, tokens - prompt)])
-            rows = TokenTable.of_tokens(ids).with_columns(
+            rows = TokenTable.from_tokens(ids).with_columns(
                 loss_mask=np.arange(tokens) >= prompt,
                 routed_experts=np.concatenate([chosen, routes(tokens - prompt)]),
                 routing_recorded=np.ones(tokens, bool),
@@ -122,8 +122,8 @@ def groups_of(learner: LearnerBackend, groups: int, size: int, prompt: int, toke
 def train(learner: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> None:
     """Forward and backward of all of them; no update."""
     rows = [np.flatnonzero(m.table["loss_mask"]) for m in micro_batches]
-    learner.feed(micro_batches, rows, lambda _, logprobs, entropies: -logprobs.mean(), backward=True)
-    learner.forget()
+    learner.run_micro_batches(micro_batches, rows, lambda _, logprobs, entropies: -logprobs.mean(), backward=True)
+    learner.abort_step()
 
 
 def render(report: Report) -> str:

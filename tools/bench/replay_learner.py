@@ -19,7 +19,7 @@ import numpy as np
 
 from r3async.config import Config, config_from_dict
 from r3async.data.records import Sample
-from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.learner.batch.packing import MicroBatch, pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.replay import MicroBatchRoutes
 from r3async.learner.trainer import train_minibatch
@@ -75,7 +75,7 @@ def settings(job: LearnerJob, dtype: str, replay: str) -> Config:
 
 @contextmanager
 def learner_of(job: LearnerJob, dtype: str, replay: str) -> Iterator[MegatronLearner]:
-    learner = MegatronLearner.load(settings(job, dtype, replay), Path(job.model))
+    learner = MegatronLearner.from_pretrained(settings(job, dtype, replay), Path(job.model))
     try:
         yield learner
     finally:
@@ -128,7 +128,7 @@ def deltas(learner: MegatronLearner, micro_batches: Sequence[MicroBatch], *, rep
 def run_pass(job: LearnerJob, dtype: str, replay: str, samples: Sequence[Sample]) -> Pass:
     """Score and train all samples, routed as `routing.replay` = `replay` says."""
     with learner_of(job, dtype, replay) as learner:
-        micro_batches = pack(samples, job.max_tokens_per_micro_batch)
+        micro_batches = pack_samples(samples, job.max_tokens_per_micro_batch)
         delta = deltas(learner, micro_batches, replay=replay == "rollout")
         with gradients_kept(learner) as gradient:
             metrics = train_minibatch(learner, micro_batches).metrics
@@ -175,7 +175,7 @@ def time_steps(job: LearnerJob, dtype: str, samples: Sequence[Sample], directory
     with learner_of(job, dtype, "rollout") as learner:
 
         def step(name: str) -> None:
-            train_minibatch(learner, pack(variants[name], job.max_tokens_per_micro_batch))
+            train_minibatch(learner, pack_samples(variants[name], job.max_tokens_per_micro_batch))
 
         for pair in range(-1, job.pairs):
             progress(directory, f"steps in {dtype}: {f'pair {pair + 1} of {job.pairs}' if pair >= 0 else 'warm-up'}")
@@ -190,8 +190,8 @@ def time_steps(job: LearnerJob, dtype: str, samples: Sequence[Sample], directory
             with time_in_routes() as spent:
                 step(name)
             routes[name].append(sum(spent))
-    micro_batches = pack(samples, job.max_tokens_per_micro_batch)
-    tokens = sum(m.tokens for m in micro_batches)
+    micro_batches = pack_samples(samples, job.max_tokens_per_micro_batch)
+    tokens = sum(m.num_tokens for m in micro_batches)
     route_seconds = float(np.median(routes["with"]) - np.median(routes["without"]))
     return step_time(dtype, tokens, len(micro_batches), route_seconds=route_seconds, **seconds)
 
@@ -211,10 +211,10 @@ def time_in_routes() -> Iterator[list[float]]:
 
         return wrapper
 
-    take_in, choose = MicroBatchRoutes.__init__, MicroBatchRoutes.choose
+    take_in, choose = MicroBatchRoutes.__init__, MicroBatchRoutes.choose_experts
     with (
         mock.patch.object(MicroBatchRoutes, "__init__", timed(take_in)),
-        mock.patch.object(MicroBatchRoutes, "choose", timed(choose)),
+        mock.patch.object(MicroBatchRoutes, "choose_experts", timed(choose)),
     ):
         yield spent
 
@@ -240,7 +240,7 @@ def score_branches(job: LearnerJob, directory: Path) -> Branches:
     progress(directory, f"learner in {BRANCH_DTYPE}, at the engine's version")
     with learner_of(job, BRANCH_DTYPE, "rollout") as learner:
         drift, with_own, with_inherited = (
-            deltas(learner, pack(samples, job.max_tokens_per_micro_batch), replay=True)
+            deltas(learner, pack_samples(samples, job.max_tokens_per_micro_batch), replay=True)
             for samples in (first, own, inherited)
         )
     return Branches(

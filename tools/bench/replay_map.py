@@ -254,13 +254,13 @@ def run(points: Sequence[Point], seeds: Sequence[int], say: Say, data: Path | No
 def one(point: Point, replay: str, seed: int, scratch: Path, say: Say) -> Run:
     """Train once, from a model that is made in `scratch` if it is not there."""
     from r3async.tools.bench.replay_training import Disturbance, InProcessRun
-    from r3async.tools.init_model import kept_model
+    from r3async.tools.init_model import init_or_copy_model
 
     began, s = time.monotonic(), point.setting
     config = config_of(s, replay, seed)
     path = scratch / f"{seed % MODELS}-{s.gate_std:g}-{s.experts}-{s.top_k}-{s.warm_reward:g}"
     if not path.exists():
-        kept_model(path, config, say)
+        init_or_copy_model(path, config, say)
     disturbance = Disturbance(s.noise, s.learner_noise, s.precision, s.margin)
     metrics = []
     for step in InProcessRun(config, path, disturbance).steps():

@@ -158,7 +158,8 @@ class Case(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Summary(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The headline model over all seeds: means, but for `max_abs_*` the largest. `_without`: own routing, `_with`: replay.
+    """The headline model over all seeds: means, but for `max_abs_*` the largest. `_replace_dimension`: own routing,
+    `_set_gates`: replay.
 
     `kl_ratio`: of the means; `kl_ratio_by_seed`, `max_abs_ratio_by_seed`: own / replay within each seed.
     """

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import EpisodeConfig, InitConfig, load_config
-from r3async.data.model_shape import RoutingShape, moe_geometry
+from r3async.data.model_shape import RoutingShape, read_moe_layers
 from r3async.data.records import Sample, Trajectory, Turn
 from r3async.rollout.engines import Engine, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
@@ -41,7 +41,7 @@ def make_random_model(path: Path, shape: RandomModel) -> None:
     """Write the model and a byte-level tokenizer to `path`; equal shapes give equal weights."""
     import torch
 
-    from r3async.tools.init_model import byte_tokenizer, random_model
+    from r3async.tools.init_model import build_byte_tokenizer, build_random_model
 
     init = InitConfig(
         seed=shape.seed,
@@ -52,8 +52,8 @@ def make_random_model(path: Path, shape: RandomModel) -> None:
         expert_hidden_size=shape.expert_hidden_size,
         gate_std=shape.gate_std,
     )
-    tokenizer = byte_tokenizer()
-    model = random_model(init, tokenizer)
+    tokenizer = build_byte_tokenizer()
+    model = build_random_model(init, tokenizer)
     generator = torch.Generator().manual_seed(shape.seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -105,12 +105,12 @@ async def continue_random_prompts(engine: Engine, job: RolloutJob, vocab_size: i
     async def one(index: int) -> Trajectory:
         name = f"s{index:05d}"
         builder = SampleBuilder(engine.routing)
-        builder.observe(prompts[index].tolist())
+        builder.append_context(prompts[index].tolist())
         request = GenerationRequest(name, prompts[index], job.new_tokens, routes_from=builder.routes_from)
         generation = await engine.generate(request)
-        start, stop = builder.answer(0, generation)
+        start, stop = builder.append_answer(0, generation)
         turn = Turn(0, 0, start, stop, 0.0, generation.stop_reason)
-        return trajectory_of(Sample(name, builder.build()), index, job.seed, [turn])
+        return trajectory_of(Sample(name, builder.build_table()), index, job.seed, [turn])
 
     return await asyncio.gather(*map(one, range(job.samples)))
 
@@ -119,17 +119,17 @@ async def play_episodes(engine: Engine, job: RolloutJob, settings: EpisodeConfig
     """Episodes of the run's environment, each of another task."""
     from transformers import AutoTokenizer
 
-    from r3async.envs.factory import environment_factory
+    from r3async.envs.factory import build_environment_factory
     from r3async.rollout.chat import ChatRenderer
 
-    factory = environment_factory(load_config(job.episodes).env)
+    factory = build_environment_factory(load_config(job.episodes).env)
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(job.model))
     slots = asyncio.Semaphore(job.concurrency)
 
     async def one(index: int) -> Trajectory:
         async with slots:
             task = EpisodeTask(index, 0, task_seed=job.seed * 1_000_000 + index)
-            return await EpisodePlayer(task, factory(), engine, renderer, settings).play()
+            return await EpisodePlayer(task, factory(), engine, renderer, settings).play_episode()
 
     return await asyncio.gather(*map(one, range(job.samples)))
 
@@ -188,7 +188,10 @@ def measure(trajectories: Sequence[Trajectory], shape: RoutingShape, *, gate_std
 
 def bare(samples: Sequence[Sample]) -> list[Sample]:
     """The samples as they come from an engine that records no routes."""
-    return [Sample(s.sample_id, s.table.without("routed_experts", "routing_recorded"), s.temperature) for s in samples]
+    return [
+        Sample(s.sample_id, s.table.without_columns("routed_experts", "routing_recorded"), s.temperature)
+        for s in samples
+    ]
 
 
 def write(path: Path, trajectories: Sequence[Trajectory]) -> None:
@@ -209,7 +212,7 @@ def sample(job: RolloutJob, directory: Path) -> Rollouts:
     started = time.perf_counter()
     trajectories = asyncio.run(play(job, directory))
     write(directory / "samples.bin", trajectories)
-    shape, _ = moe_geometry(model_config(job.model))
+    shape, _ = read_moe_layers(model_config(job.model))
     if shape is None:
         raise SystemExit(f"{job.model} is not a mixture-of-experts model: it has no routes to replay")
     seconds = time.perf_counter() - started
@@ -243,7 +246,7 @@ async def play_branches(job: RolloutJob, directory: Path) -> list[tuple[Sample, 
     """By prompt: the first turn's row, the branch's, and how many tokens they share."""
     import torch
 
-    from r3async.weights.publish import Publisher
+    from r3async.weights.publish import VersionStore
 
     rng = np.random.default_rng(job.seed)
     vocabulary, shared = model_config(job.model)["vocab_size"], job.prompt_tokens + job.new_tokens // 2
@@ -253,26 +256,26 @@ async def play_branches(job: RolloutJob, directory: Path) -> list[tuple[Sample, 
         rows = [EpisodeSamples(engine.routing) for _ in prompts]
 
         async def turn(index: int, prompt: list[int]) -> list[int]:
-            call = rows[index].begin(prompt)
+            call = rows[index].start_call(prompt)
             request = GenerationRequest(
-                f"b{index}t{rows[index].turns}",
+                f"b{index}t{rows[index].turn_count}",
                 np.asarray(prompt, np.int32),
                 job.new_tokens,
                 routes_from=call.routes_from,
                 routes_version=call.routes_version,
             )
             generation = await engine.generate(request)
-            rows[index].end(call, generation)
+            rows[index].finish_call(call, generation)
             return [*prompt, *generation.token_ids.tolist()]
 
-        with Publisher(directory) as publisher:
-            await engine.install(publisher.publish(0, tensors(Path(job.model)), torch.float32), 60)
+        with VersionStore(directory) as publisher:
+            await engine.install_version(publisher.write_tensors(0, tensors(Path(job.model)), torch.float32), 60)
             progress(directory, f"{job.samples} first turns")
             seen = await asyncio.gather(*(turn(i, prompt) for i, prompt in enumerate(prompts)))
-            await engine.install(publisher.publish(1, tensors(directory / "moved"), torch.float32), 60)
+            await engine.install_version(publisher.write_tensors(1, tensors(directory / "moved"), torch.float32), 60)
             progress(directory, f"{job.samples} branches under moved weights")
             await asyncio.gather(*(turn(i, [*s[:shared], *suffixes[i]]) for i, s in enumerate(seen)))
-    built = [one.build(f"b{i}", 1.0)[0] for i, one in enumerate(rows)]
+    built = [one.build_samples(f"b{i}", 1.0)[0] for i, one in enumerate(rows)]
     return [(first, branch, shared) for first, branch in built]
 
 

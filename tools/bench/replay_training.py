@@ -18,19 +18,19 @@ import msgspec
 import numpy as np
 import torch
 
-from r3async.actors.ranks import LocalLearner
+from r3async.actors.ranks import LocalRank
 from r3async.config import Config, ConfigError
-from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory, Turn, trajectory_name
+from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory, Turn, format_trajectory_id
 from r3async.envs import Action, Environment
-from r3async.envs.factory import environment_factory
+from r3async.envs.factory import build_environment_factory
 from r3async.learner import LearnerError
-from r3async.learner.batch.packing import pack
-from r3async.learner.batch.planner import cost_model
+from r3async.learner.batch.packing import pack_samples
+from r3async.learner.batch.planner import build_cost_model
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import Trainer
 from r3async.rollout.chat import ChatRenderer, Conversation
 from r3async.tools.bench.replay_engine import PRECISIONS, Answers, BatchEngine, tap
-from r3async.tools.replay import NoTrace, Silent
+from r3async.tools.replay import NullReporter, NullTracer
 
 
 class Disturbance(msgspec.Struct, frozen=True):
@@ -64,34 +64,34 @@ class InProcessRun:
 
     def __init__(self, config: Config, path: Path, disturbance: Disturbance | None = None):
         self.config, self.disturbance = config, disturbance or Disturbance()
-        if config.learner.backend != "torch" or config.learner.parallel.world > 1 or config.episode.max_turns != 1:
+        if config.learner.backend != "torch" or config.learner.parallel.world_size > 1 or config.episode.max_turns != 1:
             raise ConfigError("a run in one process needs learner.backend=torch, one rank and episode.max_turns=1")
         torch.set_num_threads(config.learner.threads)
-        learner = TorchLearner.load(config, path)
+        learner = TorchLearner.from_pretrained(config, path)
         given = self.disturbance
         self._tap = tap(learner.model.routers, given.learner_noise, 2 * config.seed + 1)
         self._engine = BatchEngine(
-            learner.model.causal, precision=given.precision, noise=given.noise, seed=2 * config.seed
+            learner.model.causal_lm, precision=given.precision, noise=given.noise, seed=2 * config.seed
         )
-        cost = cost_model(json.loads((path / "config.json").read_text()))
+        cost = build_cost_model(json.loads((path / "config.json").read_text()))
         self.learner = learner
-        self._trainer = Trainer(config, cost, LocalLearner(config, learner), NoTrace(), Silent(), _no_stand_in)
+        self._trainer = Trainer(config, cost, LocalRank(config, learner), NullTracer(), NullReporter(), _no_stand_in)
         self._renderer = ChatRenderer.from_model(path)
-        self._factory = environment_factory(config.env)
+        self._factory = build_environment_factory(config.env)
         self._tasks = random.Random(f"tasks {config.seed}")
         self._versions: deque[dict[str, torch.Tensor]] = deque(maxlen=config.schedule.max_staleness + 1)
         self.keep()
 
     def keep(self) -> None:
         """The learner's weights as they are now become the next version."""
-        named = self.learner.model.causal.named_parameters()
+        named = self.learner.model.causal_lm.named_parameters()
         self._versions.append({name: p.detach().clone() for name, p in named})
 
     def steps(self) -> Iterator[dict[str, float]]:
         """The metrics of each step, with `reward/mean` and `tokens/entropy_of_answers`."""
         for step in range(self.config.steps):
             groups = self.play(step)
-            done = self._trainer.step(step + 1, step, self._trainer.prepared(groups))
+            done = self._trainer.train_step(step + 1, step, self._trainer.prepare_step(groups))
             self.keep()
             rewards = [t.reward for group in groups for t in group]
             yield done.metrics | {"reward/mean": float(np.mean(rewards))}
@@ -115,7 +115,7 @@ class InProcessRun:
             group, index = divmod(at, s.samples_per_group)
             start, stop = len(prompts[at]), len(table)
             reason = "stop" if answers.stopped[at] else "length"
-            name = trajectory_name(step * s.groups_per_step + group, index)
+            name = format_trajectory_id(step * s.groups_per_step + group, index)
             turn = Turn(0, 0, start, stop, reward, reason)
             trajectories.append(
                 Trajectory(name, step, index, seeds[group], "bench", reason, [turn], [Sample(name, table)])
@@ -133,7 +133,7 @@ class InProcessRun:
                 env = self._factory()
                 messages = await env.reset(seed)
                 if prompt is None:  # equal seeds pose equal tasks
-                    prompt = np.asarray(Conversation(self._renderer, messages).prompt().token_ids, np.int32)
+                    prompt = np.asarray(Conversation(self._renderer, messages).build_prompt().token_ids, np.int32)
                 out.append(_Episode(env, prompt))
         return out
 
@@ -141,7 +141,7 @@ class InProcessRun:
         rewards = []
         for at, episode in enumerate(episodes):
             stopped = bool(answers.stopped[at])
-            text = self._renderer.text(answers.tokens[at, : answers.lengths[at] - stopped].tolist())
+            text = self._renderer.decode_answer(answers.tokens[at, : answers.lengths[at] - stopped].tolist())
             result = await episode.env.step(Action(text, "stop" if stopped else "length"))
             rewards.append(float(result.reward))
         return rewards
@@ -150,9 +150,9 @@ class InProcessRun:
         """With the routes of those tokens alone of which, in some layer, the learner's own choice is a near tie."""
         samples = [s for t in trajectories for s in t.samples]
         smallest: dict[str, np.ndarray] = {}
-        for m in pack(samples, self.config.learner.max_tokens_per_micro_batch):
+        for m in pack_samples(samples, self.config.learner.max_tokens_per_micro_batch):
             self._tap.margins = []
-            self.learner.logprobs([m], replay=False, trained=True)
+            self.learner.logprobs([m], replay=False, trained_only=True)
             least = torch.stack(self._tap.margins).amin(dim=0).numpy()
             for i, name in enumerate(m.sample_ids):
                 smallest[name] = least[m.cu_seqlens[i] : m.cu_seqlens[i + 1]]
@@ -167,16 +167,16 @@ class InProcessRun:
 
 
 def tables_of(prompts: np.ndarray, answers: Answers, version: int, rewards: Sequence[float]) -> list[TokenTable]:
-    """As `SampleBuilder.build` makes them of one turn. `prompts` int32 `[B, P]`."""
+    """As `SampleBuilder.build_table` makes them of one turn. `prompts` int32 `[B, P]`."""
     (rows, start), width = prompts.shape, prompts.shape[1] + answers.tokens.shape[1]
-    whole = {n: c.filled(rows * width).reshape(rows, width) for n, c in SCHEMA.columns.items() if not c.optional}
+    whole = {n: c.filled_rows(rows * width).reshape(rows, width) for n, c in SCHEMA.columns.items() if not c.optional}
     whole["token_ids"] = np.concatenate([prompts, answers.tokens], axis=1)
     whole["loss_mask"][:, start:] = True
     whole["turn"][:, start:] = 0
     whole["rollout_logprobs"][:, start:] = answers.logprobs
     whole["policy_version"][:, start:] = version
     layers, top_k = answers.routes.shape[2:]
-    routes = SCHEMA.columns["routed_experts"].filled(rows * width, (layers, top_k), answers.routes.dtype)
+    routes = SCHEMA.columns["routed_experts"].filled_rows(rows * width, (layers, top_k), answers.routes.dtype)
     routes = routes.reshape(rows, width, layers, top_k)
     routes[:, :-1] = answers.routes
     whole |= {"routed_experts": routes, "routing_recorded": np.ones((rows, width), bool)}

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from r3async.data.records import Sample, Trajectory, Turn
-from r3async.data.supports import Supports
+from r3async.data.supports import SupportSets
 from r3async.tools.bench.jobs import BenchError, Say, progress, run_job, table
 from r3async.tools.bench.replay_report import LearnerJob, k3
 
@@ -186,21 +186,21 @@ async def _play(job: SamplingJob, directory: Path) -> Sampled:
         concurrency=job.samples,
         max_model_len=job.prompt_tokens + job.new_tokens,
         kv_cache_gib=0.5,
-        masks=True,
+        record_sampling_masks=True,
         engine_args={"seed": job.seed},
     )
     rng = np.random.default_rng(job.seed)
     prompts = rng.integers(0, job.vocab_size, (job.samples, job.prompt_tokens)).astype(np.int32)
 
-    async def one(index: int, top_p: float) -> tuple[Trajectory, Supports | None]:
+    async def one(index: int, top_p: float) -> tuple[Trajectory, SupportSets | None]:
         name = f"s{index:04d}"
-        builder = SampleBuilder(engine.routing, masks=top_p < 1)
-        builder.observe(prompts[index])
-        request = GenerationRequest(name, prompts[index], job.new_tokens, top_p=top_p, mask=top_p < 1)
+        builder = SampleBuilder(engine.routing, with_supports=top_p < 1)
+        builder.append_context(prompts[index])
+        request = GenerationRequest(name, prompts[index], job.new_tokens, top_p=top_p, needs_sampling_mask=top_p < 1)
         answer = await engine.generate(request)
-        start, stop = builder.answer(0, answer)
+        start, stop = builder.append_answer(0, answer)
         turn = Turn(0, 0, start, stop, 0.0, answer.stop_reason)
-        return trajectory_of(Sample(name, builder.build()), index, job.seed, [turn]), answer.supports
+        return trajectory_of(Sample(name, builder.build_table()), index, job.seed, [turn]), answer.supports
 
     progress(directory, f"starting vLLM in {job.dtype}")
     try:
@@ -216,27 +216,27 @@ async def _play(job: SamplingJob, directory: Path) -> Sampled:
     supports = [s for _, s in masked if s is not None]
     tokens = sum(map(len, supports))
     return Sampled(
-        support_tokens=sum(int(s.dense(job.vocab_size).sum()) for s in supports) / tokens,
+        support_tokens=sum(int(s.to_dense_mask(job.vocab_size).sum()) for s in supports) / tokens,
         support_bytes=sum(len(s.encode()) for s in supports) / tokens,
     )
 
 
 def score(job: SamplingJob, directory: Path) -> Scored:
     """The learner's job, on what `sample` wrote. Routes are replayed."""
-    from r3async.learner.batch.packing import pack
+    from r3async.learner.batch.packing import pack_samples
     from r3async.tools.bench.replay_learner import deltas, learner_of
     from r3async.tools.bench.replay_rollouts import read_samples
 
     whole, masked = (read_samples(directory / f"{name}.bin") for name in ("whole", "masked"))
     if not all("support" in s.table for s in masked):
         raise BenchError("the engine recorded no supports")
-    unmasked = [Sample(s.sample_id, s.table.without("support"), s.temperature) for s in masked]
+    unmasked = [Sample(s.sample_id, s.table.without_columns("support"), s.temperature) for s in masked]
     asked = LearnerJob(model=job.model, seed=job.seed)
     progress(directory, f"learner in {job.dtype}")
     with learner_of(asked, job.dtype, "rollout") as learner:
         differences = []
         for samples in (whole, masked, unmasked):
-            delta = deltas(learner, pack(samples, asked.max_tokens_per_micro_batch), replay=True)
+            delta = deltas(learner, pack_samples(samples, asked.max_tokens_per_micro_batch), replay=True)
             size = np.abs(delta)
             p99 = float(np.quantile(size, 0.99))
             differences.append(Difference(k3(delta), float(delta.mean()), float(size.mean()), p99, len(delta)))

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config, config_from_dict
-from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory, Turn, trajectory_name
+from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory, Turn, format_trajectory_id
 from r3async.tools.bench.jobs import Say
 from r3async.tools.bench.scale import Point
 
@@ -48,12 +48,12 @@ def _point(size: int, work: float, call: Callable[[], object], repeats: int, say
 def rows(quick: bool, say: Say) -> list[Point]:
     """What the learner does with a step's rows before the first forward pass: advantages, minibatches, plan, packing."""
     from r3async.learner.batch.packing import pack_for_ranks
-    from r3async.learner.batch.planner import Cost
-    from r3async.learner.preparation import prepare
+    from r3async.learner.batch.planner import CostModel
+    from r3async.learner.preparation import prepare_minibatches
 
     def both(groups: list[list[Trajectory]], config: Config) -> None:
-        for samples in prepare(groups, config)[0]:
-            pack_for_ranks(samples, 8192, ranks=4, cost=Cost(1.0, 1e-4), whole_episodes=False)
+        for samples in prepare_minibatches(groups, config)[0]:
+            pack_for_ranks(samples, 8192, ranks=4, cost=CostModel(1.0, 1e-4), whole_episodes=False)
 
     points = []
     for size in FEW_ROWS if quick else ROWS:
@@ -71,8 +71,8 @@ def _group(index: int) -> list[Trajectory]:
 
 def _episode(group: int, index: int, tokens: int, rng: np.random.Generator) -> Trajectory:
     """One turn, whose prompt is half of its tokens."""
-    first, name, reward = tokens // 2, trajectory_name(group, index), float(rng.random())
-    columns = {key: column.filled(tokens) for key, column in SCHEMA.columns.items() if not column.optional}
+    first, name, reward = tokens // 2, format_trajectory_id(group, index), float(rng.random())
+    columns = {key: column.filled_rows(tokens) for key, column in SCHEMA.columns.items() if not column.optional}
     columns["token_ids"] = rng.integers(0, 1000, tokens, dtype=np.int32)
     columns["rollout_logprobs"][first:] = -1.0
     columns["loss_mask"][first:], columns["turn"][first:], columns["policy_version"][first:] = True, 0, 0
@@ -97,7 +97,7 @@ def experts(quick: bool, say: Say) -> list[Point]:
 def _routes(size: int, layers: int, experts: int, quick: bool, say: Say) -> Point:
     import torch
 
-    from r3async.learner.batch.packing import collate
+    from r3async.learner.batch.packing import collate_samples
     from r3async.learner.replay import RoutingReplay
     from r3async.transport.wire import decode_trajectory, encode_trajectory
 
@@ -109,17 +109,17 @@ def _routes(size: int, layers: int, experts: int, quick: bool, say: Say) -> Poin
     sent = _episode(0, 0, tokens, np.random.default_rng(0))
     sent = msgspec.structs.replace(sent, samples=[Sample(sent.trajectory_id, table)])
     replay = RoutingReplay(
-        layers=layers,
-        columns=range(layers),
+        num_moe_layers=layers,
+        moe_layer_indices=range(layers),
         top_k=TOP_K,
         num_experts=experts,
-        enabled=True,
+        is_enabled=True,
         device=torch.device("cpu"),
     )
 
     def whole_way() -> None:
         arrived = decode_trajectory([bytes(frame) for frame in encode_trajectory(sent)])
-        with replay.bound(collate(arrived.samples)):
+        with replay.bind_routes(collate_samples(arrived.samples)):
             pass
 
     return _point(size, size, whole_way, 1 if quick else REPEATS, say)

@@ -14,14 +14,14 @@ import numpy as np
 
 from r3async.config import EpisodeConfig
 from r3async.envs import Action, Message, StepResult
-from r3async.rollout.agents.session import Session
+from r3async.rollout.agents.session import AgentSession
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Generation, GenerationRequest
 from r3async.rollout.engines.scripted import ScriptedEngine
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.tools.bench.jobs import Say
 from r3async.tools.bench.scale import Point
-from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.init_model import build_byte_tokenizer
 
 TURNS = (10, 25, 50, 100, 200, 400)
 QUICK = (4, 8, 16)
@@ -79,7 +79,7 @@ class _Counted(ChatRenderer):
 
 def measure(quick: bool, say: Say) -> list[Point]:
     """Episodes of so many turns, one after the other; their tokens are the work."""
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     points = []
     for turns in QUICK if quick else TURNS:
@@ -95,13 +95,15 @@ def measure(quick: bool, say: Say) -> list[Point]:
 
 def _episode(renderer: ChatRenderer, turns: int) -> tuple[int, float]:
     """Tokens of the episode, and processor seconds without the engine's."""
-    engine = _Timed(_answer, keep_calls=False)
+    engine = _Timed(_answer, keep_requests=False)
 
     async def play() -> tuple[int, float]:
         await engine.start()
         began = time.process_time()
-        trajectory = await EpisodePlayer(EpisodeTask(0, 1, 0), _Asking(), engine, renderer, _settings(turns)).play()
-        return trajectory.tokens, time.process_time() - began - engine.seconds_used
+        trajectory = await EpisodePlayer(
+            EpisodeTask(0, 1, 0), _Asking(), engine, renderer, _settings(turns)
+        ).play_episode()
+        return trajectory.num_tokens, time.process_time() - began - engine.seconds_used
 
     return asyncio.run(play())
 
@@ -129,7 +131,7 @@ def _answer(request: GenerationRequest, index: int) -> list[int]:
 
 def measure_requests(quick: bool, say: Say) -> list[Point]:
     """Episodes that an agent plays through the endpoint's sessions: each request repeats the conversation."""
-    tokenizer = byte_tokenizer()
+    tokenizer = build_byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     renderer = ChatRenderer(tokenizer)
     _session(renderer, 2)
@@ -143,25 +145,25 @@ def measure_requests(quick: bool, say: Say) -> list[Point]:
 
 def _session(renderer: ChatRenderer, turns: int) -> tuple[int, float]:
     """As `_episode`. What the agent does is not measured, nor the JSON of its requests, which repeat the conversation."""
-    engine = _Timed(_answer, keep_calls=False)
+    engine = _Timed(_answer, keep_requests=False)
     history: list[dict[str, Any]] = [{"role": "system", "content": "Answer each question."}]
 
     async def play() -> tuple[int, float]:
         await engine.start()
-        session = Session(EpisodeTask(0, 1, 0), engine, renderer, _settings(turns))
+        session = AgentSession(EpisodeTask(0, 1, 0), engine, renderer, _settings(turns))
         own = 0.0
         for turn in range(turns):
             history.append({"role": "user", "content": f"{turn:0{QUESTION_CHARACTERS}d}"})
             asked = msgspec.json.decode(msgspec.json.encode(history))
             began = time.process_time()
-            async with session.chat(session.read(asked)) as (_, message):
+            async with session.answer_chat(session.parse_messages(asked)) as (_, message):
                 pass
             own += time.process_time() - began
             history.append(message)
         began = time.process_time()
-        session.reward(1.0)
+        session.set_reward(1.0)
         session.close()
-        trajectory = session.trajectory("stop")
-        return trajectory.tokens, own + time.process_time() - began - engine.seconds_used
+        trajectory = session.build_trajectory("stop")
+        return trajectory.num_tokens, own + time.process_time() - began - engine.seconds_used
 
     return asyncio.run(play())

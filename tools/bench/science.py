@@ -17,11 +17,11 @@ import msgspec
 from r3async.config import ConfigError
 from r3async.tools.bench.claims import FIGURES
 from r3async.tools.bench.jobs import BenchError, Say
-from r3async.tools.sweep.command import Asked, make
-from r3async.tools.sweep.plan import read_plan, runs_of
-from r3async.tools.sweep.record import Made
-from r3async.views.sweeps import RESULTS, Results, describe_results
-from r3async.views.swept_runs import FINISHED, read_finished, write_finished
+from r3async.tools.sweep.command import SweepRequest, run_sweep
+from r3async.tools.sweep.plan import list_runs, read_sweep_plan
+from r3async.tools.sweep.record import RunSpec
+from r3async.views.sweeps import RESULTS_FILE, SweepResults, describe_results
+from r3async.views.swept_runs import FINISHED_FILE, read_finished_runs, write_finished_runs
 from r3async.world.files import make_directory, replace_file
 
 PLANS = FIGURES / "plans"
@@ -34,10 +34,12 @@ class Report(msgspec.Struct, frozen=True):
 
     benchmark: str
     quick: bool
-    sweeps: dict[str, Results]
+    sweeps: dict[str, SweepResults]
 
 
-def run(plans: Sequence[Path], asked: Asked, *, quick: bool, keep: Path | None, out: Path | None, say: Say) -> Report:
+def run(
+    plans: Sequence[Path], asked: SweepRequest, *, quick: bool, keep: Path | None, out: Path | None, say: Say
+) -> Report:
     """Make each plan's sweep, or what is missing of it in `out` (docs/figures/science) and in `keep`, and write its runs and
     results to `out` by the plan's name, with the runs that failed; also if somebody asks for the end. `asked`: overrides, seeds
     and variants for all of them. Raises `ConfigError`, `BenchError` where no run was finished, and `KeyboardInterrupt`."""
@@ -49,17 +51,17 @@ def run(plans: Sequence[Path], asked: Asked, *, quick: bool, keep: Path | None, 
         for plan in plans:
             mine = asked._replace(path=plan)
             if quick:
-                seeds = ",".join(map(str, read_plan(plan).seeds[:2]))
+                seeds = ",".join(map(str, read_sweep_plan(plan).seeds[:2]))
                 mine = mine._replace(overrides=[*asked.overrides, f"steps={STEPS}"], seeds=asked.seeds or seeds)
             directory = (keep or Path(scratch)) / plan.stem
             data = target and target / f"{plan.stem}.jsonl"
             if data is not None:
                 _take(data, directory, mine)
             try:
-                _, results = make(directory, mine, say)
+                _, results = run_sweep(directory, mine, say)
             except KeyboardInterrupt:
-                if data is not None and (directory / FINISHED).exists():
-                    results = msgspec.json.decode((directory / RESULTS).read_bytes(), type=Results)
+                if data is not None and (directory / FINISHED_FILE).exists():
+                    results = msgspec.json.decode((directory / RESULTS_FILE).read_bytes(), type=SweepResults)
                     _give(directory, data, _named(plan, asked, results))
                 raise
             if not any(each.complete for each in results.runs):
@@ -71,34 +73,34 @@ def run(plans: Sequence[Path], asked: Asked, *, quick: bool, keep: Path | None, 
     return Report("science", quick, found)
 
 
-def _named(plan: Path, asked: Asked, results: Results) -> Results:
+def _named(plan: Path, asked: SweepRequest, results: SweepResults) -> SweepResults:
     """With the command that makes them."""
     words = shlex.join(["r3async", "bench", "science", str(plan), *asked.overrides])
     return msgspec.structs.replace(results, facts=results.facts | {"command": words})
 
 
-def _take(data: Path, directory: Path, asked: Asked) -> None:
+def _take(data: Path, directory: Path, asked: SweepRequest) -> None:
     """Runs of the data that the sweep's directory lacks. Raises `ConfigError` for one that the plan would make otherwise."""
-    plan = read_plan(asked.path)
-    runs = {run.name: run for run in runs_of(plan, asked.overrides)}
-    there = {name: run for name, run in read_finished(data, plan.metrics).items() if name in runs}
+    plan = read_sweep_plan(asked.path)
+    runs = {run.name: run for run in list_runs(plan, asked.overrides)}
+    there = {name: run for name, run in read_finished_runs(data, plan.metrics).items() if name in runs}
     for name, run in there.items():
-        if difference := Made(run.preset, run.overrides).differs(runs[name]):
+        if difference := RunSpec(run.preset, run.overrides).describe_difference(runs[name]):
             raise ConfigError(
                 f"{data} has a run {name} that was made with other settings ({difference}): name another directory (--out), or "
                 "remove that line to make the run again"
             )
-    own = directory / FINISHED
-    if there.keys() - read_finished(own).keys():
+    own = directory / FINISHED_FILE
+    if there.keys() - read_finished_runs(own).keys():
         make_directory(directory)
-        write_finished(own, (there | read_finished(own)).values())
+        write_finished_runs(own, (there | read_finished_runs(own)).values())
 
 
-def _give(directory: Path, data: Path, results: Results) -> None:
+def _give(directory: Path, data: Path, results: SweepResults) -> None:
     """Write the data of the plan's runs, in the plan's order, and what they come to. Curves are in the first file alone."""
-    finished = read_finished(directory / FINISHED)
+    finished = read_finished_runs(directory / FINISHED_FILE)
     make_directory(data.parent)
-    write_finished(data, [finished[run.name] for run in results.runs if run.name in finished])
+    write_finished_runs(data, [finished[run.name] for run in results.runs if run.name in finished])
     figures = msgspec.structs.replace(results, axes={}, bands={})
     replace_file(data.with_suffix(".json"), msgspec.json.encode(figures) + b"\n")
 

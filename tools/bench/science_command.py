@@ -31,10 +31,10 @@ def science(
 ) -> None:
     """What learns how well: sweeps of plan files, as data with commit and command, from which the pages are made."""
     from r3async.tools.bench.science import render, run
-    from r3async.tools.sweep.command import Asked
+    from r3async.tools.sweep.command import SweepRequest
 
     plans, overrides = [Path(word) for word in words if "=" not in word], [word for word in words if "=" in word]
     if not plans:
         raise ConfigError("bench science: name a plan file, for example docs/figures/plans/trust-region.toml")
-    asked = Asked(plans[0], overrides, seeds, models, only, parallel)
+    asked = SweepRequest(plans[0], overrides, seeds, models, only, parallel)
     reported(lambda: run(plans, asked, quick=quick, keep=keep, out=out, say=say_on_stderr), render, json)

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from r3async.config import load_config
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.tools.bench.jobs import BenchError, Say, started, table
 
 SAMPLE_SECONDS = 5.0
@@ -119,7 +119,7 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
             if driver.poll() is not None:
                 raise BenchError(f"the run ended too early (exit {driver.returncode}): see {log}")
             time.sleep(SAMPLE_SECONDS)
-            if not began and not read_objects(run_dir / "metrics.jsonl"):
+            if not began and not read_json_objects(run_dir / "metrics.jsonl"):
                 continue
             began = began or time.monotonic()
             at = time.monotonic() - began
@@ -127,7 +127,7 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
             if int(at / 60) > minute:
                 minute = int(at / 60)
                 say(f"soak: minute {minute} of {minutes:g}")
-    rows = read_objects(run_dir / "metrics.jsonl")
+    rows = read_json_objects(run_dir / "metrics.jsonl")
     grown = {name: growth(found) for name, found in sorted(watched.samples.items()) if len(found) > 1}
     return Report(
         minutes=minutes,
@@ -165,7 +165,7 @@ def processes(run_dir: Path, driver: int) -> dict[str, psutil.Process]:
     from r3async.tools.chaos.scenario import actor_process, environment_workers
 
     found = {"driver": psutil.Process(driver)}
-    for event in read_objects(run_dir / "events.jsonl"):
+    for event in read_json_objects(run_dir / "events.jsonl"):
         if event["event"].endswith("_started") and "pid" in event and (process := actor_process(event["pid"])):
             found[event["role"]] = process
             for i, worker in enumerate(environment_workers(process)):

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import ConfigError
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.tools.bench.jobs import BenchError, Say, started, table
 from r3async.tools.bench.tree_cpu import TreeCpu
 
@@ -75,8 +75,8 @@ def trained(words: Sequence[str], place: Path) -> Start:
     run_dir = place / NAME
     given = ["train", PRESET, f"name={NAME}", "steps=1", "--runs", str(place), *words]
     began, cpu = command(given, place / "screen.txt")
-    events = {event["event"]: event["time"] for event in read_objects(run_dir / "events.jsonl")}
-    rows = read_objects(run_dir / "metrics.jsonl")
+    events = {event["event"]: event["time"] for event in read_json_objects(run_dir / "events.jsonl")}
+    rows = read_json_objects(run_dir / "metrics.jsonl")
     if not rows:
         raise BenchError(f"the run made no step; it ended with:\n{(place / 'screen.txt').read_text()[-2000:]}")
     ends = {

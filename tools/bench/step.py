@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from r3async.config import Config, config_from_dict, load_config, to_dict
+from r3async.config import Config, config_from_dict, config_to_dict, load_config
 from r3async.tools.bench import bare
 from r3async.tools.bench.jobs import Say, progress, run_job, table
 
 if TYPE_CHECKING:
     from r3async.data.records import Trajectory
-    from r3async.learner.trainer import TrainedGroups
+    from r3async.learner.trainer import StepOutcome
 
 TIMEOUT = 900.0
 BLOCK = 4
@@ -100,10 +100,12 @@ def run(steps: int, seed: int, quick: bool, say: Say) -> Report:
         model = f"model.path={place / 'model'}"
         configs = {name: configure(seed, [*more, model], quick=quick) for name, more in WAYS.items()}
         # A block to warm up: the steps in which served drift is measured are then those of any other block.
-        batches = bare.Job(to_dict(configs["plain"]), steps + BLOCK - bare.WARM_UP)
+        batches = bare.Job(config_to_dict(configs["plain"]), steps + BLOCK - bare.WARM_UP)
         played = run_job(f"{bare.__name__}:play", batches, bare.Engine, place / "engine", timeout=TIMEOUT, say=say)
         job = Job(
-            {name: to_dict(config) for name, config in configs.items()}, str(place / "engine" / bare.EPISODES), BLOCK
+            {name: config_to_dict(config) for name, config in configs.items()},
+            str(place / "engine" / bare.EPISODES),
+            BLOCK,
         )
         spent = run_job(f"{__name__}:train", job, Spent, place / "learner", timeout=TIMEOUT, say=say)
     return Report("step", steps, round(played.tokens / max(batches.batches, 1)), seed, summarize(spent))
@@ -170,31 +172,31 @@ def render(report: Report) -> str:
 
 def train(job: Job, directory: Path) -> Spent:
     """Every batch by each way, in turns."""
-    from r3async.actors.ranks import LocalLearner
+    from r3async.actors.ranks import LocalRank
     from r3async.learner import build_learner
-    from r3async.learner.batch.planner import cost_model
+    from r3async.learner.batch.planner import build_cost_model
     from r3async.learner.trainer import Trainer
-    from r3async.record.recording import RecordedStep, write_step
+    from r3async.record.recording import RecordedStep, write_recorded_step
 
     configs = {name: config_from_dict(plain) for name, plain in job.configs.items()}
     some = next(iter(configs.values()))
     model = Path(some.model.path)
-    cost = cost_model(msgspec.json.decode((model / "config.json").read_bytes()))
+    cost = build_cost_model(msgspec.json.decode((model / "config.json").read_bytes()))
     backends = {name: build_learner(config, model) for name, config in configs.items()}
 
-    def nothing(number: int, done: TrainedGroups) -> None:
+    def nothing(number: int, done: StepOutcome) -> None:
         pass
 
-    def written(number: int, done: TrainedGroups) -> None:
+    def written(number: int, done: StepOutcome) -> None:
         episodes: list[Trajectory] = [t for group in done.groups for t in group]
         sizes = [len(group) for group in done.groups]
-        write_step(directory, RecordedStep(number, number - 1, 0, done.digests, done.metrics, sizes), episodes)
+        write_recorded_step(directory, RecordedStep(number, number - 1, 0, done.digests, done.metrics, sizes), episodes)
 
     trainers = {
-        name: Trainer(config, cost, LocalLearner(config, backends[name]), bare._NoTrace(), None, lambda t: t)
+        name: Trainer(config, cost, LocalRank(config, backends[name]), bare._NoTrace(), None, lambda t: t)
         for name, config in configs.items()
     }
-    write: dict[str, Callable[[int, TrainedGroups], None]] = {
+    write: dict[str, Callable[[int, StepOutcome], None]] = {
         name: nothing if config.observe.record == "off" else written for name, config in configs.items()
     }
     spent = Spent({}, {}, {}, {})
@@ -207,7 +209,7 @@ def train(job: Job, directory: Path) -> Spent:
         for name in [*names[turn:], *names[:turn]]:
             gc.collect()
             trainer, cpu, wall = trainers[name], time.process_time(), time.perf_counter()
-            done = trainer.step(at + 1, at, trainer.prepared(groups))
+            done = trainer.train_step(at + 1, at, trainer.prepare_step(groups))
             made = time.process_time(), time.perf_counter()
             write[name](at + 1, done)
             ended = time.process_time(), time.perf_counter()

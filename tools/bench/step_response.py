@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Protocol
 
 import msgspec
+
+from r3async.learner.losses.drift import TrustRegion
 
 WITHIN = 1.5
 """Of the target: what a step counts as within it."""
@@ -20,20 +21,6 @@ HELD, WINDOW = 5, 25
 
 ALL_OF_AGE_1 = (0.0, 1.0)
 """Trained tokens by age."""
-
-
-class Controller(Protocol):
-    """A `TrustRegion`, as far as the plant sees it."""
-
-    coef: float
-
-    def measured(self, replayed: float, served: float | None) -> float: ...
-
-    def estimate(self, replayed: float, tokens_by_age: Sequence[float]) -> float | None: ...
-
-    def update(self, measured: float) -> None: ...
-
-    def learn(self, gaps: Sequence[float | None], variance: float | None) -> None: ...
 
 
 class Plant(msgspec.Struct, frozen=True):
@@ -61,7 +48,7 @@ class Response(msgspec.Struct, frozen=True):
 
 
 def respond(
-    controller: Controller, plant: Plant, target: float, *, every: int = 1, before: int = 100, after: int = 200
+    controller: TrustRegion, plant: Plant, target: float, *, every: int = 1, before: int = 100, after: int = 200
 ) -> Response:
     """Run the plant for `before` calm steps and `after` with the burst; served drift is measured in one of `every` steps."""
     coefs, drift, drifts = [controller.coef] * (plant.delay + 1), plant.calm * target, []
@@ -72,10 +59,12 @@ def respond(
         drift = 0.7 * drift + 0.3 * free / (1 + coefs[-1 - plant.delay] / plant.half) ** plant.power
         replayed = drift / (plant.ratio if calm else plant.in_burst)
         if step % every == 0:
-            controller.update(controller.measured(replayed, drift))
-            controller.learn([None, drift - replayed], None)
+            controller.update_coefficient(controller.select_drift(replayed, drift))
+            controller.record_served_gaps([None, drift - replayed], None)
         else:
-            controller.update(controller.measured(replayed, controller.estimate(replayed, ALL_OF_AGE_1)))
+            controller.update_coefficient(
+                controller.select_drift(replayed, controller.extrapolate_served_drift(replayed, ALL_OF_AGE_1))
+            )
         drifts.append(drift)
     return response([drift / target for drift in drifts[before:]])
 

@@ -8,19 +8,19 @@ from typing import Any
 
 from rich.console import Console
 
-from r3async.config import Config, config_from_dict, to_dict
-from r3async.record.reading import read_objects
+from r3async.config import Config, config_from_dict, config_to_dict
+from r3async.record.reading import read_json_objects
 from r3async.tools.bench.jobs import ANSWER, Say, run_job
 
 
 def train_apart(config: Config, directory: Path, *, timeout: float, say: Say) -> None:
     """Make the run `directory/NAME` that `config` names. Raises `BenchError`."""
-    run_job(f"{__name__}:train_here", to_dict(config), type(None), directory, timeout=timeout, say=say)
+    run_job(f"{__name__}:train_here", config_to_dict(config), type(None), directory, timeout=timeout, say=say)
 
 
 def metrics_of(config: Config, directory: Path) -> list[dict[str, Any]]:
     """The rows of metrics of a run that `train_apart` made, one a step."""
-    return read_objects(directory / config.name / "metrics.jsonl")
+    return read_json_objects(directory / config.name / "metrics.jsonl")
 
 
 def is_made(config: Config, directory: Path) -> bool:

@@ -21,9 +21,9 @@ import msgspec
 
 from r3async.tools.bench.jobs import BenchError, Say, table
 from r3async.weights.manifest import WeightManifest
-from r3async.weights.publish import BUCKET_BYTES
+from r3async.weights.publish import DEFAULT_BUCKET_BYTES
 from r3async.weights.relay import CHUNK_BYTES
-from r3async.weights.tcp import WINDOW
+from r3async.weights.tcp import WINDOW_CHUNKS
 
 SAMPLE_SECONDS = 0.002
 ANSWER_SECONDS = 600.0
@@ -107,33 +107,35 @@ def _rank(pipe: Any, rank: int, job: TransferJob) -> None:
     """A rank's process: its part of a model in float32, stepped and copied."""
     import torch
 
-    from r3async.weights.content import EncodedWeights, HostCopy
-    from r3async.weights.sending import Described, write_delta_part, write_region
+    from r3async.weights.content import HostWeights, SafetensorsEncoder
+    from r3async.weights.sending import ShareDescription, write_delta_part, write_share_region
 
     torch.set_num_threads(1)
     each = int(job.megabytes * 1e6 / 2 / job.ranks / job.tensors)
     rng = torch.Generator().manual_seed(rank)
     model = {f"rank{rank}.w{i}": torch.randn(each, generator=rng).mul_(0.02) for i in range(job.tensors)}
     held = {name: t.bfloat16() for name, t in model.items()}
-    peak, memory = Peak(), list[HostCopy]()
+    peak, memory = Peak(), list[HostWeights]()
     peak.begin()
     version = -1
     while (call := pipe.recv()) is not None:
         name, args = call
         answer: Any = None
-        if name == "snapshot":
+        if name == "snapshot_weights":
             (version,) = args
             for key, master in model.items() if version else ():
                 master.add_(torch.randn(each, generator=rng).sign_(), alpha=job.lr)
                 held[key].copy_(master)
-            memory = memory or [HostCopy({n: t.to("meta") for n, t in held.items()})]
-            memory[0].fill_from(held.items(), BUCKET_BYTES)
-        elif name == "describe_share":
-            answer = Described(version, memory[0].described(torch.bfloat16))
-        elif name == "write_share":
+            memory = memory or [HostWeights({n: t.to("meta") for n, t in held.items()})]
+            memory[0].copy_in_buckets(held.items(), DEFAULT_BUCKET_BYTES)
+        elif name == "describe_snapshot":
+            answer = ShareDescription(version, memory[0].describe_tensors(torch.bfloat16))
+        elif name == "write_snapshot":
             path, start = args
-            answer = write_region(path, start, EncodedWeights(version, memory[0], torch.bfloat16, BUCKET_BYTES))
-        elif name == "write_delta":
+            answer = write_share_region(
+                path, start, SafetensorsEncoder(version, memory[0], torch.bfloat16, DEFAULT_BUCKET_BYTES)
+            )
+        elif name == "write_delta_part":
             write_delta_part(*args)
         else:
             answer = peak.extra
@@ -148,7 +150,7 @@ def _engine(pipe: Any, number: int) -> None:
 async def _serve(pipe: Any, number: int) -> None:
     import torch  # noqa: F401
 
-    from r3async.weights.reading import verify
+    from r3async.weights.reading import verify_version_file
     from r3async.weights.tcp import TcpReceiver
 
     peak, receiver = Peak(), None
@@ -164,9 +166,9 @@ async def _serve(pipe: Any, number: int) -> None:
         elif name == "fetch":
             manifest, parts = args
             before, began = receiver.received_bytes, time.perf_counter()
-            found = await receiver.fetch(manifest, parts, ANSWER_SECONDS)
+            found = await receiver.fetch_version(manifest, parts, ANSWER_SECONDS)
             seconds = time.perf_counter() - began
-            await asyncio.to_thread(verify, found)
+            await asyncio.to_thread(verify_version_file, found)
             answer = seconds, receiver.received_bytes - before, peak.extra, found.path, found.digest
         else:
             await receiver.close()
@@ -242,12 +244,12 @@ async def _measure(
 ) -> Report:
     import torch  # noqa: F401
 
-    from r3async.weights.sending import ShardedPublisher
+    from r3async.weights.sending import ShardedVersionStore
     from r3async.weights.tcp import TcpServer
-    from r3async.world.keys import new_keys
+    from r3async.world.keys import generate_keys
 
-    server_keys, client_keys = new_keys()
-    publisher = ShardedPublisher(scratch / "learner", ranks.call, job.ranks, deltas=True)
+    server_keys, client_keys = generate_keys()
+    publisher = ShardedVersionStore(scratch / "learner", ranks.call, job.ranks, deltas=True)
     server, peak = TcpServer("127.0.0.1", server_keys), Peak()
     version, nbytes, writes, cases = 0, 0, list[float](), list[Case]()
     try:
@@ -257,12 +259,12 @@ async def _measure(
             peak.begin()
             rows = []
             for _ in range(job.versions):
-                await asyncio.to_thread(ranks.call, "snapshot", [(version,)] * job.ranks)
+                await asyncio.to_thread(ranks.call, "snapshot_weights", [(version,)] * job.ranks)
                 began = time.perf_counter()
-                publication = await asyncio.to_thread(publisher.send)
+                publication = await asyncio.to_thread(publisher.publish_shares)
                 writes.append(time.perf_counter() - began)
                 manifest = publication.manifest
-                parts, before = [server.offer(manifest, *publication.parts)], server.sent_bytes
+                parts, before = [server.offer_version(manifest, *publication.transport_data)], server.sent_bytes
                 given = msgspec.structs.replace(manifest, path=manifest.path if hosts == 1 else "/on another host")
                 answers = await asyncio.to_thread(engines.call, "fetch", [(given, parts)] * count)
                 rows.append((answers, server.sent_bytes - before))
@@ -276,7 +278,7 @@ async def _measure(
     finally:
         await server.close()
         publisher.close()
-    share, buckets = nbytes // job.ranks, 2 * BUCKET_BYTES
+    share, buckets = nbytes // job.ranks, 2 * DEFAULT_BUCKET_BYTES
     return Report("transfer", job, nbytes, median(writes), share, extra, int(1.2 * share) + buckets, buckets, cases)
 
 
@@ -340,7 +342,7 @@ def render(report: Report) -> str:
         f"{report.write_seconds:.2f} s, the delta included",
         *table(*head, rows),
         f"a rank took {report.rank_extra / mb:.0f} MB beside its model, of {report.rank_limit / mb:.0f} MB; an engine may take "
-        f"{report.engine_limit / mb:.0f} MB ({WINDOW} chunks of {CHUNK_BYTES / 2**20:g} MiB are in flight)",
+        f"{report.engine_limit / mb:.0f} MB ({WINDOW_CHUNKS} chunks of {CHUNK_BYTES / 2**20:g} MiB are in flight)",
     ]
     last = report.job.versions - 1
     lines.append(

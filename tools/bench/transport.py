@@ -28,8 +28,8 @@ from r3async.data.records import Trajectory
 from r3async.schedule.spool import Spool
 from r3async.tools.bench.jobs import BenchError, Say, forget_peak, memory_mib, run_job, table
 from r3async.tools.bench.transport_sender import LIMIT, Lag, Measured, TransportJob, specimen
-from r3async.transport import Receiver, encode_trajectory
-from r3async.world.keys import new_keys
+from r3async.transport import TrajectoryReceiver, encode_trajectory
+from r3async.world.keys import generate_keys
 from r3async.world.zeromq import apply_server_keys
 
 SIZES = (10_000, 200_000, 5_000_000, 12_600_000)
@@ -99,7 +99,7 @@ def run(*, quick: bool, rounds: int, say: Say) -> Report:
             gigabytes = count * actual / 1e9
             raw, curve = (_speed_and_cpu(seen[path], gigabytes) for path in PATHS[:2])
             paths = {path: _summary(each, raw, curve, gigabytes, count) for path, each in seen.items()}
-            measured.append(Size(actual, trajectory.tokens, count, paths))
+            measured.append(Size(actual, trajectory.num_tokens, count, paths))
         return Report("transport", rounds, os.getloadavg()[0], scratch, measured)
 
 
@@ -147,7 +147,7 @@ async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say:
     router.linger = 0
     router.rcvhwm = max(4, 32 * 2**20 // nbytes) * 8
     router.rcvtimeo = int(LIMIT * 1000)
-    server, client = new_keys()
+    server, client = generate_keys()
     if path != "raw":
         apply_server_keys(router, server)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -165,7 +165,9 @@ async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say:
     thread = threading.Thread(target=receive, daemon=True)
     thread.start()
     async with Lag() as lag:
-        job = TransportJob(path, f"tcp://127.0.0.1:{port}", nbytes, count, 0, client.server_public, client.secret)
+        job = TransportJob(
+            path, f"tcp://127.0.0.1:{port}", nbytes, count, 0, client.server_public_key, client.secret_key
+        )
         done = await _generator(job, directory, say)
     thread.join(LIMIT)
     if thread.is_alive():
@@ -186,7 +188,7 @@ async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, sa
     spool = Spool(directory / "spool", BufferConfig(durability="disk")) if path == "disk" else None
 
     def take(trajectory: Trajectory, size: int) -> None:
-        receiver.release(trajectory.trajectory_id)
+        receiver.release_trajectory(trajectory.trajectory_id)
         trained.append(trajectory.group_index)
         # The warming one, the first that counts, and the last: reading clocks takes time, too.
         if next(numbers) in (0, 1, count):
@@ -195,8 +197,8 @@ async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, sa
     marks: list[tuple[float, float]] = []
     trained: list[int] = []
     numbers = itertools.count()
-    server, client = new_keys()
-    receiver = Receiver("bench", settings, take, keys=server, store=spool)
+    server, client = generate_keys()
+    receiver = TrajectoryReceiver("bench", settings, take, keys=server, store=spool)
     endpoint = await receiver.start()
     forget_peak()
     inflight = max(4, min(256, 2**25 // nbytes))
@@ -205,7 +207,7 @@ async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, sa
             await stack.enter_async_context(_committed(spool, trained, count))
         stack.push_async_callback(receiver.close)
         lag = await stack.enter_async_context(Lag())
-        job = TransportJob(path, endpoint, nbytes, count, inflight, client.server_public, client.secret)
+        job = TransportJob(path, endpoint, nbytes, count, inflight, client.server_public_key, client.secret_key)
         done = await _generator(job, directory, say)
         high = memory_mib("VmHWM")
     return done, _between(marks[1:], lag, high)
@@ -219,14 +221,14 @@ async def _committed(spool: Spool, trained: list[int], count: int) -> AsyncItera
         while True:
             await asyncio.sleep(0.2)
             groups, trained[:] = list(trained), []
-            await spool.commit(groups)
+            await spool.delete_trained(groups)
 
     committing = asyncio.create_task(commit())
     try:
         yield
     finally:
         committing.cancel()
-        await spool.commit(range(count + 1))
+        await spool.delete_trained(range(count + 1))
         await spool.close()
 
 

@@ -18,7 +18,7 @@ from r3async.config import TransportConfig
 from r3async.data.records import Trajectory
 from r3async.tools.bench.jobs import forget_peak, memory_mib, progress
 from r3async.tools.bench.wire import sampled_trajectory
-from r3async.transport import Sender, encode_trajectory
+from r3async.transport import TrajectorySender, encode_trajectory
 from r3async.world.keys import ClientKeys
 from r3async.world.zeromq import apply_client_keys
 
@@ -131,9 +131,9 @@ def send_raw(job: TransportJob) -> Measured:
 
 
 async def send_whole(job: TransportJob) -> Measured:
-    """`Sender` with `inflight` tasks that each encode and send: as many episodes end at once."""
+    """`TrajectorySender` with `inflight` tasks that each encode and send: as many episodes end at once."""
     settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**28, 4 * job.nbytes))
-    sender = Sender(job.endpoint, "bench", "bench", settings, keys=job.keys)
+    sender = TrajectorySender(job.endpoint, "bench", "bench", settings, keys=job.keys)
     await sender.start()
     trajectory = specimen(job.nbytes)
     numbers = iter(range(job.count))

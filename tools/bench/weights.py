@@ -9,7 +9,7 @@ from statistics import median
 import msgspec
 
 from r3async.config import Config, load_config
-from r3async.data.container import decode_header
+from r3async.data.container import decode_safetensors_header
 from r3async.tools.bench.jobs import Say, table
 from r3async.tools.bench.training import metrics_of, train_apart
 
@@ -117,7 +117,7 @@ def run(job: WeightsJob, say: Say) -> Report:
 
 
 def _tensors(path: Path) -> int:
-    return len(decode_header(path.read_bytes())[0])
+    return len(decode_safetensors_header(path.read_bytes())[0])
 
 
 def render(report: Report) -> str:

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.data.packed import Form
+from r3async.data.packed import RouteForm
 from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory, Turn
 from r3async.tools.bench.jobs import table
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 
-FORMS: tuple[Form, ...] = ("plain", "bits", "dense")
+FORMS: tuple[RouteForm, ...] = ("plain", "bits", "dense")
 TURNS = 8
 ANSWER = 0.5
 """Share of a turn that the policy samples; the rest is the environment's."""
@@ -37,7 +37,7 @@ class Case(msgspec.Struct, frozen=True):
     ours."""
 
     name: str
-    form: Form
+    form: RouteForm
     tokens: int
     rows: int
     wire: Timing
@@ -92,7 +92,7 @@ def sampled_trajectory(
 
 
 def run(quick: bool) -> Report:
-    cases: list[tuple[str, int, int, Form]] = [
+    cases: list[tuple[str, int, int, RouteForm]] = [
         ("no routes", 8192, 1, "plain"),
         ("no routes, short", 512, 1, "plain"),
         ("no routes, 16 rows", 512, 16, "plain"),
@@ -104,7 +104,7 @@ def run(quick: bool) -> Report:
     return Report("wire", [_measure(*case, quick) for case in cases])
 
 
-def _measure(name: str, tokens: int, rows: int, form: Form, quick: bool) -> Case:
+def _measure(name: str, tokens: int, rows: int, form: RouteForm, quick: bool) -> Case:
     routes = (48, 8) if name.startswith("routes") else None
     trajectory = sampled_trajectory(tokens, rows, routes)
     total = tokens * rows

@@ -16,23 +16,23 @@ import msgspec
 
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
-from r3async.actors.supervise import Pipeline, Running
+from r3async.actors.supervise import RunHandle, RunLauncher
 from r3async.data.records import Trajectory
-from r3async.record.steps import checksum
+from r3async.record.steps import checksum_tokens
 from r3async.rollout.engines import InstallReport
 from r3async.schedule.groups import GroupBuffer
 from r3async.tools.chaos.accounting import Acknowledged, Damaged, Passed, Sent
 from r3async.tools.chaos.relay import Direction, Line, Noise, Relay
-from r3async.transport import Ledger
-from r3async.transport.sender import Sender
-from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, frames_of
-from r3async.weights.publish import Publication
-from r3async.weights.tcp import Source
+from r3async.transport import TrajectoryLedger
+from r3async.transport.sender import TrajectorySender
+from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, join_item_frames
+from r3async.weights.publish import TransferOffer
+from r3async.weights.tcp import TcpSource
 from r3async.world import World
 from r3async.world.appending import AppendFile
 from r3async.world.files import replace_file
 from r3async.world.keys import ClientKeys
-from r3async.world.processes import HOST_NAME
+from r3async.world.processes import HOST_NAME_VARIABLE
 
 LATE_SECONDS = 2.0
 """By which the learner that acknowledges too early writes too late."""
@@ -55,8 +55,8 @@ class Recorder:
         except WireError:
             return
         if isinstance(message, Deliver):
-            for item, pieces in zip(message.items, message.pieces(frames[1:]), strict=True):
-                self._write(self._sent(decode_trajectory(frames_of(item, pieces))))
+            for item, pieces in zip(message.items, message.split_by_item(frames[1:]), strict=True):
+                self._write(self._sent(decode_trajectory(join_item_frames(item, pieces))))
         elif isinstance(message, Ack):
             self._write(Acknowledged(time.time(), list(message.ids)))
 
@@ -72,7 +72,7 @@ class Recorder:
             trajectory.group_index,
             f"{trajectory.generator_id} {trajectory.started_at!r}",
             max(versions, default=-1),
-            checksum(trajectory),
+            checksum_tokens(trajectory),
             trajectory.started_at,
         )
 
@@ -109,21 +109,21 @@ class ChaosGenerator(GeneratorActor):
     def __init__(self, world: World, generator_id: str, run_id: str, config: dict[str, Any], *args: Any):
         self._apart = config["weights"]["backend"] == "tcp"
         if self._apart:
-            os.environ[HOST_NAME] = generator_id
+            os.environ[HOST_NAME_VARIABLE] = generator_id
         super().__init__(world, generator_id, run_id, config, *args)
         weights = self.config.weights
         if self._apart and weights.directory:
             weights.directory = str(memory_of(weights.directory, generator_id))
-        self._parts = replace(self._parts, sender=self._by_relay)
+        self._parts = replace(self._parts, make_sender=self._by_relay)
         self._endpoint = ""
         """Where the learner takes trajectories."""
         self._lines: list[Line] = []
 
-    async def install(self, publication: Publication) -> InstallReport:
-        return await super().install(self._by_line(publication) if self._apart else publication)
+    async def install_version(self, publication: TransferOffer) -> InstallReport:
+        return await super().install_version(self._by_line(publication) if self._apart else publication)
 
-    def _by_line(self, publication: Publication) -> Publication:
-        source: Source = publication.parts[0]
+    def _by_line(self, publication: TransferOffer) -> TransferOffer:
+        source: TcpSource = publication.transport_data[0]
         if not self._lines:
             blocked = blocked_line(self.run_dir, self.generator_id)
             self._lines.append(Line(source.endpoint, blocked.exists))
@@ -131,9 +131,9 @@ class ChaosGenerator(GeneratorActor):
             ports = Ports(self._endpoint, source.endpoint)
             replace_file(ports_file(self.run_dir, self.generator_id), msgspec.json.encode(ports))
         source = msgspec.structs.replace(source, endpoint=self._lines[0].endpoint)
-        return msgspec.structs.replace(publication, parts=[source])
+        return msgspec.structs.replace(publication, transport_data=[source])
 
-    def _by_relay(self, endpoint: str, *args: Any, keys: ClientKeys, **options: Any) -> Sender:
+    def _by_relay(self, endpoint: str, *args: Any, keys: ClientKeys, **options: Any) -> TrajectorySender:
         """What sends trajectories to the learner. Weights come with the keys that it was given."""
         directory = chaos_directory(self.run_dir)
         noise = msgspec.json.decode((directory / "noise.json").read_bytes(), type=Noise)
@@ -142,17 +142,17 @@ class ChaosGenerator(GeneratorActor):
         self.relay = Relay(endpoint, noise, random.Random(seed), note, note.damage, keys=keys)
         self.relay.start()
         self._endpoint = endpoint
-        return Sender(self.relay.endpoint, *args, keys=self.relay.sender_keys, **options)
+        return TrajectorySender(self.relay.endpoint, *args, keys=self.relay.sender_keys, **options)
 
 
 class AckBeforeSpool(LearnerActor):
     """Acknowledges what is not on disk yet."""
 
-    async def listen(self, *args: Any) -> dict[str, Any]:
-        answer = await super().listen(*args)
-        spool = self.work.reception.spool
+    async def start_listening(self, *args: Any) -> dict[str, Any]:
+        answer = await super().start_listening(*args)
+        spool = self.components.inbox.spool
         assert spool is not None, "buffer.durability = disk"
-        put, tasks = spool.put, set()
+        put, tasks = spool.put_trajectory, set()
 
         async def late(*arguments: Any, **options: Any) -> None:
             await asyncio.sleep(LATE_SECONDS)
@@ -161,23 +161,23 @@ class AckBeforeSpool(LearnerActor):
         async def put_later(*arguments: Any, **options: Any) -> None:
             tasks.add(asyncio.create_task(late(*arguments, **options)))
 
-        spool.put = put_later  # type: ignore[method-assign]
+        spool.put_trajectory = put_later  # type: ignore[method-assign]
         return answer
 
 
 class UnlinkBeforeCommit(LearnerActor):
     """Forgets what it trained before a checkpoint has it."""
 
-    async def train_step(self, last: bool = False, scored: bool = False) -> dict[str, Any] | None:
-        result = await super().train_step(last, scored)
+    async def train_step(self, is_last: bool = False, with_probe_scores: bool = False) -> dict[str, Any] | None:
+        result = await super().train_step(is_last, with_probe_scores)
         if result is not None:
-            spool = self.work.reception.spool
+            spool = self.components.inbox.spool
             assert spool is not None, "buffer.durability = disk"
-            await spool.commit(result["groups"])
+            await spool.delete_trained(result["groups"])
         return result
 
 
-class NoMemory(Ledger):
+class NoMemory(TrajectoryLedger):
     def __contains__(self, key: tuple[int, str]) -> bool:
         return False
 
@@ -185,11 +185,11 @@ class NoMemory(Ledger):
 class KeepsAll(GroupBuffer):
     """Also the second of two that are the same episode."""
 
-    def wants(self, trajectory: Trajectory) -> bool:
+    def needs_trajectory(self, trajectory: Trajectory) -> bool:
         return True
 
     def add(self, trajectory: Trajectory, nbytes: int) -> bool:
-        if not super().wants(trajectory):
+        if not super().needs_trajectory(trajectory):
             group = self._groups.get(trajectory.group_index)
             if group is None:
                 return False
@@ -197,24 +197,24 @@ class KeepsAll(GroupBuffer):
             return True
         return super().add(trajectory, nbytes)
 
-    def complete(self, group_index: int) -> bool:
-        return not self.missing(group_index)
+    def is_complete(self, group_index: int) -> bool:
+        return not self.missing_in_group(group_index)
 
-    def episodes(self, groups: Sequence[int]) -> list[list[Trajectory]]:
+    def episodes_of(self, groups: Sequence[int]) -> list[list[Trajectory]]:
         return [[t for t, _ in self._groups[group].values()] for group in groups]
 
 
 class NoDedupe(LearnerActor):
     """Takes whatever comes, however often."""
 
-    async def listen(self, *args: Any) -> dict[str, Any]:
+    async def start_listening(self, *args: Any) -> dict[str, Any]:
         model, schedule = self.model, self.config.schedule
-        taken = model.buffer.taken
+        taken = model.buffer.consumed
         model.buffer = KeepsAll(
-            schedule.samples_per_group, schedule.window, head=taken.head, beyond=sorted(taken.beyond)
+            schedule.samples_per_group, schedule.window, head=taken.head, beyond=sorted(taken.beyond_head)
         )
-        answer = await super().listen(*args)
-        receiver = self.work.reception.receiver
+        answer = await super().start_listening(*args)
+        receiver = self.components.inbox.receiver
         receiver.ledger = receiver._intake._ledger = NoMemory()
         return answer
 
@@ -227,14 +227,14 @@ FAULTS: dict[str, type[LearnerActor]] = {
 """Learners that are wrong, each in its way; the accounting has to show it."""
 
 
-def chaos_pipeline(fault: str, begun: Callable[[], object]) -> type[Pipeline]:
+def chaos_pipeline(fault: str, begun: Callable[[], object]) -> type[RunLauncher]:
     """`fault`: one of `FAULTS`, or "" for the learner as it is. `begun()` is called whenever the actors of a run exist."""
 
-    class ChaosPipeline(Pipeline):
-        learner = FAULTS[fault] if fault else LearnerActor
-        generator = ChaosGenerator
+    class ChaosPipeline(RunLauncher):
+        learner_class = FAULTS[fault] if fault else LearnerActor
+        generator_class = ChaosGenerator
 
-        def start(self) -> Running:
+        def start(self) -> RunHandle:
             running = super().start()
             begun()
             return running

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-from r3async.world.keys import ClientKeys, new_keys
+from r3async.world.keys import ClientKeys, generate_keys
 from r3async.world.zeromq import apply_client_keys, apply_server_keys
 
 Direction = Literal["to_learner", "to_generator"]
@@ -58,7 +58,7 @@ class Relay(threading.Thread):
         self._front = self._context.socket(zmq.ROUTER)
         self._front.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._front.linger = 0
-        own, self.sender_keys = new_keys()
+        own, self.sender_keys = generate_keys()
         apply_server_keys(self._front, own)
         self._keys = keys
         self._front.bind("tcp://127.0.0.1:*")

@@ -16,9 +16,9 @@ import msgspec
 from rich.console import Console
 
 from r3async.config import Config, ConfigError, load_config
-from r3async.record.reading import read_objects
-from r3async.record.steps import TRAINED, TrainedStep
-from r3async.schedule.admission import slots_of
+from r3async.record.reading import read_json_objects
+from r3async.record.steps import TRAINED_FILE, TrainedStep
+from r3async.schedule.admission import count_slots
 from r3async.tools.chaos.accounting import (
     Acknowledged,
     Began,
@@ -192,15 +192,15 @@ class Rehearsal:
 def made_again(report: Report, run_dir: Path, say: Callable[[str], object]) -> Report:
     """With the steps of the run's recording made again: each digest of every stage of every step has to be the same."""
     from r3async.record.recording import RecordingError
-    from r3async.tools.replay import describe as told
-    from r3async.tools.replay import replay
+    from r3async.tools.replay import describe_replay as told
+    from r3async.tools.replay import replay_run
 
     def shown(recorded: Any, metrics: Any) -> None:
         if recorded.step % SAID_EVERY == 0:
             say(f"chaos: replayed {recorded.step} of {report.steps} steps")
 
     try:
-        done = replay(run_dir, progress=shown)
+        done = replay_run(run_dir, progress=shown)
     except RecordingError as error:
         return msgspec.structs.replace(report, replayed=0, problems=[*report.problems, f"replay: {error}"])
     equal = done.last - (done.difference is not None)
@@ -215,7 +215,7 @@ def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter
     from r3async.tools.chaos.actors import chaos_directory
 
     schedule = config.schedule
-    steps = [msgspec.convert(line, TrainedStep) for line in read_objects(run_dir / TRAINED)]
+    steps = [msgspec.convert(line, TrainedStep) for line in read_json_objects(run_dir / TRAINED_FILE)]
     passed = list(read_passed(chaos_directory(run_dir)))
     resumed = list(read_resumed(run_dir, config))
     problems = [
@@ -224,7 +224,7 @@ def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter
         *check_kept(passed, resumed),
         *check_lineages(steps, read_began(run_dir)),
     ]
-    rows = read_objects(run_dir / "metrics.jsonl")
+    rows = read_json_objects(run_dir / "metrics.jsonl")
     count = Counter(row["step"] for row in rows)
     problems += [f"step {n} has {count[n]} rows of metrics" for n in range(1, config.steps + 1) if count[n] != 1]
     problems += [
@@ -235,7 +235,7 @@ def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter
     left = [p.name for p in (run_dir / "spool").glob("*") if p.is_file()]
     if left and not rehearsal.fault:
         problems.append(f"the spool still holds {len(left)} files, though everything was trained: {left[:3]}")
-    events = Counter(e["event"] for e in read_objects(run_dir / "events.jsonl"))
+    events = Counter(e["event"] for e in read_json_objects(run_dir / "events.jsonl"))
     return Report(
         preset=rehearsal.preset,
         scenario=rehearsal.scenario,
@@ -265,21 +265,21 @@ def drops(rows: Sequence[dict[str, Any]], name: str) -> Iterator[float]:
 
 def read_passed(directory: Path) -> Iterator[Passed]:
     for path in sorted(directory.glob("*.jsonl")):
-        for line in read_objects(path):
+        for line in read_json_objects(path):
             yield msgspec.convert(line, Passed)
 
 
 def read_began(run_dir: Path) -> list[Began]:
     """The starts of the run."""
-    events = [e for e in read_objects(run_dir / "events.jsonl") if e["event"] == "lineage_began"]
+    events = [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == "lineage_began"]
     return [Began(e["lineage"], e["parent"], e["version"]) for e in events]
 
 
 def read_resumed(run_dir: Path, config: Config) -> Iterator[Resumed]:
     """Where the run restarted. Without a checkpoint it did so from nothing."""
     schedule = config.schedule
-    slots = slots_of(schedule)
-    starts = [e for e in read_objects(run_dir / "events.jsonl") if e["event"] == "conductor_started"]
+    slots = count_slots(schedule)
+    starts = [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == "conductor_started"]
     for event in starts[1:]:
         step = event["step"]
         yield Resumed(event["time"], step // schedule.steps_per_publication, step * schedule.groups_per_step + slots)

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal
 
 import psutil
 
-from r3async.record.reading import read_objects
-from r3async.record.steps import TRAINED
+from r3async.record.reading import read_json_objects
+from r3async.record.steps import TRAINED_FILE
 
 Role = Literal["generator", "learner", "conductor", "environment"]
 WAIT_SECONDS = 0.05
@@ -123,12 +123,12 @@ class Scenario(threading.Thread, ABC):
 
     def trained(self) -> int:
         """Steps trained so far, at the most: what a resume takes back counts as well."""
-        self._most = max(self._most, len(read_objects(self.run_dir / TRAINED)))
+        self._most = max(self._most, len(read_json_objects(self.run_dir / TRAINED_FILE)))
         return self._most
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Of that name, that the run has recorded."""
-        return [event for event in read_objects(self.run_dir / "events.jsonl") if event["event"] == name]
+        return [event for event in read_json_objects(self.run_dir / "events.jsonl") if event["event"] == name]
 
     def find(self, role: Role) -> psutil.Process | None:
         """A process of that role that lives now, waiting until there is one; None if the run ended before."""

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import psutil
 
-from r3async.record.reading import read_objects
-from r3async.record.steps import TRAINED
+from r3async.record.reading import read_json_objects
+from r3async.record.steps import TRAINED_FILE
 from r3async.tools.chaos.filling import Filling, mounted
 from r3async.tools.chaos.scenario import TAIL, Role, Scenario
 from r3async.tools.chaos.weights import BlockedLine, FullMemory, Strangers
@@ -88,7 +88,9 @@ class Losses(Scenario):
 
     def reached(self) -> tuple[int, int]:
         """Lineage and step of the newest record of a trained step."""
-        return max(((line["lineage"], line["step"]) for line in read_objects(self.run_dir / TRAINED)), default=(0, 0))
+        return max(
+            ((line["lineage"], line["step"]) for line in read_json_objects(self.run_dir / TRAINED_FILE)), default=(0, 0)
+        )
 
     def began(self) -> list[int]:
         """The step that each lineage began after."""
@@ -273,7 +275,7 @@ class FullDisk(Filling):
         problems = []
         if len(self.full) != FILLS:
             problems.append(f"the disk was full {len(self.full)} times, not {FILLS}: the run ended before")
-        made = [row["time"] for row in read_objects(self.run_dir / "metrics.jsonl")]
+        made = [row["time"] for row in read_json_objects(self.run_dir / "metrics.jsonl")]
         for began, ended in self.full:
             if not any(began < at < ended for at in made):
                 problems.append(f"no step was made in {ended - began:.1f} s in which the disk was full")

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import msgspec
 import psutil
 
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.tools.chaos.crowd import Seen
 from r3async.tools.chaos.filling import Filling, mounted
 from r3async.tools.chaos.scenario import Scenario
-from r3async.world.zeromq import HANDSHAKE_MS, NEW_PEERS
+from r3async.world.zeromq import HANDSHAKE_TIMEOUT_MS, MAX_NEW_PEERS
 
 INSTALL_SECONDS = 8.0
 STEPS = 60
@@ -55,7 +55,7 @@ class InTrouble(Scenario):
 
     def made_between(self, began: float, ended: float) -> int:
         """Steps."""
-        return sum(began < row["time"] < ended for row in read_objects(self.run_dir / "metrics.jsonl"))
+        return sum(began < row["time"] < ended for row in read_json_objects(self.run_dir / "metrics.jsonl"))
 
 
 # -- blocked-line: nothing passes between one generator and what the learner gives weights by ---------------------------
@@ -193,7 +193,7 @@ class FullMemory(InTrouble, Filling):
 COUNT = 3000
 DESCRIPTORS = 1024
 """That the learner may have: what many systems allow. With all strangers it would have none left."""
-CALM_SECONDS = 2.5 * HANDSHAKE_MS / 1000
+CALM_SECONDS = 2.5 * HANDSHAKE_TIMEOUT_MS / 1000
 """The strangers stay for so long at least."""
 STEPS_MEANWHILE = 8
 PATIENT_SECONDS = 60.0
@@ -229,7 +229,7 @@ class Strangers(InTrouble):
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as crowd:
             self.done["strangers"] += COUNT
             self.report(f"chaos: {COUNT} strangers come to {', '.join(addresses)}")
-            if not self.wait(HANDSHAKE_MS / 1000) or not self.kill("generator"):
+            if not self.wait(HANDSHAKE_TIMEOUT_MS / 1000) or not self.kill("generator"):
                 return
 
             def enough() -> bool:
@@ -249,10 +249,10 @@ class Strangers(InTrouble):
         problems = []
         if not self.seen.turned_out:
             problems.append(f"no stranger was turned out: {self.seen}")
-        allowed = 2 * (NEW_PEERS + AT_ONCE)
+        allowed = 2 * (MAX_NEW_PEERS + AT_ONCE)
         if self.most - self.before > allowed:
             problems.append(f"the learner had {self.most - self.before} more descriptors than before, above {allowed}")
-        last = max(read_objects(self.run_dir / "metrics.jsonl"), key=lambda row: row["step"])
+        last = max(read_json_objects(self.run_dir / "metrics.jsonl"), key=lambda row: row["step"])
         for port in ("transport", "weights"):
             if not last[f"{port}/strangers"]:
                 problems.append(f"{port}/strangers counts none")

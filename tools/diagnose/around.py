@@ -7,68 +7,70 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from r3async.tools.diagnose.causes import place_of
-from r3async.tools.diagnose.choice import unlike
+from r3async.tools.diagnose.causes import locate_tensor
+from r3async.tools.diagnose.choice import compute_mismatch_share
 from r3async.tools.diagnose.experiments import FIX_STALE
-from r3async.tools.diagnose.judge import Case, Explanation, Parting, Witness, errors
-from r3async.tools.diagnose.reference import Reference
-from r3async.tools.diagnose.simple import temperature
+from r3async.tools.diagnose.judge import Divergence, DivergentStage, Explanation, StageOutputs, measure_errors
+from r3async.tools.diagnose.reference import ReferenceModel
+from r3async.tools.diagnose.simple import try_temperature
 
-SAMPLED = 1e-3
+SAMPLED_TOLERANCE = 1e-3
 """Nats by which a log-prob that came with a token may differ from its score in float32: decoding adds up in another order."""
-SAMPLED_ROUNDED = 0.15
+SAMPLED_TOLERANCE_ROUNDED = 0.15
 """The same in other dtypes, of the mean."""
-REROUTED, REROUTED_ROUNDED = 0.02, 0.25
+MAX_REROUTED_SHARE, MAX_REROUTED_SHARE_ROUNDED = 0.02, 0.25
 """Share of tokens whose routes may be others than those of a second pass, in float32 and in other dtypes."""
-SAME = 0.2
+MAX_UNEXPLAINED_ROUTES = 0.2
 """Share of tokens up to which other routes still explain these."""
 
 
-def other_dtype(witness: Witness) -> Iterator[Parting]:
-    if witness.dtype != witness.expected:
-        evidence = f"what its embedding gives is {witness.dtype}; its settings say {witness.expected}"
+def check_dtype(outputs: StageOutputs) -> Iterator[Divergence]:
+    if outputs.dtype != outputs.expected_dtype:
+        evidence = f"what its embedding gives is {outputs.dtype}; its settings say {outputs.expected_dtype}"
         fix = "look for what overrides the dtype: generator.engine_args, the model's own config.json"
         explanation = Explanation("dtype", evidence, fix, 0.0)
-        yield Parting(witness.name, "dtype", [-1], 1.0, 0.0, 1.0, explanations=[explanation])
+        yield Divergence(outputs.name, "dtype", [-1], 1.0, 0.0, 1.0, explanations=[explanation])
 
 
-def other_weights(witness: Witness, stages: Collection[Parting]) -> Iterator[Parting]:
+def check_weights(outputs: StageOutputs, stages: Collection[Divergence]) -> Iterator[Divergence]:
     """Tensors that are not held as they were given, but for those of `stages` that part: these tokens need not show them."""
     shown = {(layer, parting.stage) for parting in stages for layer in parting.layers}
-    hidden = [name for name in witness.stale if place_of(name) not in shown]
+    hidden = [name for name in outputs.stale_tensors if locate_tensor(name) not in shown]
     if hidden:
-        layers = sorted({place_of(name)[0] for name in hidden})
+        layers = sorted({locate_tensor(name)[0] for name in hidden})
         evidence = f"{len(hidden)} tensors, the first {', '.join(hidden[:3])}, are not held as they were given"
         explanation = Explanation("stale tensor", evidence, FIX_STALE, 0.0)
-        yield Parting(witness.name, "weights", layers, 1.0, 0.0, 0.0, explanations=[explanation])
+        yield Divergence(outputs.name, "weights", layers, 1.0, 0.0, 0.0, explanations=[explanation])
 
 
-def sampling(reference: Reference, witness: Witness) -> Iterator[Parting]:
+def check_sampling(reference: ReferenceModel, outputs: StageOutputs) -> Iterator[Divergence]:
     """Log-probs that came with sampled tokens, against those of its own hidden states at that temperature. Nothing is said if its
     scores part already."""
-    sampled, x = witness.sampled, witness.seen.get("final_norm.out")
+    sampled, x = outputs.sampled, outputs.tensors.get("final_norm.out")
     if sampled is None or x is None:
         return
-    n = len(sampled.reported)
-    start = len(witness.token_ids) - n - 1  # the token before the first
-    x, ids = x[start:], witness.token_ids[start:]
+    n = len(sampled.logprobs)
+    start = len(outputs.token_ids) - n - 1  # the token before the first
+    x, ids = x[start:], outputs.token_ids[start:]
     # What its own scores were off from the files' is another stage's.
-    off = witness.logprobs[start:] - _head(reference, x, ids, 1.0)
-    expected = _head(reference, x, ids, sampled.temperature) + off / sampled.temperature
-    found = errors(expected, sampled.reported, "sampling")
-    exact = witness.dtype == "float32"
-    tolerance = (SAMPLED if exact else SAMPLED_ROUNDED) * max(1.0, 1 / sampled.temperature)
+    off = outputs.logprobs[start:] - _compute_head_logprobs(reference, x, ids, 1.0)
+    expected = _compute_head_logprobs(reference, x, ids, sampled.temperature) + off / sampled.temperature
+    found = measure_errors(expected, sampled.logprobs, "sampling")
+    exact = outputs.dtype == "float32"
+    tolerance = (SAMPLED_TOLERANCE if exact else SAMPLED_TOLERANCE_ROUNDED) * max(1.0, 1 / sampled.temperature)
     error = float(found.max() if exact else found.mean())
-    if error <= tolerance and not sampled.cached:
+    if error <= tolerance and not sampled.stale_cached:
         return
     fix = "restart the engine; new requests must not find what older weights left: see weights.probe"
     explanations = []
-    if sampled.cached:
-        evidence = f"a new request took {sampled.cached} positions from a prefix cache that older weights made"
+    if sampled.stale_cached:
+        evidence = f"a new request took {sampled.stale_cached} positions from a prefix cache that older weights made"
         explanations.append(Explanation("stale prefix cache", evidence, fix, 0.0))
-    case = Case(reference, witness, -1, "head", x, sampled.reported, expected, tolerance, errors=found, token_ids=ids)
-    for change, evidence in temperature(case, sampled.temperature):
-        left = case.left(change)
+    case = DivergentStage(
+        reference, outputs, -1, "head", x, sampled.logprobs, expected, tolerance, token_errors=found, token_ids=ids
+    )
+    for change, evidence in try_temperature(case, sampled.temperature):
+        left = case.compute_remaining_error(change)
         if left <= max(tolerance, 0.1 * error):
             share = 0.0 if left <= tolerance else left / error
             fix = "make logprobs_mode and episode.temperature of the engine those of the learner"
@@ -84,36 +86,38 @@ def sampling(reference: Reference, witness: Witness) -> Iterator[Parting]:
             Explanation("cache", f"of {n} sampled tokens the first that differs is {first}; {what}", fix, 1.0)
         )
     share = float((found > tolerance).float().mean())
-    yield Parting(witness.name, "sampling", [-1], error, tolerance, share, "nats", explanations)
+    yield Divergence(outputs.name, "sampling", [-1], error, tolerance, share, "nats", explanations)
 
 
-def _head(reference: Reference, x: Tensor, ids: Tensor, temperature: float) -> Tensor:
-    trial = reference.trial(-1, "head", x, ids, None)
+def _compute_head_logprobs(reference: ReferenceModel, input: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
+    trial = reference.make_trial(-1, "head", input, token_ids, None)
     trial.temperature = temperature
-    return trial.result()
+    return trial.compute_output()
 
 
-def routes(reference: Reference, witness: Witness) -> Iterator[Parting]:
+def check_routes(reference: ReferenceModel, outputs: StageOutputs) -> Iterator[Divergence]:
     """The routes that came with an answer, against those of another pass over the same tokens. Those of positions that a cache of
     older weights served are theirs."""
-    sampled = witness.sampled
-    if sampled is None or sampled.routes is None or sampled.cached:
+    sampled = outputs.sampled
+    if sampled is None or sampled.routes is None or sampled.stale_cached:
         return
-    if any(f"{layer}.choice.out" not in witness.seen for layer in reference.moe_layers):
+    if any(f"{layer}.choice.out" not in outputs.tensors for layer in reference.moe_layers):
         return  # a kernel that chooses and computes in one
     layers, rows = reference.moe_layers, sampled.routes
-    used = [witness.seen[f"{layer}.choice.out"][: len(rows)] for layer in layers]
-    allowed = REROUTED if witness.dtype == "float32" else REROUTED_ROUNDED
-    shares = [unlike(rows[:, column], chosen) for column, chosen in enumerate(used)]
+    used = [outputs.tensors[f"{layer}.choice.out"][: len(rows)] for layer in layers]
+    allowed = MAX_REROUTED_SHARE if outputs.dtype == "float32" else MAX_REROUTED_SHARE_ROUNDED
+    shares = [compute_mismatch_share(rows[:, column], chosen) for column, chosen in enumerate(used)]
     bad = [column for column, share in enumerate(shares) if share > allowed]
     if bad:
-        explanations = sorted(_rerouted(layers, rows[:, bad[0]], used, bad[0]), key=lambda each: each.left)
+        explanations = sorted(_explain_reroutes(layers, rows[:, bad[0]], used, bad[0]), key=lambda each: each.left)
         share = shares[bad[0]]
         where = [layers[column] for column in bad]
-        yield Parting(witness.name, "routes", where, share, allowed, share, "share", explanations)
+        yield Divergence(outputs.name, "routes", where, share, allowed, share, "share", explanations)
 
 
-def _rerouted(layers: Sequence[int], rows: Tensor, used: Sequence[Tensor], column: int) -> Iterator[Explanation]:
+def _explain_reroutes(
+    layers: Sequence[int], rows: Tensor, used: Sequence[Tensor], column: int
+) -> Iterator[Explanation]:
     """What explains the routes `rows` `[T, K]` of a column; `used`: what each router chose."""
     shifted = "rows of routes are one token off"
     others: list[tuple[str, str, str, float]] = [
@@ -121,18 +125,28 @@ def _rerouted(layers: Sequence[int], rows: Tensor, used: Sequence[Tensor], colum
             "layer order",
             f"they are those of layer {layer}",
             "columns of routes are read as other layers",
-            unlike(rows, chosen),
+            compute_mismatch_share(rows, chosen),
         )
         for layer, chosen in zip(layers, used, strict=True)
         if layer != layers[column]
     ]
     others += [
-        ("order of tokens", "they are those of the token before each", shifted, unlike(rows[1:], used[column][:-1])),
-        ("order of tokens", "they are those of the token after each", shifted, unlike(rows[:-1], used[column][1:])),
+        (
+            "order of tokens",
+            "they are those of the token before each",
+            shifted,
+            compute_mismatch_share(rows[1:], used[column][:-1]),
+        ),
+        (
+            "order of tokens",
+            "they are those of the token after each",
+            shifted,
+            compute_mismatch_share(rows[:-1], used[column][1:]),
+        ),
     ]
     first = torch.arange(rows.shape[1]).expand_as(rows)
     fix = "CUDA graphs and compiled models may lose them: enforce_eager=true"
-    others.append(("routes not recorded", "every row has the first experts", fix, unlike(rows, first)))
-    found = [Explanation(*each) for each in others if each[3] <= SAME]
+    others.append(("routes not recorded", "every row has the first experts", fix, compute_mismatch_share(rows, first)))
+    found = [Explanation(*each) for each in others if each[3] <= MAX_UNEXPLAINED_ROUTES]
     other = "decoding chooses other experts than prefill: compare the kernels of both"
     yield from found or [Explanation("another pass", "they are no other layer's and no other token's", other, 1.0)]

@@ -12,30 +12,39 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config, ConfigError, load_config
-from r3async.config.read import Overrides, with_overrides
+from r3async.config.read import Overrides, apply_overrides
 from r3async.learner import build_learner
 from r3async.rollout.engines import build_engine
-from r3async.tools.diagnose.diagnosis import Diagnosis, compare
-from r3async.tools.diagnose.reference import Reference
-from r3async.tools.diagnose.tokens import other_masks, other_tokens
-from r3async.tools.diagnose.witnesses import PROMPT, EngineSide, alone, engine_witness, learner_witness, unlike_files
+from r3async.tools.diagnose.diagnosis import Diagnosis, compare_sides
+from r3async.tools.diagnose.reference import ReferenceModel
+from r3async.tools.diagnose.tokens import check_masks, check_tokens
+from r3async.tools.diagnose.witnesses import (
+    PROMPT_TOKENS,
+    EngineOutputs,
+    find_changed_tensors,
+    observe_engine,
+    observe_learner,
+    to_single_rank,
+)
 from r3async.untrusted import decode_python_json
-from r3async.weights.probe import KEPT, probe_text
+from r3async.weights.probe import FAILED_MODEL_DIRECTORY, make_probe_text
 
-Say = Callable[[str], object]
+PrintLine = Callable[[str], object]
 
 
-class Patient(NamedTuple):
-    """`model`: the directory whose weights are compared. `start`: what the run's engines began with, and have their tokenizer
-    from. `run`: if it is one."""
+class DiagnosisTarget(NamedTuple):
+    """`model`: the directory whose weights are compared. `start_model`: what the run's engines began with, and have their
+    tokenizer from. `run`: if it is one."""
 
     model: Path
-    start: Path
+    start_model: Path
     config: Config
     run: Path | None = None
 
 
-def find_patient(name: str, preset: str | None, overrides: Overrides, scratch: Path, say: Say, root: Path) -> Patient:
+def find_diagnosis_target(
+    name: str, preset: str | None, overrides: Overrides, scratch: Path, print_line: PrintLine, root: Path
+) -> DiagnosisTarget:
     """A model directory; or a run, with the version that a probe failed with if that ended it, or its newest model: what it saved
     at its end, its newest checkpoint, or its start model.
 
@@ -45,39 +54,39 @@ def find_patient(name: str, preset: str | None, overrides: Overrides, scratch: P
 
     directory = Path(name)
     if (directory / "config.json").is_file():
-        config = with_overrides(load_config(preset, command=None) if preset else Config(), overrides)
-        return Patient(directory.absolute(), directory.absolute(), _within(config, directory))
+        config = apply_overrides(load_config(preset, command=None) if preset else Config(), overrides)
+        return DiagnosisTarget(directory.absolute(), directory.absolute(), _limit_tokens(config, directory))
     try:
         run = find_run(name, root)
     except InspectError as error:
         raise ConfigError(
             f"RUN_OR_MODEL = {name!r} is no model directory (no config.json in it), and {error}"
         ) from error
-    base = with_overrides(load_config(preset or str(run / "config.toml"), command=None), overrides)
+    base = apply_overrides(load_config(preset or str(run / "config.toml"), command=None), overrides)
     start = Path(base.model.path) if base.model.path else run / "init"
     if not (start / "config.json").is_file():
         raise ConfigError(f"the start model of {run} is not in {start}: name a model directory instead")
-    kept, model = run / KEPT, run / "model"
+    kept, model = run / FAILED_MODEL_DIRECTORY, run / "model"
     if (kept / "config.json").is_file():
-        say(f"the version that the probe failed with, from {kept}")
+        print_line(f"the version that the probe failed with, from {kept}")
         model = kept
     elif not (model / "config.json").is_file():
-        model = _exported(run, scratch, say) or start
-    return Patient(model.absolute(), start.absolute(), _within(base, start), run)
+        model = _export_newest(run, scratch, print_line) or start
+    return DiagnosisTarget(model.absolute(), start.absolute(), _limit_tokens(base, start), run)
 
 
-def _exported(run: Path, scratch: Path, say: Say) -> Path | None:
-    from r3async.checkpoint import Checkpoints
-    from r3async.tools.export import export
+def _export_newest(run: Path, scratch: Path, print_line: PrintLine) -> Path | None:
+    from r3async.checkpoint import CheckpointDirectory
+    from r3async.tools.export import export_model
 
-    if not any((run / "checkpoints").glob("step-*")) and not Checkpoints(run / "checkpoints").steps():
+    if not any((run / "checkpoints").glob("step-*")) and not CheckpointDirectory(run / "checkpoints").list_steps():
         return None
-    opened = export(run, scratch / "model")
-    say(f"the weights after step {opened.state.steps}, from {opened.path}")
+    opened = export_model(run, scratch / "model")
+    print_line(f"the weights after step {opened.state.steps}, from {opened.path}")
     return scratch / "model"
 
 
-def _within(config: Config, model: Path) -> Config:
+def _limit_tokens(config: Config, model: Path) -> Config:
     """With no more tokens than the model has positions."""
     positions = decode_python_json((model / "config.json").read_bytes()).get("max_position_embeddings")
     longest = min(config.episode.max_total_tokens, positions or config.episode.max_total_tokens)
@@ -87,61 +96,66 @@ def _within(config: Config, model: Path) -> Config:
     return msgspec.structs.replace(config, episode=msgspec.structs.replace(config.episode, **shorter))
 
 
-def prompt_of(model: Path, config: Config, vocabulary: int) -> np.ndarray:
+def make_prompt(model: Path, config: Config, vocabulary: int) -> np.ndarray:
     """int32 `[T]`: the text of the probe as the model's tokenizer has it; of a model without one, ids at random."""
-    longest = max(2, min(PROMPT, config.episode.max_total_tokens // 2))
+    longest = max(2, min(PROMPT_TOKENS, config.episode.max_total_tokens // 2))
     try:
         from transformers import AutoTokenizer
 
-        ids = AutoTokenizer.from_pretrained(model).encode(probe_text(4 * PROMPT), add_special_tokens=False)
+        ids = AutoTokenizer.from_pretrained(model).encode(make_probe_text(4 * PROMPT_TOKENS), add_special_tokens=False)
     except Exception:  # whatever a tokenizer's files may raise
-        ids = np.random.default_rng(0).integers(0, vocabulary, PROMPT).tolist()
+        ids = np.random.default_rng(0).integers(0, vocabulary, PROMPT_TOKENS).tolist()
     return np.asarray(ids[:longest], np.int32)
 
 
-async def _engine_side(
-    config: Config, start: Path, tensors: Mapping[str, Any], prompt: np.ndarray, scratch: Path, say: Say
-) -> EngineSide:
-    engine = build_engine(config, str(start), config.seed)
+async def _run_engine(
+    config: Config,
+    start_model: Path,
+    tensors: Mapping[str, Any],
+    prompt: np.ndarray,
+    scratch: Path,
+    print_line: PrintLine,
+) -> EngineOutputs:
+    engine = build_engine(config, str(start_model), config.seed)
     try:
         await engine.start()
-        return await engine_witness(engine, config, tensors, prompt, scratch, say=say)
+        return await observe_engine(engine, config, tensors, prompt, scratch, print_line=print_line)
     finally:
         await engine.stop()
 
 
-def diagnose(patient: Patient, scratch: Path, say: Say = lambda line: None) -> Diagnosis:
+def run_diagnosis(target: DiagnosisTarget, scratch: Path, print_line: PrintLine = lambda line: None) -> Diagnosis:
     """Load both, feed them the same tokens, and compare every stage with the files.
 
     `scratch`: an empty directory. Raises `ConfigError`, `LearnerError`, `EngineError` or `WeightError`.
     """
-    began, config = time.monotonic(), alone(patient.config)
+    began, config = time.monotonic(), to_single_rank(target.config)
     before = [
-        *other_tokens(patient.start, patient.model),
-        *(other_masks(patient.run, patient.start) if patient.run else ()),
+        *check_tokens(target.start_model, target.model),
+        *(check_masks(target.run, target.start_model) if target.run else ()),
     ]
-    say("loading the files and the learner")
-    reference = Reference(patient.model)
-    learner: Any = build_learner(config, patient.model, frozen=True)
+    print_line("loading the files and the learner")
+    reference = ReferenceModel(target.model)
+    learner: Any = build_learner(config, target.model, frozen=True)
     try:
-        tensors = learner.export()
-        stale = unlike_files(tensors, patient.model, config.learner.dtype)
-        say("starting vLLM")
-        prompt = prompt_of(patient.start, config, learner.vocab_size)
-        side = asyncio.run(_engine_side(config, patient.start, tensors, prompt, scratch, say))
-        say("what the learner computes")
-        mine = learner_witness(learner, side.tokens, stale, config)
+        tensors = learner.export_weights()
+        stale = find_changed_tensors(tensors, target.model, config.learner.dtype)
+        print_line("starting vLLM")
+        prompt = make_prompt(target.start_model, config, learner.vocab_size)
+        side = asyncio.run(_run_engine(config, target.start_model, tensors, prompt, scratch, print_line))
+        print_line("what the learner computes")
+        mine = observe_learner(learner, side.tokens, stale, config)
     finally:
         learner.close()
-    say("comparing")
-    difference = (side.witness.logprobs - mine.logprobs).abs()
+    print_line("comparing")
+    difference = (side.outputs.logprobs - mine.logprobs).abs()
     return Diagnosis(
-        model=str(patient.model),
+        model=str(target.model),
         backend=config.learner.backend,
         tokens=len(difference),
         mean_difference=float(difference.mean()),
         max_difference=float(difference.max()),
-        stages=len(side.witness.seen) + len(mine.seen),
-        partings=compare(reference, side.witness, mine, before),
+        stages=len(side.outputs.tensors) + len(mine.tensors),
+        partings=compare_sides(reference, side.outputs, mine, before),
         seconds=time.monotonic() - began,
     )

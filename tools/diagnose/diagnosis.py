@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from r3async.tools.diagnose.around import other_dtype, other_weights, routes, sampling
-from r3async.tools.diagnose.causes import explain
-from r3async.tools.diagnose.judge import Parting, Witness, judged, together
-from r3async.tools.diagnose.reference import Reference
+from r3async.tools.diagnose.around import check_dtype, check_routes, check_sampling, check_weights
+from r3async.tools.diagnose.causes import explain_case
+from r3async.tools.diagnose.judge import Divergence, StageOutputs, find_divergent_stages, merge_cases
+from r3async.tools.diagnose.reference import ReferenceModel
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
@@ -22,36 +22,38 @@ class Diagnosis(msgspec.Struct, frozen=True):
     mean_difference: float
     max_difference: float
     stages: int
-    partings: list[Parting]
+    partings: list[Divergence]
     seconds: float = 0.0
 
     @property
-    def sound(self) -> bool:
+    def is_consistent(self) -> bool:
         return not self.partings
 
 
-def examine(reference: Reference, witness: Witness) -> list[Parting]:
+def examine_outputs(reference: ReferenceModel, outputs: StageOutputs) -> list[Divergence]:
     """Where a witness parts from the files."""
-    stages = together(list(judged(reference, witness)), explain)
-    found = [*other_dtype(witness), *stages, *other_weights(witness, stages), *routes(reference, witness)]
-    return found + list(sampling(reference, witness))
+    stages = merge_cases(list(find_divergent_stages(reference, outputs)), explain_case)
+    found = [*check_dtype(outputs), *stages, *check_weights(outputs, stages), *check_routes(reference, outputs)]
+    return found + list(check_sampling(reference, outputs))
 
 
-def compare(reference: Reference, engine: Witness, learner: Witness, before: Sequence[Parting] = ()) -> list[Parting]:
-    """Where either parts from the files; `before`: in what they are given."""
-    return [*before, *examine(reference, engine), *examine(reference, learner)]
+def compare_sides(
+    reference: ReferenceModel, engine: StageOutputs, learner: StageOutputs, input_divergences: Sequence[Divergence] = ()
+) -> list[Divergence]:
+    """Where either parts from the files; `input_divergences`: in what they are given."""
+    return [*input_divergences, *examine_outputs(reference, engine), *examine_outputs(reference, learner)]
 
 
-def describe(done: Diagnosis) -> str:
+def describe_diagnosis(done: Diagnosis) -> str:
     """For people."""
     difference = f"mean |difference| of {done.tokens} log-probs {done.mean_difference:.3g} nats"
     difference += f", the largest {done.max_difference:.3g}"
     lines = [f"{done.model}, vLLM and {done.backend}: {difference} ({done.stages} stages, {done.seconds:.1f} s)"]
-    if done.sound:
+    if done.is_consistent:
         return "\n".join([*lines, "sound: every stage of both is the files', but for rounding"])
     for number, each in enumerate(done.partings):
-        off = "" if each.stage in ("dtype", "weights", "tokens", "mask") else _off(each)
-        lines.append(f"{'PARTED' if not number else 'and'}: {each.witness}, {each.where}{off}")
+        off = "" if each.stage in ("dtype", "weights", "tokens", "mask") else _format_error(each)
+        lines.append(f"{'PARTED' if not number else 'and'}: {each.witness}, {each.location}{off}")
         for rank, why in enumerate(each.explanations[:3]):
             lines.append(f"  {'cause' if not rank else 'or'}: {why.cause}: {why.evidence}")
             if not rank:
@@ -59,7 +61,8 @@ def describe(done: Diagnosis) -> str:
     return "\n".join(lines)
 
 
-def _off(each: Parting) -> str:
+def _format_error(divergence: Divergence) -> str:
     units = {"nats": " nats", "of a score": " of a score", "share": " of the tokens"}
-    unit = units.get(each.unit, "")
-    return f": off by {each.error:.3g}{unit}, {each.tolerance:.2g} is rounding; {100 * each.tokens:.0f} % of the tokens"
+    unit = units.get(divergence.unit, "")
+    tokens = f"{100 * divergence.tokens:.0f} % of the tokens"
+    return f": off by {divergence.error:.3g}{unit}, {divergence.tolerance:.2g} is rounding; {tokens}"

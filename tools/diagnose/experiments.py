@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from r3async.tools.diagnose.judge import Case
-from r3async.tools.diagnose.reference import Trial
+from r3async.tools.diagnose.judge import DivergentStage
+from r3async.tools.diagnose.reference import StageTrial
 
-Change = Callable[[Trial], object]
-Found = Iterator[tuple[Change, str]]
+TrialChange = Callable[[StageTrial], object]
+Experiments = Iterator[tuple[TrialChange, str]]
 """Changes to try, each with the evidence if it explains the difference."""
 
 FIX_STALE = (
@@ -26,35 +26,35 @@ FIX_QUANTISED = "train and generate with the same rounding, or remove the quanti
 
 
 class Cause(NamedTuple):
-    """`experiments` of a case that is of one of the `stages`; each costs one stage of one layer. `fix`: what to do then."""
+    """`make_experiments` of a case that is of one of the `stages`; each costs one stage of one layer. `fix`: what to do then."""
 
     name: str
     stages: tuple[str, ...]
-    experiments: Callable[[Case], Found]
+    make_experiments: Callable[[DivergentStage], Experiments]
     fix: str
-    fitted: bool = False
+    is_fitted: bool = False
     """Its experiment takes the weights from what was seen: it says that they are others, and not why."""
 
 
-def weights(trial: Trial, change: Callable[[Tensor], Tensor]) -> None:
+def change_weights(trial: StageTrial, change: Callable[[Tensor], Tensor]) -> None:
     """Change every matrix of a stage."""
-    router = getattr(trial.part, "gate", None) if trial.stage == "mlp" else None  # a stage of its own
+    router = getattr(trial.module, "gate", None) if trial.stage == "mlp" else None  # a stage of its own
     others = {id(p) for p in router.parameters()} if isinstance(router, nn.Module) else set()
-    for parameter in trial.part.parameters():
+    for parameter in trial.module.parameters():
         if parameter.ndim > 1 and id(parameter) not in others:
             parameter.data = change(parameter.data)
 
 
-def given(change: Callable[[Trial, Any], object], value: Any) -> Change:
+def bind_value(change: Callable[[StageTrial, Any], object], value: Any) -> TrialChange:
     """That change, with that value."""
     return lambda trial: change(trial, value)
 
 
-def minimised(case: Case, change: Callable[[Trial, float], object], values: Iterable[float]) -> float:
+def find_minimum(case: DivergentStage, change: Callable[[StageTrial, float], object], values: Iterable[float]) -> float:
     """The value, positive, that leaves least: of `values`, then between the neighbours of the best, to six digits."""
 
     def left(value: float) -> float:
-        return case.left(given(change, value))
+        return case.compute_remaining_error(bind_value(change, value))
 
     tried = sorted(values)
     lefts = [left(value) for value in tried]

@@ -11,51 +11,57 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from r3async.data.model_shape import RoutingShape, ShapeError, moe_geometry
+from r3async.data.model_shape import ModelShapeError, RoutingShape, read_moe_layers
 from r3async.learner import LearnerError
-from r3async.learner.torch.described import read_config
-from r3async.learner.torch.routers import Choices, is_choice
+from r3async.learner.torch.described import read_model_config
+from r3async.learner.torch.routers import TopKInterceptor, is_expert_choice
 
 
 @dataclass
-class Trial:
+class StageTrial:
     """One layer as the files have it, for a hypothesis to change, and what a witness fed into a stage of it.
 
-    `x` `[T, hidden]`; `ids` int64 `[T, K]`: the experts that it chose. `token_ids` int64 `[T]`. `gates` makes other gates
-    `[T, K]` of those of the files; `experts` says which expert computes in the place of each. `dtype`: what it is computed in.
+    `input` `[T, hidden]`; `expert_ids` int64 `[T, K]`: the experts that it chose. `token_ids` int64 `[T]`. `change_gates`
+    makes other gates `[T, K]` of those of the files; `map_experts` says which expert computes in the place of each. `dtype`:
+    what it is computed in.
     """
 
     stage: str
     layer: Any
     rotary: Any
-    model: Reference
-    x: Tensor
+    reference: ReferenceModel
+    input: Tensor
     token_ids: Tensor
-    ids: Tensor | None = None
+    expert_ids: Tensor | None = None
     mask: Tensor = field(default_factory=lambda: torch.zeros(0))
-    gates: Callable[[Tensor], Tensor] = lambda gates: gates
-    experts: Callable[[Tensor], Tensor] = lambda ids: ids
+    change_gates: Callable[[Tensor], Tensor] = lambda gates: gates
+    map_experts: Callable[[Tensor], Tensor] = lambda ids: ids
     temperature: float = 1.0
     dtype: torch.dtype = torch.float32
 
     @property
-    def part(self) -> Any:
+    def module(self) -> Any:
         """The module of the stage."""
         names = {"input_norm": "input_layernorm", "attention": "self_attn", "post_norm": "post_attention_layernorm"}
         if self.stage == "router":
-            return router_of(self.layer.mlp)
-        return self.layer if self.stage in OUTSIDE else getattr(self.layer, names.get(self.stage, "mlp"))
+            return get_router(self.layer.mlp)
+        return self.layer if self.stage in MODEL_STAGES else getattr(self.layer, names.get(self.stage, "mlp"))
 
     @torch.no_grad()
-    def result(self) -> Tensor:
+    def compute_output(self) -> Tensor:
         """float32: what the stage gives."""
         self.layer.to(self.dtype)
-        x = self.x if self.stage == "embedding" else self.x.to(self.dtype)
-        compute = {"attention": self._attention, "mlp": self._mlp, "router": self._router, "head": self._head}
-        out: Tensor = compute.get(self.stage, self.part)(x)
+        x = self.input if self.stage == "embedding" else self.input.to(self.dtype)
+        compute = {
+            "attention": self._run_attention,
+            "mlp": self._run_mlp,
+            "router": self._run_router,
+            "head": self._run_head,
+        }
+        out: Tensor = compute.get(self.stage, self.module)(x)
         return out.float()
 
-    def _attention(self, x: Tensor) -> Tensor:
+    def _run_attention(self, x: Tensor) -> Tensor:
         positions = torch.arange(len(x))[None]
         turns = self.rotary(x[None], positions)
         out: Tensor = self.layer.self_attn(
@@ -66,44 +72,44 @@ class Trial:
         )[0][0]
         return out
 
-    def _router(self, x: Tensor) -> Tensor:
-        logits: Tensor = router_of(self.layer.mlp)(x)[0]
+    def _run_router(self, x: Tensor) -> Tensor:
+        logits: Tensor = get_router(self.layer.mlp)(x)[0]
         return logits
 
-    def _mlp(self, x: Tensor) -> Tensor:
+    def _run_mlp(self, x: Tensor) -> Tensor:
         mlp = self.layer.mlp
-        if self.ids is not None:
-            router = router_of(mlp)
-            with _Forced(self.model.routing, self.ids):
+        if self.expert_ids is not None:
+            router = get_router(mlp)
+            with _ForcedTopK(self.reference.routing, self.expert_ids):
                 logits, gates, _ = router(x)
-            chosen = (logits, self.gates(gates), self.experts(self.ids))
+            chosen = (logits, self.change_gates(gates), self.map_experts(self.expert_ids))
             router.forward = lambda *_: chosen
         out: Tensor = mlp(x[None])[0]
         return out
 
-    def _head(self, x: Tensor) -> Tensor:
+    def _run_head(self, x: Tensor) -> Tensor:
         """`x` `[T, hidden]` after the last norm -> `[T - 1]`: the log-prob of each token after the first."""
         logits = self.layer(x[:-1]).float() / self.temperature
         return torch.log_softmax(logits, -1).gather(1, self.token_ids[1:, None])[:, 0]
 
 
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-NEEDED = {"input_norm": _NORMS, "post_norm": _NORMS, "attention": ("self_attn",), "mlp": ("mlp",)}
+_NORM_MODULES = ("input_layernorm", "post_attention_layernorm")
+STAGE_MODULES = {"input_norm": _NORM_MODULES, "post_norm": _NORM_MODULES, "attention": ("self_attn",), "mlp": ("mlp",)}
 """Of a layer, by stage."""
-OUTSIDE = ("embedding", "final_norm", "head")
+MODEL_STAGES = ("embedding", "final_norm", "head")
 """Stages that are of no layer."""
 
 
-class Reference:
+class ReferenceModel:
     """A model directory. Raises `LearnerError` for one that transformers cannot load."""
 
     def __init__(self, directory: Path):
         from transformers import AutoModelForCausalLM
 
-        config = read_config(directory)
+        config = read_model_config(directory)
         try:
-            self.routing, self.moe_layers = moe_geometry(config)
-        except ShapeError as error:
+            self.routing, self.moe_layers = read_moe_layers(config)
+        except ModelShapeError as error:
             raise LearnerError(f"{directory}: {error}") from error
         try:
             self._model: Any = AutoModelForCausalLM.from_pretrained(
@@ -120,7 +126,7 @@ class Reference:
         self.layers = len(self._base.layers)
 
     @property
-    def tied(self) -> bool:
+    def is_tied(self) -> bool:
         """Whether the output matrix is the embedding."""
         head: Tensor = self._model.get_output_embeddings().weight
         return head.data_ptr() == self.embedding_weight.data_ptr()
@@ -130,7 +136,7 @@ class Reference:
         weight: Tensor = self._model.get_input_embeddings().weight
         return weight
 
-    def module(self, layer: int, stage: str) -> Any:
+    def copy_module(self, layer: int, stage: str) -> Any:
         """Ours to change, in float32: the module of a stage that is of no layer, or of a layer what the stage needs of it."""
         outside = {
             "embedding": self._model.get_input_embeddings,
@@ -144,60 +150,63 @@ class Reference:
         part: Any = nn.Module()
         if stage == "router":
             part.mlp = nn.Module()
-            part.mlp.gate = copy.deepcopy(router_of(whole.mlp)).float()
+            part.mlp.gate = copy.deepcopy(get_router(whole.mlp)).float()
             return part
-        for name in NEEDED[stage]:
+        for name in STAGE_MODULES[stage]:
             setattr(part, name, copy.deepcopy(getattr(whole, name)).float())
         return part
 
-    def trial(self, layer: int, stage: str, x: Tensor, token_ids: Tensor, ids: Tensor | None) -> Trial:
+    def make_trial(
+        self, layer: int, stage: str, input: Tensor, token_ids: Tensor, expert_ids: Tensor | None
+    ) -> StageTrial:
         rotary = copy.deepcopy(self._base.rotary_emb) if stage == "attention" else nn.Identity()
-        trial = Trial(stage, self.module(layer, stage), rotary, self, x, token_ids, ids)
+        trial = StageTrial(stage, self.copy_module(layer, stage), rotary, self, input, token_ids, expert_ids)
         if stage == "attention":
-            trial.mask = causal(len(x), getattr(trial.layer.self_attn, "sliding_window", None))
+            trial.mask = make_causal_mask(len(input), getattr(trial.layer.self_attn, "sliding_window", None))
         return trial
 
     @torch.no_grad()
-    def choices(self, layer: int, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of the router of a layer, fed `x` `[T, hidden]`: what it chooses by, float32 `[T, experts]`, and what it chooses."""
-        router = router_of(self.module(layer, "router").mlp).to(dtype)
-        with _Seen(self.routing) as seen:
-            ids = router(x.to(dtype))[2]
+    def choose_experts(self, layer: int, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Of the router of a layer, fed `input` `[T, hidden]`: what it chooses by, float32 `[T, experts]`, and what it
+        chooses."""
+        router = get_router(self.copy_module(layer, "router").mlp).to(dtype)
+        with _ObservedTopK(self.routing) as seen:
+            ids = router(input.to(dtype))[2]
         return seen.scores.float(), ids
 
 
-def router_of(mlp: Any) -> Any:
+def get_router(mlp: Any) -> Any:
     return getattr(mlp, "gate", None) or mlp.router
 
 
-def causal(tokens: int, window: int | None) -> Tensor:
+def make_causal_mask(tokens: int, window: int | None) -> Tensor:
     """float32 `[T, T]`, added to scores: a token sees itself and those before it, `window` of them in all."""
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
     hidden = (distance < 0) | (distance >= (window or tokens))
     return torch.zeros(tokens, tokens).masked_fill_(hidden, torch.finfo(torch.float32).min)
 
 
-class _Forced(Choices):
-    """While in force, routers choose `ids`."""
+class _ForcedTopK(TopKInterceptor):
+    """While in force, routers choose `expert_ids`."""
 
-    def __init__(self, shape: RoutingShape | None, ids: Tensor):
+    def __init__(self, shape: RoutingShape | None, expert_ids: Tensor):
         super().__init__()
-        self._shape, self._ids = shape, ids
+        self._shape, self._ids = shape, expert_ids
 
-    def seen(self, scores: Tensor, result: Any) -> Any:
-        if not is_choice(scores, result.indices, self._shape):
+    def on_topk(self, scores: Tensor, result: Any) -> Any:
+        if not is_expert_choice(scores, result.indices, self._shape):
             return result
         return torch.return_types.topk((scores.gather(1, self._ids), self._ids))
 
 
-class _Seen(Choices):
+class _ObservedTopK(TopKInterceptor):
     """While in force, `scores` are the last that a router chose by."""
 
     def __init__(self, shape: RoutingShape | None):
         super().__init__()
         self._shape, self.scores = shape, torch.zeros(0)
 
-    def seen(self, scores: Tensor, result: Any) -> Any:
-        if is_choice(scores, result.indices, self._shape):
+    def on_topk(self, scores: Tensor, result: Any) -> Any:
+        if is_expert_choice(scores, result.indices, self._shape):
             self.scores = scores
         return result

@@ -9,9 +9,9 @@ import numpy as np
 
 from r3async.data.records import TokenTable
 from r3async.envs import Message
-from r3async.tools.diagnose.judge import Explanation, Parting
+from r3async.tools.diagnose.judge import Divergence, Explanation
 
-CONVERSATION = (
+TEST_CONVERSATION = (
     Message("system", "Answer."),
     Message("user", "What is 2 + 2?"),
     Message("assistant", "4"),
@@ -19,17 +19,17 @@ CONVERSATION = (
 )
 
 
-def other_tokens(start: Path, model: Path) -> Iterator[Parting]:
+def check_tokens(start_model: Path, model: Path) -> Iterator[Divergence]:
     """Whether a model and the one that it was trained from render a conversation alike, and end answers with the same tokens."""
     from r3async.rollout.chat import ChatRenderer, TemplateError
 
-    if start == model:
+    if start_model == model:
         return
     try:
-        theirs, ours = ChatRenderer.from_model(start), ChatRenderer.from_model(model)
+        theirs, ours = ChatRenderer.from_model(start_model), ChatRenderer.from_model(model)
     except (TemplateError, OSError, ValueError):
         return  # a model without a template is sampled from token ids
-    for messages in (CONVERSATION, CONVERSATION[1:]):
+    for messages in (TEST_CONVERSATION, TEST_CONVERSATION[1:]):
         try:
             ids = [renderer.encode(renderer.render(messages)) for renderer in (theirs, ours)]
         except TemplateError:
@@ -37,10 +37,11 @@ def other_tokens(start: Path, model: Path) -> Iterator[Parting]:
         if ids[0] != ids[1]:
             at = next((i for i, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), min(map(len, ids)))
             evidence = (
-                f"a conversation of {len(messages)} messages has {len(ids[0])} tokens in {start}, {len(ids[1])} in {model}; the "
+                f"a conversation of {len(messages)} messages has {len(ids[0])} tokens in {start_model}, {len(ids[1])} in "
+                f"{model}; the "
                 f"first difference is at {at}: {theirs.decode(ids[0][at : at + 4])!r} and {ours.decode(ids[1][at : at + 4])!r}"
             )
-            yield _parting(
+            yield _make_divergence(
                 "tokens",
                 "template",
                 evidence,
@@ -49,8 +50,8 @@ def other_tokens(start: Path, model: Path) -> Iterator[Parting]:
             break
     if set(theirs.stop_token_ids) != set(ours.stop_token_ids):
         ends = sorted(theirs.stop_token_ids), sorted(ours.stop_token_ids)
-        evidence = f"answers end with {ends[0]} in {start}, and with {ends[1]} in {model}"
-        yield _parting(
+        evidence = f"answers end with {ends[0]} in {start_model}, and with {ends[1]} in {model}"
+        yield _make_divergence(
             "tokens",
             "end of sequence",
             evidence,
@@ -58,24 +59,24 @@ def other_tokens(start: Path, model: Path) -> Iterator[Parting]:
         )
 
 
-def other_masks(run: Path, start: Path) -> Iterator[Parting]:
+def check_masks(run: Path, start_model: Path) -> Iterator[Divergence]:
     """Whether a recorded run trains the token that ends an answer where it trains what is before it."""
-    from r3async.record.recording import RecordingError, find_steps, read_step
+    from r3async.record.recording import RecordingError, find_recorded_steps, read_recorded_step
     from r3async.rollout.chat import ChatRenderer, TemplateError
 
     try:
-        files = find_steps(run)
-        ends = ChatRenderer.from_model(start).stop_token_ids
+        files = find_recorded_steps(run)
+        ends = ChatRenderer.from_model(start_model).stop_token_ids
     except (RecordingError, TemplateError, OSError, ValueError):
         return
-    step, groups = read_step(files[-1])
+    step, groups = read_recorded_step(files[-1])
     tables = [sample.table for group in groups for trajectory in group for sample in trajectory.samples]
-    masked, seen = ends_left_out(tables, ends)
+    masked, seen = count_untrained_ends(tables, ends)
     if masked:
         evidence = (
             f"in step {step.step} {masked} of {seen} answers end with a token that was sampled and is not trained"
         )
-        yield _parting(
+        yield _make_divergence(
             "mask",
             "mask of the end",
             evidence,
@@ -83,7 +84,7 @@ def other_masks(run: Path, start: Path) -> Iterator[Parting]:
         )
 
 
-def ends_left_out(tables: list[TokenTable], ends: tuple[int, ...]) -> tuple[int, int]:
+def count_untrained_ends(tables: list[TokenTable], ends: tuple[int, ...]) -> tuple[int, int]:
     """Answers that end with one of `ends`, which is not trained though what is before it is; and all that end so."""
     masked = seen = 0
     for table in tables:
@@ -95,5 +96,5 @@ def ends_left_out(tables: list[TokenTable], ends: tuple[int, ...]) -> tuple[int,
     return masked, seen
 
 
-def _parting(stage: str, cause: str, evidence: str, fix: str) -> Parting:
-    return Parting("engine", stage, [-1], 1.0, 0.0, 1.0, explanations=[Explanation(cause, evidence, fix, 0.0)])
+def _make_divergence(stage: str, cause: str, evidence: str, fix: str) -> Divergence:
+    return Divergence("engine", stage, [-1], 1.0, 0.0, 1.0, explanations=[Explanation(cause, evidence, fix, 0.0)])

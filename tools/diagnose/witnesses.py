@@ -13,25 +13,25 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from r3async.config import Config, ConfigError, ParallelConfig
-from r3async.data.architectures import CHOICE_BIAS
+from r3async.data.architectures import EXPERT_BIAS_SUFFIX
 from r3async.learner import LearnerError
 from r3async.rollout.engines import GenerationRequest
-from r3async.rollout.engines.stages import Stages
-from r3async.tools.diagnose.judge import Sampled, Witness
-from r3async.weights.publish import Publisher
+from r3async.rollout.engines.stages import ActivationRecorder
+from r3async.tools.diagnose.judge import SampledTokens, StageOutputs
+from r3async.weights.publish import VersionStore
 
-PROMPT, ANSWER = 64, 16
+PROMPT_TOKENS, ANSWER_TOKENS = 64, 16
 """Tokens of the text that is given, and of what the engine adds to it. Few: each keeps all that a model computes of it."""
-INSTALL_SECONDS = 300.0
+INSTALL_TIMEOUT_SECONDS = 300.0
 
 
-class EngineSide(NamedTuple):
-    witness: Witness
+class EngineOutputs(NamedTuple):
+    outputs: StageOutputs
     tokens: np.ndarray
     """int32 `[T]`: the prompt, and what the engine sampled behind it."""
 
 
-def alone(config: Config) -> Config:
+def to_single_rank(config: Config) -> Config:
     """The same on one rank, without what only training needs; and an engine whose stages can be seen."""
     if config.generator.engine != "vllm" or config.learner.backend == "scripted":
         raise ConfigError(
@@ -44,34 +44,34 @@ def alone(config: Config) -> Config:
     return replace(config, learner=replace(config.learner, parallel=ParallelConfig()))
 
 
-def learner_witness(learner: Any, tokens: np.ndarray, stale: list[str], config: Config) -> Witness:
-    """`stale`: see `Witness`. Raises `LearnerError`."""
-    stages = Stages(learner.model.causal if config.learner.backend == "torch" else learner.model)
+def observe_learner(learner: Any, tokens: np.ndarray, stale_tensors: list[str], config: Config) -> StageOutputs:
+    """`stale_tensors`: see `StageOutputs`. Raises `LearnerError`."""
+    stages = ActivationRecorder(learner.model.causal_lm if config.learner.backend == "torch" else learner.model)
     try:
-        logprobs = learner.score(tokens)
+        logprobs = learner.score_sequence(tokens)
     finally:
-        seen = stages.take()
-    return Witness(
+        seen = stages.finish_recording()
+    return StageOutputs(
         "learner",
         torch.from_numpy(tokens.astype(np.int64)),
         seen,
         torch.from_numpy(logprobs),
         stages.dtype,
         config.learner.dtype,
-        stale,
+        stale_tensors,
     )
 
 
-def unlike_files(tensors: Mapping[str, Tensor], directory: Path, dtype: str) -> list[str]:
+def find_changed_tensors(tensors: Mapping[str, Tensor], directory: Path, dtype: str) -> list[str]:
     """Tensors of a learner that are not the files' in `dtype`, to the bit."""
-    from r3async.learner.trained import checkpoint_files
+    from r3async.learner.trained import open_model_files
 
-    files, found = checkpoint_files(directory), []
+    files, found = open_model_files(directory), []
     for name, tensor in tensors.items():
         if name not in files:
             continue
         written = files[name].get_tensor(name)
-        kept = tensor.dtype if name.endswith(CHOICE_BIAS) else getattr(torch, dtype)
+        kept = tensor.dtype if name.endswith(EXPERT_BIAS_SUFFIX) else getattr(torch, dtype)
         if not torch.equal(written.to(kept), tensor.cpu().to(kept)):
             found.append(name)
     if not any(name in files for name in tensors):
@@ -79,45 +79,45 @@ def unlike_files(tensors: Mapping[str, Tensor], directory: Path, dtype: str) -> 
     return found
 
 
-async def engine_witness(
+async def observe_engine(
     engine: Any,
     config: Config,
     tensors: Mapping[str, Tensor],
     prompt: np.ndarray,
     scratch: Path,
     *,
-    say: Callable[[str], object] = lambda line: None,
-) -> EngineSide:
+    print_line: Callable[[str], object] = lambda line: None,
+) -> EngineOutputs:
     """Of an engine that was started. It holds other weights before it holds `tensors`: what is not delivered is what it was.
 
     Raises `EngineError` or `WeightError`. The engine must be restarted after it.
     """
     dtype, temperature, version = getattr(torch, config.generator.dtype), config.episode.temperature, engine.version
-    with Publisher(scratch / "published") as publisher:
-        say("other weights in vLLM, then these")
+    with VersionStore(scratch / "published") as publisher:
+        print_line("other weights in vLLM, then these")
         # Every tensor holds its own values in other places: nothing is out of range, and nothing is as it was.
         others = {name: tensor.flip(tuple(range(tensor.ndim))) for name, tensor in tensors.items()}
-        await engine.install(publisher.publish(version + 1, others, dtype), INSTALL_SECONDS)
+        await engine.install_version(publisher.write_tensors(version + 1, others, dtype), INSTALL_TIMEOUT_SECONDS)
         # It leaves its keys and values in the prefix cache.
         await engine.generate(GenerationRequest("before", prompt, 1, temperature))
-        await engine.cached_from_older(prompt)
-        manifest = publisher.publish(version + 2, tensors, dtype)
-        await engine.install(manifest, INSTALL_SECONDS)
-        cached = await engine.cached_from_older(prompt)
-        say("what vLLM computes")
-        answer = await engine.generate(GenerationRequest("sampled", prompt, ANSWER, temperature))
+        await engine.count_stale_cached_tokens(prompt)
+        manifest = publisher.write_tensors(version + 2, tensors, dtype)
+        await engine.install_version(manifest, INSTALL_TIMEOUT_SECONDS)
+        cached = await engine.count_stale_cached_tokens(prompt)
+        print_line("what vLLM computes")
+        answer = await engine.generate(GenerationRequest("sampled", prompt, ANSWER_TOKENS, temperature))
         tokens = np.concatenate([prompt, answer.token_ids]).astype(np.int32)
         path = scratch / f"engine-{version + 2}.safetensors"
-        logprobs, computed = await engine.stages(tokens, path)
-        stale = [each.tensor for each in await engine.differences(manifest, INSTALL_SECONDS)]
+        logprobs, computed = await engine.record_activations(tokens, path)
+        stale = [each.tensor for each in await engine.find_weight_differences(manifest, INSTALL_TIMEOUT_SECONDS)]
     routes = answer.routed_experts
-    sampled = Sampled(
+    sampled = SampledTokens(
         torch.from_numpy(answer.logprobs.copy()),
         temperature,
         cached,
         None if routes is None or not len(routes) else torch.from_numpy(routes.astype(np.int64)),
     )
-    witness = Witness(
+    witness = StageOutputs(
         "engine",
         torch.from_numpy(tokens.astype(np.int64)),
         load_file(path),
@@ -127,4 +127,4 @@ async def engine_witness(
         stale,
         sampled,
     )
-    return EngineSide(witness, tokens)
+    return EngineOutputs(witness, tokens)

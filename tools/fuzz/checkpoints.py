@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from r3async.checkpoint import CheckpointError, Opened
-from r3async.checkpoint.directory import STATE
-from r3async.checkpoint.state import MANIFEST
+from r3async.checkpoint import Checkpoint, CheckpointError
+from r3async.checkpoint.directory import STATE_FILE
+from r3async.checkpoint.state import MANIFEST_FILE
 from r3async.tools.fuzz.common import Report, Watch, mutate_bytes
 from r3async.tools.fuzz.tiny_run import TinyRun
 
@@ -122,11 +122,11 @@ def mutate_header(rng: random.Random, data: bytes) -> bytes:
 
 def replace(rng: random.Random, files: Files) -> None:
     """Changes the run's state or a part of the learner, and writes a manifest that fits."""
-    name = rng.choice([name for name in files if name == STATE or name.startswith("learner-")])
+    name = rng.choice([name for name in files if name == STATE_FILE or name.startswith("learner-")])
     data = files[name] or b""
     if rng.random() < 0.2:
         data = mutate_bytes(rng, data)
-    elif name == STATE:
+    elif name == STATE_FILE:
         data = dump(mutate_json(rng, json.loads(data)))
     else:
         data = mutate_header(rng, data)
@@ -135,14 +135,14 @@ def replace(rng: random.Random, files: Files) -> None:
     for record in manifest["files"]:
         if record["name"] == name:
             record |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    files[MANIFEST] = with_checksum(dump(manifest))
+    files[MANIFEST_FILE] = with_checksum(dump(manifest))
 
 
 def mutate_manifest(rng: random.Random, files: Files) -> None:
     """Another manifest, with a checksum that fits."""
     if rng.random() < 0.2:
-        line = (files[MANIFEST] or b"").partition(b"\n")[0]
-        files[MANIFEST] = with_checksum(mutate_bytes(rng, line))
+        line = (files[MANIFEST_FILE] or b"").partition(b"\n")[0]
+        files[MANIFEST_FILE] = with_checksum(mutate_bytes(rng, line))
         return
     manifest = _manifest(files)
     if rng.random() < 0.2:  # what is there under another name, or a file more or less
@@ -150,11 +150,11 @@ def mutate_manifest(rng: random.Random, files: Files) -> None:
         rng.choice((first.update, manifest["files"].append, manifest["files"].remove))(second)
     else:
         manifest = mutate_json(rng, manifest)
-    files[MANIFEST] = with_checksum(dump(manifest))
+    files[MANIFEST_FILE] = with_checksum(dump(manifest))
 
 
 def _manifest(files: Files) -> Any:
-    return json.loads((files[MANIFEST] or b"").partition(b"\n")[0])
+    return json.loads((files[MANIFEST_FILE] or b"").partition(b"\n")[0])
 
 
 class Case:
@@ -169,9 +169,9 @@ class Case:
         before, self._whole = self.run.resume(self._older), self.run.resume(self._newest())
         assert before != self._whole, "which of the two was read would make no difference"
 
-    def _newest(self) -> Opened:
-        self.run.checkpoints.clean()
-        opened = self.run.checkpoints.newest()
+    def _newest(self) -> Checkpoint:
+        self.run.checkpoints.remove_leftovers()
+        opened = self.run.checkpoints.recover_newest()
         assert opened is not None
         return opened
 

@@ -59,7 +59,7 @@ def specimen(seed: int, lengths: tuple[int, ...], routes: tuple[int, int] = (3, 
     rng = np.random.default_rng(seed)
     samples = []
     for i, n in enumerate(lengths):
-        table = {c.name: c.filled(n, routes[: len(c.inner)]) for c in SCHEMA.columns.values()}
+        table = {c.name: c.filled_rows(n, routes[: len(c.inner_dims)]) for c in SCHEMA.columns.values()}
         table["token_ids"] = rng.integers(0, 1000, n, dtype=np.int32)
         table["rollout_logprobs"] = -rng.random(n, dtype=np.float32)
         table["loss_mask"] = np.arange(n) > n // 2

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import BufferConfig, TransportConfig
-from r3async.data.packed import Form
+from r3async.data.packed import RouteForm
 from r3async.data.records import SCHEMA, Trajectory
-from r3async.schedule.spool import SPOOL, Spool
+from r3async.schedule.spool import SPOOL_FORMAT, Spool
 from r3async.tools.fuzz.common import Report, Watch, mutate_bytes, specimen
-from r3async.transport import Receiver, wire
-from r3async.transport.sockets import NoSocket
-from r3async.world import OnMessage
-from r3async.world.keys import new_keys
+from r3async.transport import TrajectoryReceiver, wire
+from r3async.transport.sockets import NullSocket
+from r3async.world import MessageHandler
+from r3async.world.keys import generate_keys
 from r3async.world.real import RealWorld
 
 
@@ -25,17 +25,17 @@ def mutate_control(rng: random.Random, frame: bytes) -> bytes:
     """Bytes changed, and most often with a checksum that fits: or next to none would come past the checksum."""
     if rng.random() < 0.2:
         return mutate_bytes(rng, frame)
-    return wire.sign_control(mutate_bytes(rng, frame[: -wire.CRC_BYTES]))
+    return wire.append_control_crc(mutate_bytes(rng, frame[: -wire.CRC_BYTES]))
 
 
 def forge(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
     """A trajectory whose header, and perhaps a column, is another one, with a checksum that fits."""
     header, *columns = frames
-    body = mutate_bytes(rng, wire.read_header(header).body) or b"\xc0"
+    body = mutate_bytes(rng, wire.read_trajectory_header(header).body) or b"\xc0"
     if rng.random() < 0.3:
         i = rng.randrange(len(columns))
         columns[i] = mutate_bytes(rng, columns[i])
-    return [wire.with_checksum(body, columns), *columns]
+    return [wire.encode_trajectory_header(body, columns), *columns]
 
 
 def mutate_frames(rng: random.Random, frames: list[bytes]) -> list[bytes]:
@@ -56,11 +56,11 @@ def mutate_frames(rng: random.Random, frames: list[bytes]) -> list[bytes]:
     return frames
 
 
-class Answers(NoSocket):
+class Answers(NullSocket):
     """Stands in for the receiver's socket: keeps the answers."""
 
     def __init__(self) -> None:
-        self.kept: list[wire.Message] = []
+        self.kept: list[wire.ControlMessage] = []
 
     def send(self, frames: Sequence[wire.Frame]) -> int:
         self.kept.append(wire.decode_control(frames[1]))
@@ -73,7 +73,7 @@ class AnswersSockets:
     def __init__(self, socket: Answers):
         self._socket = socket
 
-    def router(self, address: str, on_message: OnMessage, **options: object) -> Answers:
+    def bind_router(self, address: str, on_message: MessageHandler, **options: object) -> Answers:
         return self._socket
 
     async def close(self) -> None:
@@ -84,7 +84,7 @@ class AnswersWorld(RealWorld):
     def __init__(self, socket: Answers):
         self._socket = socket
 
-    def sockets(self) -> Any:
+    def open_sockets(self) -> Any:
         return AnswersSockets(self._socket)
 
 
@@ -100,7 +100,7 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
     rng = random.Random(seed)
     originals = [specimen(0, (9, 40)), specimen(1, (130,)), specimen(2, (3, 4, 5, 64))]
     originals += [specimen(3, (9, 700), (6, 4)), specimen(4, (700, 3), (6, 4))]
-    forms: list[Form] = ["plain", "plain", "plain", "bits", "dense"]
+    forms: list[RouteForm] = ["plain", "plain", "plain", "bits", "dense"]
     encoded = [
         [bytes(f) for f in wire.encode_trajectory(t, routes=form)] for t, form in zip(originals, forms, strict=True)
     ]
@@ -115,11 +115,11 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
                 assert all(len(column) == len(sample.table) for _, column in sample.table.items())
         else:
             assert trajectory == by_id.get(trajectory.trajectory_id), "taken for another trajectory"
-        receiver.release(trajectory.trajectory_id)
+        receiver.release_trajectory(trajectory.trajectory_id)
         receiver.ledger.discard(trajectory.group_index, trajectory.trajectory_id)
 
     settings = TransportConfig(max_message_bytes=2**20, credit_bytes=2**20)
-    receiver = Receiver("run", settings, take, keys=new_keys()[0], window=0, world=AnswersWorld(socket))
+    receiver = TrajectoryReceiver("run", settings, take, keys=generate_keys()[0], window=0, world=AnswersWorld(socket))
     await receiver.start()
     failures: list[str] = []
     handler = logging.Handler(logging.ERROR)
@@ -133,8 +133,8 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
             named = [(originals[i].trajectory_id, originals[i].group_index, encoded[i]) for i in some]
             if fits := rng.random() < 0.3:
                 named[0] = (*named[0][:2], forge(rng, encoded[some[0]]))
-            items = [wire.Item(name, group, 100_000, [len(f) for f in frames]) for name, group, frames in named]
-            deliver = [bytes(f) for f in wire.delivery("s", items, [frames for _, _, frames in named])]
+            items = [wire.DeliveryItem(name, group, 100_000, [len(f) for f in frames]) for name, group, frames in named]
+            deliver = [bytes(f) for f in wire.encode_delivery("s", items, [frames for _, _, frames in named])]
             receiver._on_message([Bytes(b"raw"), hello])
             socket.kept.clear()
             alone = rng.random() < 0.1
@@ -143,10 +143,10 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
                 receiver._on_message([Bytes(b"raw"), *message])
                 while len(receiver._intake):  # noqa: ASYNC110
                     await asyncio.sleep(0)
-                if receiver._acks:
-                    receiver._acknowledge()
+                if receiver._pending_acks:
+                    receiver._send_acks()
             watch.outcomes[_judge(socket.kept)] += 1
-            assert receiver.bytes_held == 0, "memory was lost"
+            assert receiver.unreleased_bytes == 0, "memory was lost"
         assert not failures, failures[0]
     finally:
         await receiver.close()
@@ -154,7 +154,7 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
     return watch.report()
 
 
-def _judge(answers: list[wire.Message]) -> str:
+def _judge(answers: list[wire.ControlMessage]) -> str:
     for answer in answers:
         if isinstance(answer, wire.Reject | wire.Refusal):
             assert answer.reason, "refused without a reason"
@@ -171,7 +171,7 @@ async def fuzz_spool(count: int, seed: int, directory: Path) -> Report:
     path = directory / f"{0:09d}-0000.spool"
     ends = {0}
     for trajectory in written:
-        offset, length = SPOOL.append(path, wire.encode_trajectory(trajectory), fsync=False)
+        offset, length = SPOOL_FORMAT.append_record(path, wire.encode_trajectory(trajectory), fsync=False)
         ends.add(offset + length)
     whole = path.read_bytes()
     spool = Spool(directory, BufferConfig(durability="disk"))
@@ -182,7 +182,7 @@ async def fuzz_spool(count: int, seed: int, directory: Path) -> Report:
             data = mutate_bytes(rng, data)
         path.write_bytes(data)
         with watch.one():
-            found, _, damage = spool._scan()
+            found, _, damage = spool._scan_directory()
         assert all(kept.trajectory in written for kept in found), "read what was not written"
         assert all(d.reason for d in damage), "damage without a reason"
         # Cut where a record ends is a file to which nothing more was written.

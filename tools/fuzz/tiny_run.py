@@ -8,14 +8,22 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from r3async.checkpoint import Checkpoints, Opened, RunState, check_settings, open_checkpoint, restore_admission, rewind
-from r3async.checkpoint.tensors import Place, write_part
-from r3async.config import Config, config_from_dict, to_dict
-from r3async.learner.backend import LearnerBackend, Ranks
+from r3async.checkpoint import (
+    Checkpoint,
+    CheckpointDirectory,
+    RunState,
+    check_resume_settings,
+    open_checkpoint,
+    restore_admission,
+    rewind_records,
+)
+from r3async.checkpoint.tensors import TensorSlice, write_rank_file
+from r3async.config import Config, config_from_dict, config_to_dict
+from r3async.learner.backend import LearnerBackend, RankGroup
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.replay import RoutingReplay
-from r3async.learner.state import Held
-from r3async.schedule.admission import Admission
+from r3async.learner.state import ShardSlice
+from r3async.schedule.admission import AdmissionController
 from r3async.schedule.groups import GroupBuffer
 
 RECORD = "metrics.jsonl"
@@ -26,14 +34,16 @@ class TinyLearner(LearnerBackend):
 
     name = "torch"
 
-    def __init__(self, config: Config, source: Path, ranks: Ranks, parameters: list[Parameter], held: list[Held]):
-        replay = RoutingReplay.whole(None, enabled=False, device=ranks.device)
+    def __init__(
+        self, config: Config, source: Path, ranks: RankGroup, parameters: list[Parameter], held: list[ShardSlice]
+    ):
+        replay = RoutingReplay.for_full_model(None, enabled=False, device=ranks.device)
         optimizer = MasterAdamW(parameters, config.learner)
         super().__init__(config, source, ranks, vocab_size=4, replay=replay, optimizer=optimizer, parameters=parameters)
         self._held = held
 
-    def places(self) -> list[Held]:
-        """See `LearnerBackend.places`."""
+    def trained_slices(self) -> list[ShardSlice]:
+        """See `LearnerBackend.trained_slices`."""
         return self._held
 
 
@@ -50,7 +60,7 @@ class TinyRun:
         self._directory, self._model = directory, directory / "model"
         self._model.mkdir(parents=True)
         (self._model / "config.json").write_text('{"hidden_size": 3}')
-        self.checkpoints = Checkpoints(directory / "checkpoints", report=self._report)
+        self.checkpoints = CheckpointDirectory(directory / "checkpoints", report=self._report)
         self.reported: list[dict[str, Any]] = []
         """What was reported of checkpoints."""
         self._ranks = [self._rank(rank, world) for rank in range(world)]
@@ -62,70 +72,70 @@ class TinyRun:
         torch.manual_seed(rank)
         share = 4 // world
         parameters = [Parameter(torch.randn(size)) for size in ((share, 3), (share, 2, 2), (3,))]
-        experts = tuple(Place.whole(f"expert.{share * rank + i}.weight", (2, 2)) for i in range(share))
+        experts = tuple(TensorSlice.full_tensor(f"expert.{share * rank + i}.weight", (2, 2)) for i in range(share))
         held = [
-            Held((Place("embed.weight", (4, 3), (share * rank, 0), (share, 3)),)),
-            Held(experts, split=torch.unbind, join=torch.stack),
-            Held((Place.whole("norm.weight", (3,)),), writes=rank == 0),
+            ShardSlice((TensorSlice("embed.weight", (4, 3), (share * rank, 0), (share, 3)),)),
+            ShardSlice(experts, split=torch.unbind, join=torch.stack),
+            ShardSlice((TensorSlice.full_tensor("norm.weight", (3,)),), is_writer=rank == 0),
         ]
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape)
-        ranks = Ranks(rank, world, torch.device("cpu"))
+        ranks = RankGroup(rank, world, torch.device("cpu"))
         learner = TinyLearner(self._config, self._model, ranks, parameters, held)
         learner.optimizer.step()
         return learner
 
     def write(self, step: int) -> Path:
         """The checkpoint of a step after which the trust region's coefficient is another one."""
-        partial = self.checkpoints.begin(step)
+        partial = self.checkpoints.begin_checkpoint(step)
         for learner in self._ranks:
-            learner.trust_region.update(0.1)
-        records = [write_part(partial, learner.state()) for learner in self._ranks]
-        return self.checkpoints.commit(self._state(step), records)
+            learner.trust_region.update_coefficient(0.1)
+        records = [write_rank_file(partial, learner.capture_state()) for learner in self._ranks]
+        return self.checkpoints.commit_checkpoint(self._state(step), records)
 
     def _state(self, step: int) -> RunState:
         admission = self._admission()
-        while lease := admission.lease("g0", free=1):
+        while lease := admission.lease_group("g0", free_episodes=1):
             last = lease.group_index
-        admission.trained(1, [0, 2])
-        admission.published(1)
+        admission.step_trained(1, [0, 2])
+        admission.version_published(1)
         return RunState(
             run_id="tiny",
-            config=to_dict(self._config),
+            config=config_to_dict(self._config),
             model_path="model",
             model_fingerprint="f" * 64,
             steps=step,
             version=1,
             consumed=1,
             consumed_beyond=[2],
-            admission=admission.snapshot(),
+            admission=admission.state_dict(),
             record_bytes={RECORD: 40},
             pending_rows=[{"step": step, "version": 1, "loss": 0.25}],
             elapsed=1.5,
             generated_tokens=last,
         )
 
-    def _admission(self) -> Admission:
-        return Admission(self._config.schedule, task_seed=lambda group: group)
+    def _admission(self) -> AdmissionController:
+        return AdmissionController(self._config.schedule, choose_task=lambda group: group)
 
-    def resume(self, opened: Opened) -> tuple[Any, ...]:
+    def resume(self, opened: Checkpoint) -> tuple[Any, ...]:
         """What the driver, the ranks, the learner and the conductor make of it, and what they then hold."""
         state = opened.state
-        check_settings(state.config, self._config)
+        check_resume_settings(state.config, self._config)
         record = self._directory / RECORD
         record.write_bytes(b"x" * 60)
-        rewind(self._directory, state.record_bytes)
-        parts = open_checkpoint(opened.path, check_tensors=False).learner()
+        rewind_records(self._directory, state.record_bytes)
+        parts = open_checkpoint(opened.path, check_tensors=False).open_learner_state()
         ranks = []
         for learner in self._ranks:
-            learner.restore(parts)
-            now = learner.state()
-            ranks.append((now.facts, [(p.place, p.tensor.numpy().tobytes()) for p in now.pieces]))
+            learner.restore_state(parts)
+            now = learner.capture_state()
+            ranks.append((now.metadata, [(p.tensor_slice, p.values.numpy().tobytes()) for p in now.slices]))
         schedule = self._config.schedule
         buffer = GroupBuffer(
             schedule.samples_per_group, schedule.window, head=state.consumed, beyond=state.consumed_beyond
         )
         admission = self._admission()
         restore_admission(admission, state)
-        admission.adopt(-1, buffer.missing)
-        return state, ranks, len(buffer.taken), admission.snapshot(), record.stat().st_size
+        admission.requeue_after_resume(-1, buffer.missing_in_group)
+        return state, ranks, len(buffer.consumed), admission.state_dict(), record.stat().st_size

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from r3async.data.records import Sample, TokenTable
-from r3async.learner.batch.packing import collate
+from r3async.learner.batch.packing import collate_samples
 from r3async.rollout.engines import Generation, GenerationRequest
 from r3async.rollout.engines.vllm import VllmEngine
 from r3async.tools.gpu_check.learner import learner_of
 from r3async.tools.gpu_check.place import TINY, Place
-from r3async.weights.publish import Publisher
+from r3async.weights.publish import VersionStore
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {},
@@ -69,8 +69,8 @@ async def _generations(place: Place, mode: str) -> dict[str, Any]:
         answers = await asyncio.gather(*map(engine.generate, asked))
         seconds = time.monotonic() - began
         whole = np.concatenate([asked[0].prompt_ids, answers[0].token_ids])
-        again = (await engine.score(whole))[len(asked[0].prompt_ids) - 1 :]
-        unrecorded = engine.stats()["unrecorded_rows"]
+        again = (await engine.score_tokens(whole))[len(asked[0].prompt_ids) - 1 :]
+        unrecorded = engine.collect_stats()["unrecorded_rows"]
     finally:
         await engine.stop()
     arrays: dict[str, Any] = {}
@@ -112,14 +112,14 @@ def learner_agrees(place: Place, *, mode: str, backend: str) -> dict[str, Any]:
             ids, logprobs, routes = (kept[f"{name}{i}"] for name in ("ids", "logprobs", "routes"))
             rows = np.zeros((len(ids), *routes.shape[1:]), np.uint8)
             rows[: len(routes)], rows[len(routes) :] = routes, np.arange(routes.shape[2])
-            table = TokenTable.of_tokens(ids.astype(np.int32)).with_columns(
+            table = TokenTable.from_tokens(ids.astype(np.int32)).with_columns(
                 routed_experts=rows, routing_recorded=np.arange(len(ids)) < len(routes)
             )
-            batch = collate([Sample("s", table)])
+            batch = collate_samples([Sample("s", table)])
             first = len(ids) - len(logprobs)
             replayed.append(np.abs(learner.logprobs([batch])[0][first:] - logprobs))
             own.append(np.abs(learner.logprobs([batch], replay=False)[0][first:] - logprobs))
-            chosen = learner.record_routes([batch])[0].table["routed_experts"][: len(routes)]
+            chosen = learner.record_learner_routes([batch])[0].table["routed_experts"][: len(routes)]
             agreement.append((np.sort(chosen, -1) == np.sort(routes, -1)).all(-1).mean())
     mean = float(np.concatenate(replayed).mean())
     return {
@@ -142,18 +142,18 @@ async def _updates(place: Place, mode: str, on_update: str) -> dict[str, Any]:
     engine = engine_of(place, paths[0], mode, on_update=on_update)
     await engine.start()
     text = np.random.default_rng(9).integers(0, VOCABULARY, 200).astype(np.int32)
-    scores, loads, pauses, wrong = [await engine.score(text)], [], [], 0
+    scores, loads, pauses, wrong = [await engine.score_tokens(text)], [], [], 0
     dtype = getattr(torch, place.engine_dtype)
     try:
-        with Publisher(place.out / "published") as publisher:
+        with VersionStore(place.out / "published") as publisher:
             for version in range(6):
                 asked = [
                     ask(100 * version + i, 20, 60 if place.small else 300) for i in range(4 if place.small else 24)
                 ]
                 running = [asyncio.create_task(engine.generate(request)) for request in asked]
                 await asyncio.sleep(0.4)
-                manifest = publisher.publish(version, weights[version % 2], dtype)
-                report = await engine.install(manifest, 120.0)
+                manifest = publisher.write_tensors(version, weights[version % 2], dtype)
+                report = await engine.install_version(manifest, 120.0)
                 loads.append(report.load_seconds)
                 pauses.append(report.pause_seconds)
                 for answer in await asyncio.gather(*running):
@@ -163,9 +163,9 @@ async def _updates(place: Place, mode: str, on_update: str) -> dict[str, Any]:
                         spans != len(answer.token_ids) or routes is None or len(routes) != 19 + len(answer.token_ids)
                     )
                 if version < 2:
-                    scores.append(await engine.score(text))
-            stale = await engine.cached_from_older(text)
-            different = await engine.differences(manifest, 120.0)
+                    scores.append(await engine.score_tokens(text))
+            stale = await engine.count_stale_cached_tokens(text)
+            different = await engine.find_weight_differences(manifest, 120.0)
     finally:
         await engine.stop()
     back, moved = (float(np.abs(score - scores[0]).mean()) for score in scores[1:])
@@ -214,9 +214,9 @@ async def _throughput(place: Place, mode: str, concurrency: int) -> dict[str, An
 
 async def _installed(place: Place, engine: VllmEngine, model: Path) -> dict[str, Any]:
     weights = read_weights(model)
-    with Publisher(place.out / "published") as publisher:
-        manifest = publisher.publish(0, weights, getattr(torch, place.engine_dtype))
-        report = await engine.install(manifest, 300.0)
+    with VersionStore(place.out / "published") as publisher:
+        manifest = publisher.write_tensors(0, weights, getattr(torch, place.engine_dtype))
+        report = await engine.install_version(manifest, 300.0)
     return {
         "installed_gib": manifest.nbytes / 2**30,
         "load_seconds": report.load_seconds,

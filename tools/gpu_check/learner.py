@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 import r3async
-from r3async.checkpoint.tensors import LearnerParts, write_part
-from r3async.checkpoint.tensors import Place as Part
+from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
+from r3async.checkpoint.tensors import TensorSlice as Part
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.learner.batch.packing import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
 from r3async.tools.gpu_check.place import Place, make_config, make_samples
-from r3async.weights.publish import Publisher
+from r3async.weights.publish import VersionStore
 
 BUDGET = 512
 LENGTHS = (9, 120, 33, 300, 64, 257, 5, 190)
@@ -67,7 +67,7 @@ def write_facts(
 ) -> dict[str, Any]:
     """What two steps with replay are made of, in `file`: to compare devices with one another."""
     model = place.model("tiny")
-    batches = pack(make_samples(1, LENGTHS, model), BUDGET)
+    batches = pack_samples(make_samples(1, LENGTHS, model), BUDGET)
     settings = {"backend": backend, "dtype": dtype, "recompute": recompute, "deterministic": deterministic}
     with learner_of(model, BUDGET, **settings) as learner:
         facts = {
@@ -77,7 +77,7 @@ def write_facts(
         first, second = (train_minibatch(learner, batches).metrics for _ in range(2))
         facts["norms"] = np.array([first["grad_norm"], second["grad_norm"]])
         facts["agreement"] = np.array([first["routing/agreement"]])
-        weights = learner.export()
+        weights = learner.export_weights()
         facts["weights"] = np.concatenate([weights[n].float().cpu().numpy().ravel() for n in sorted(weights)])
     np.savez(file, **facts)
     return {"ok": True}
@@ -121,22 +121,22 @@ def repeatable(place: Place, *, dtype: str, kernels: str) -> dict[str, Any]:
 def resume(place: Place, *, dtype: str, kernels: str) -> dict[str, Any]:
     """Three steps, and three of which a checkpoint is between the first and the second."""
     model, parts, exact = place.model("tiny"), [], kernels == DETERMINISTIC
-    batches = pack(make_samples(1, LENGTHS, model), BUDGET)
+    batches = pack_samples(make_samples(1, LENGTHS, model), BUDGET)
     for name, steps in (("whole", 3), ("first", 1)):
         with learner_of(model, BUDGET, dtype=dtype, deterministic=exact) as learner:
             for _ in range(steps):
                 train_minibatch(learner, batches)
             parts.append(_written(learner, place.out / f"resume-{name}"))
     with learner_of(model, BUDGET, dtype=dtype, deterministic=exact) as learner:
-        learner.restore(LearnerParts([parts[1]]))
+        learner.restore_state(LearnerStateReader([parts[1]]))
         for _ in range(2):
             train_minibatch(learner, batches)
         parts.append(_written(learner, place.out / "resume-resumed"))
-    whole, resumed = LearnerParts([parts[0]]), LearnerParts([parts[2]])
-    names = sorted(n for n in whole.names() if not n.startswith("rng/"))
+    whole, resumed = LearnerStateReader([parts[0]]), LearnerStateReader([parts[2]])
+    names = sorted(n for n in whole.tensor_names() if not n.startswith("rng/"))
     worst = 0.0
     for name in names:
-        tensors = [p.read(Part.whole(name, p.shape(name))) for p in (whole, resumed)]
+        tensors = [p.read_slice(Part.full_tensor(name, p.tensor_shape(name))) for p in (whole, resumed)]
         worst = max(worst, float((tensors[0] - tensors[1]).abs().max()))
     return {
         "tensors": len(names),
@@ -151,7 +151,7 @@ def step_of_30b_layers(place: Place, *, backend: str, recompute: str, budget: in
     budget = 256 if place.small else budget
     model = place.model("layers-of-30b", "bfloat16")
     lengths = np.random.default_rng(3).integers(budget // 16, budget // 3, 6 if place.small else 40)
-    batches = pack(make_samples(3, lengths.tolist(), model), budget)[: 1 if place.small else 4]
+    batches = pack_samples(make_samples(3, lengths.tolist(), model), budget)[: 1 if place.small else 4]
     settings = {"backend": backend, "dtype": "bfloat16", "recompute": recompute}
     with learner_of(model, budget, **settings) as learner:
         loaded = torch.cuda.memory_allocated() / GIB if place.cuda else 0.0
@@ -162,7 +162,7 @@ def step_of_30b_layers(place: Place, *, backend: str, recompute: str, budget: in
         began = time.perf_counter()
         metrics = train_minibatch(learner, batches).metrics
         place.synchronize()
-        seconds, tokens = time.perf_counter() - began, sum(m.tokens for m in batches)
+        seconds, tokens = time.perf_counter() - began, sum(m.num_tokens for m in batches)
         found = {
             "tokens": tokens,
             "micro_batches": len(batches),
@@ -202,19 +202,19 @@ def _profiled(place: Place, learner: LearnerBackend, batches: Sequence[MicroBatc
 
 def _exported(place: Place, learner: LearnerBackend) -> dict[str, Any]:
     began = time.perf_counter()
-    weights = {name: tensor.cpu() for name, tensor in learner.export().items()}
+    weights = {name: tensor.cpu() for name, tensor in learner.export_weights().items()}
     exported = time.perf_counter() - began
     size = sum(t.numel() * t.element_size() for t in weights.values()) / GIB
-    with Publisher(place.out / "published") as publisher:
+    with VersionStore(place.out / "published") as publisher:
         began = time.perf_counter()
-        publisher.publish(1, weights, torch.bfloat16)
+        publisher.write_tensors(1, weights, torch.bfloat16)
         published = time.perf_counter() - began
     return {"export_gib_per_second": size / exported, "publish_gib_per_second": size / published}
 
 
 def _written(learner: LearnerBackend, directory: Path) -> Path:
     directory.mkdir(exist_ok=True)
-    return directory / write_part(directory, learner.state()).name
+    return directory / write_rank_file(directory, learner.capture_state()).name
 
 
 def _relative(found: np.ndarray, expected: np.ndarray) -> float:

@@ -27,7 +27,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 import r3async
-from r3async.tools.doctor import UNWANTED
+from r3async.tools.doctor import UNWANTED_PACKAGES
 
 DIST = "r3async"
 RUN, CONTENTS, PIECE = "run.py", "bundle.json", "piece-"
@@ -317,7 +317,7 @@ def pack(
         except PackError as error:
             say(f"what comes with {', '.join(left_out)} is not known, so name that with --has too ({error})")
         wanted += [f"{n} @ {stand_in(scratch, n, v).as_uri()}" for n, v in theirs.items()]
-        skipped = {DIST, *theirs, *(UNWANTED if extra == "cpu" else ())}
+        skipped = {DIST, *theirs, *(UNWANTED_PACKAGES if extra == "cpu" else ())}
         say(f"resolving r3async[{extra}] for Python {target.python} on {target.platform}")
         found = _others(resolve(wanted, target, scratch), skipped)
         torch = next((p["metadata"]["version"] for p in found if p["metadata"]["name"] == "torch"), "")

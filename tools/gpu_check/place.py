@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from r3async.config import Config, config_from_dict
-from r3async.data.model_shape import read_shape
+from r3async.data.model_shape import parse_model_shape
 from r3async.data.records import Sample, TokenTable
 
 TINY = {"vocab_size": 1024, "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}
@@ -97,14 +97,14 @@ def make_model(path: Path, dtype: str, seed: int, device: str, **shape: Any) -> 
 
 def make_samples(seed: int, lengths: Sequence[int], model: Path) -> list[Sample]:
     """Random tokens of that model, three quarters of them sampled by version 0, with random routes for 95 % of them."""
-    shape = read_shape(json.loads((model / "config.json").read_text()))
-    layers, experts, top_k = len(shape.moe_layers), shape.experts, shape.top_k
+    shape = parse_model_shape(json.loads((model / "config.json").read_text()))
+    layers, experts, top_k = len(shape.moe_layers), shape.num_experts, shape.top_k
     rng, out = np.random.default_rng(seed), []
     for i, n in enumerate(lengths):
         sampled = np.arange(n) >= min(8, n // 2)
         table = TokenTable(
             {
-                "token_ids": rng.integers(0, shape.vocab, n).astype(np.int32),
+                "token_ids": rng.integers(0, shape.vocab_size, n).astype(np.int32),
                 "loss_mask": sampled,
                 "rollout_logprobs": np.where(sampled, rng.normal(-3, 1, n), 0).astype(np.float32),
                 "policy_version": np.where(sampled, 0, -1).astype(np.int32),

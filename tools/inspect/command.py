@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from r3async.tools.runs import RUNS, Runs
-from r3async.tools.terminal import Terminal
-from r3async.tools.usage import WithDefault
+from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, RunsOption
+from r3async.tools.terminal import SafeConsole
+from r3async.tools.usage import DefaultCommandGroup
 
 if TYPE_CHECKING:
     from r3async.tools.inspect.look import Inspection
 
 
-class _Subcommands(WithDefault):
+class _InspectGroup(DefaultCommandGroup):
     """`inspect RUN` shows what there is; `inspect routes RUN` and the like are what they say. Without a name: the newest run."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -26,25 +26,25 @@ class _Subcommands(WithDefault):
 
 
 app = typer.Typer(
-    cls=_Subcommands,
+    cls=_InspectGroup,
     help="Look into a run, a spool, a checkpoint or a message. `inspect [RUN_OR_FILE]` says what there is to see. Exit 2 if "
     "something cannot be read.",
 )
 
-Target = Annotated[
+TargetArgument = Annotated[
     str,
     typer.Argument(
         metavar="[RUN_OR_FILE]",
         help="a run's name or directory; a spool or one of its files; a checkpoint; a file with a message",
     ),
 ]
-Run = Annotated[str, typer.Argument(metavar="[RUN]", help="a run's name or directory")]
-Limit = Annotated[int | None, typer.Option(min=0, help="at most so many; 0: all", show_default="depends")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON object a line")]
+RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="a run's name or directory")]
+LimitOption = Annotated[int | None, typer.Option(min=0, help="at most so many; 0: all", show_default="depends")]
+JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object a line")]
 
 
 @contextmanager
-def _answering(target: str, runs: Path) -> Iterator[Inspection]:
+def _open_inspection(target: str, runs: Path) -> Iterator[Inspection]:
     """What could not be read is reported on stderr at the end, and makes exit code 2."""
     from r3async.record.routes import RouteFileError
     from r3async.tools.inspect.look import Inspection
@@ -52,7 +52,7 @@ def _answering(target: str, runs: Path) -> Iterator[Inspection]:
 
     problems: list[str] = []
     try:
-        yield Inspection(Terminal(), problems, runs)
+        yield Inspection(SafeConsole(), problems, runs)
     except (InspectError, RouteFileError) as error:
         problems.append(str(error))
     except OSError as error:
@@ -60,21 +60,26 @@ def _answering(target: str, runs: Path) -> Iterator[Inspection]:
             raise
         problems.append(f"{error.filename or target}: {error.strerror or error}")
     for problem in problems:
-        Terminal(stderr=True).print(problem, style="bold red", highlight=False, markup=False, soft_wrap=True)
+        SafeConsole(stderr=True).print(problem, style="bold red", highlight=False, markup=False, soft_wrap=True)
     if problems:
         raise typer.Exit(2)
 
 
 @app.command(hidden=True)
-def show(target: Target = "latest", limit: Limit = None, json: Json = False, runs: Runs = RUNS) -> None:
+def show(
+    target: TargetArgument = "latest",
+    limit: LimitOption = None,
+    json: JsonOption = False,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
+) -> None:
     """What there is to see in a run; a spool's trajectories; a checkpoint's state and tensors; a message."""
-    with _answering(target, runs) as inspection:
-        inspection.show(target, limit, json)
+    with _open_inspection(target, runs) as inspection:
+        inspection.show_target(target, limit, json)
 
 
 @app.command()
 def trajectories(
-    target: Target = "latest",
+    target: TargetArgument = "latest",
     reward_below: Annotated[float | None, typer.Option(help="only those that earned less")] = None,
     age_above: Annotated[int | None, typer.Option(help="only those with a token older than so many versions")] = None,
     turns: Annotated[int | None, typer.Option(help="only those of so many turns or more")] = None,
@@ -83,50 +88,55 @@ def trajectories(
     version: Annotated[
         int | None, typer.Option(help="from which ages in a spool count", show_default="the newest known")
     ] = None,
-    limit: Limit = None,
+    limit: LimitOption = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="one token a line")] = False,
     export: Annotated[Path | None, typer.Option(help="write them to FILE.jsonl or FILE.parquet")] = None,
-    json: Json = False,
-    runs: Runs = RUNS,
+    json: JsonOption = False,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """List trajectories of a run or a spool, one a line; or their tokens; or write them to a file."""
-    with _answering(target, runs) as inspection:
-        from r3async.tools.inspect.trajectories import Filter
+    with _open_inspection(target, runs) as inspection:
+        from r3async.tools.inspect.trajectories import TrajectoryFilter
 
-        keep = Filter(reward_below, age_above, turns, trajectory, step)
-        inspection.trajectories(target, keep, version, limit, tokens=tokens, export=export, json=json)
+        keep = TrajectoryFilter(reward_below, age_above, turns, trajectory, step)
+        inspection.show_trajectories(target, keep, version, limit, tokens=tokens, export=export, json=json)
 
 
 @app.command()
 def routes(
-    run: Run = "latest",
+    run: RunArgument = "latest",
     trajectory: Annotated[str | None, typer.Option(help="which", show_default="the first of the step")] = None,
     step: Annotated[int | None, typer.Option(help="of this step", show_default="the last traced")] = None,
     layer: Annotated[list[int] | None, typer.Option(help="only this MoE layer, from 0; may be repeated")] = None,
     diff: Annotated[bool, typer.Option("--diff", help="only tokens that learner and engine route differently")] = False,
-    json: Json = False,
-    runs: Runs = RUNS,
+    json: JsonOption = False,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Show a trajectory's experts token by token: the engine's beside those that the learner would choose."""
-    with _answering(run, runs) as inspection:
-        inspection.routes(run, trajectory, step, layer or [], diff=diff, json=json)
+    with _open_inspection(run, runs) as inspection:
+        inspection.show_routes(run, trajectory, step, layer or [], diff=diff, json=json)
 
 
 @app.command()
 def verify(
-    run: Run = "latest",
+    run: RunArgument = "latest",
     json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
-    runs: Runs = RUNS,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Verify from two records that training used the routes which the engine returned. Exit 1 if it did not."""
-    with _answering(run, runs) as inspection:
-        verified = inspection.verify(run, json)
+    with _open_inspection(run, runs) as inspection:
+        verified = inspection.verify_routes(run, json)
     if not verified:
         raise typer.Exit(1)
 
 
 @app.command()
-def frames(target: Target, limit: Limit = None, json: Json = False, runs: Runs = RUNS) -> None:
+def frames(
+    target: TargetArgument,
+    limit: LimitOption = None,
+    json: JsonOption = False,
+    runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
+) -> None:
     """Show messages as they came over the wire, frame by frame: those of a spool, or a file that holds one."""
-    with _answering(target, runs) as inspection:
-        inspection.frames(target, limit, json)
+    with _open_inspection(target, runs) as inspection:
+        inspection.show_frames(target, limit, json)

@@ -17,24 +17,24 @@ import msgspec
 
 from r3async.data.records import SCHEMA
 from r3async.tools.inspect.run import InspectError
-from r3async.tools.inspect.trajectories import Seen
+from r3async.tools.inspect.trajectories import InspectedTrajectory
 
-ROWS_AT_ONCE = 64
-TRACED = {"learner_logprobs": ("float32", 0), "learner_experts": ("uint16", 2)}
+PARQUET_BATCH_ROWS = 64
+TRACE_COLUMNS = {"learner_logprobs": ("float32", 0), "learner_experts": ("uint16", 2)}
 """Columns of traces that `records.SCHEMA` has not: dtype, and dimensions after the tokens."""
 
 
-def row_of(seen: Seen, version: int | None) -> dict[str, Any]:
+def make_row(trajectory: InspectedTrajectory, version: int | None) -> dict[str, Any]:
     """Plain lists and numbers."""
     samples = [
         {"sample_id": s.sample_id, "temperature": s.temperature} | {n: a.tolist() for n, a in s.columns.items()}
-        for s in seen.samples
+        for s in trajectory.samples
     ]
-    turns = [msgspec.to_builtins(turn) for turn in seen.turns]
-    return seen.facts(version) | {"turns": turns, "preview": seen.preview, "samples": samples}
+    turns = [msgspec.to_builtins(turn) for turn in trajectory.turns]
+    return trajectory.to_facts(version) | {"turns": turns, "preview": trajectory.preview, "samples": samples}
 
 
-def export(found: Iterable[Seen], path: Path, version: int | None) -> int:
+def export_trajectories(trajectories: Iterable[InspectedTrajectory], path: Path, version: int | None) -> int:
     """Write `path` and return the number of rows. The file appears whole or not at all.
 
     Raises `InspectError` for a name that ends in neither `.jsonl` nor `.parquet`, and where Parquet cannot be written.
@@ -44,7 +44,7 @@ def export(found: Iterable[Seen], path: Path, version: int | None) -> int:
         raise InspectError(f"--export {path}: the name has to end in .jsonl or .parquet")
     aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        count = writers[path.suffix]((row_of(seen, version) for seen in found), aside)
+        count = writers[path.suffix]((make_row(seen, version) for seen in trajectories), aside)
         aside.replace(path)
     except OSError as error:
         raise InspectError(f"--export {path}: {error.strerror or error}") from error
@@ -70,20 +70,21 @@ def _write_parquet(rows: Iterator[dict[str, Any]], path: Path) -> int:
         raise InspectError(
             'Parquet needs pyarrow: pip install "r3async[parquet]"; or --export FILE.jsonl, which needs nothing'
         ) from error
-    schema, count = _schema(pyarrow), 0
+    schema, count = _make_parquet_schema(pyarrow), 0
     with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        while some := list(islice(rows, ROWS_AT_ONCE)):
+        while some := list(islice(rows, PARQUET_BATCH_ROWS)):
             writer.write_table(pyarrow.Table.from_pylist(some, schema=schema))
             count += len(some)
     return count
 
 
-def _schema(pa: Any) -> Any:
+def _make_parquet_schema(pa: Any) -> Any:
     """Of a row. Columns of samples follow from their declaration, widest dtype."""
     kinds = {"bool": pa.bool_(), "int32": pa.int32(), "float32": pa.float32(), "uint16": pa.uint16()}
     columns = {
-        c.name: ("int32" if c.sets else c.dtypes[-1], len(c.inner) + c.sets) for c in SCHEMA.columns.values()
-    } | TRACED
+        c.name: ("int32" if c.holds_sets else c.dtypes[-1], len(c.inner_dims) + c.holds_sets)
+        for c in SCHEMA.columns.values()
+    } | TRACE_COLUMNS
 
     def listed(dtype: str, inner: int) -> Any:
         kind = kinds[dtype]

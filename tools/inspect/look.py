@@ -8,24 +8,24 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from r3async.record.reading import EVALUATION, read_objects
+from r3async.record.reading import EVALUATION_FILE, read_json_objects
 from r3async.tools.inspect import checkpoint as checkpoints
-from r3async.tools.inspect.export import export as write_file
-from r3async.tools.inspect.routes import describe_kept, print_verification, show_routes
+from r3async.tools.inspect.export import export_trajectories as write_file
+from r3async.tools.inspect.routes import describe_route_traces, print_routes, print_verification
 from r3async.tools.inspect.run import InspectError, find_file, find_run, is_checkpoint
-from r3async.tools.inspect.show import print_list, print_tokens, printer, write_json
+from r3async.tools.inspect.show import make_printer, print_tokens, print_trajectories, write_json_lines
 from r3async.tools.inspect.sources import (
-    newest_sampled,
-    newest_version,
-    quarantine_of,
-    read_run,
+    describe_quarantine,
+    describe_skipped_lines,
+    describe_sources,
+    find_containing_run,
+    find_newest_sampled,
+    find_newest_version,
+    list_spool_files,
+    read_run_trajectories,
     read_spool,
-    run_of,
-    skipped_of,
-    sources_of,
-    spool_files,
 )
-from r3async.tools.inspect.trajectories import Filter, Seen, tokens_of
+from r3async.tools.inspect.trajectories import InspectedTrajectory, TrajectoryFilter, iter_tokens
 from r3async.tools.inspect.wire import describe_message, read_messages
 from r3async.views.episodes import RunTokenizer
 
@@ -41,48 +41,48 @@ class Inspection(NamedTuple):
     root: Path
     """Where runs are by their names."""
 
-    def show(self, target: str, limit: int | None, json: bool) -> None:
+    def show_target(self, target: str, limit: int | None, json: bool) -> None:
         """What there is: of a run its parts, of a spool its trajectories, a checkpoint, a directory of them, or a message."""
         found = find_file(target, self.root)
         if found is None:
-            self._overview(find_run(target, self.root))
+            self._show_overview(find_run(target, self.root))
         elif found.is_dir() and found.name == "checkpoints":
-            self._checkpoints(found)
+            self._show_checkpoints(found)
         elif is_checkpoint(found):
-            self._checkpoint(found, limit, json)
+            self._show_checkpoint(found, limit, json)
         elif found.is_dir() or found.suffix == ".spool":
-            self.trajectories(target, Filter(), None, limit, json=json)
+            self.show_trajectories(target, TrajectoryFilter(), None, limit, json=json)
         else:
-            self.frames(target, limit, json)
+            self.show_frames(target, limit, json)
 
-    def routes(
+    def show_routes(
         self, run: str, trajectory: str | None, step: int | None, layers: Sequence[int], *, diff: bool, json: bool
     ) -> None:
-        run_dir = self._run(run)
-        show_routes(run_dir, self.console, trajectory=trajectory, step=step, layers=layers, diff=diff, json=json)
+        run_dir = self._find_run(run)
+        print_routes(run_dir, self.console, trajectory=trajectory, step=step, layers=layers, diff=diff, json=json)
 
-    def verify(self, run: str, json: bool) -> bool:
+    def verify_routes(self, run: str, json: bool) -> bool:
         """Whether training used the engine's routes."""
-        return print_verification(self._run(run), self.console, json=json)
+        return print_verification(self._find_run(run), self.console, json=json)
 
-    def _run(self, name: str) -> Path:
+    def _find_run(self, name: str) -> Path:
         if (found := find_file(name, self.root)) is not None:
             raise InspectError(f"{found} is no run: only a run has routes")
         return find_run(name, self.root)
 
-    def _overview(self, run_dir: Path) -> None:
-        say = printer(self.console)
+    def _show_overview(self, run_dir: Path) -> None:
+        say = make_printer(self.console)
         say(f"{run_dir.resolve().name}  ({run_dir})", "bold")
-        for line in [*describe_kept(run_dir), *describe_rest(run_dir)]:
+        for line in [*describe_route_traces(run_dir), *describe_run_contents(run_dir)]:
             say(line)
-        self.problems.extend(skipped_of(run_dir))
+        self.problems.extend(describe_skipped_lines(run_dir))
 
     # -- trajectories --------------------------------------------------------------------------------------------------
 
-    def trajectories(
+    def show_trajectories(
         self,
         target: str,
-        keep: Filter,
+        trajectory_filter: TrajectoryFilter,
         version: int | None,
         limit: int | None,
         *,
@@ -95,52 +95,58 @@ class Inspection(NamedTuple):
         run_dir: Path | None
         if spool is None:
             run_dir = find_run(target, self.root)
-            spool, found = run_dir / "spool", read_run(run_dir, self.problems.append)
-            kept_in = [line for line in sources_of(run_dir) if not line.startswith(" ")]
+            spool, found = run_dir / "spool", read_run_trajectories(run_dir, self.problems.append)
+            kept_in = [line for line in describe_sources(run_dir) if not line.startswith(" ")]
         else:
-            files = spool_files(spool)
+            files = list_spool_files(spool)
             if not files:
                 raise InspectError(f"{spool} has no spool file: everything that was accepted is in a checkpoint")
-            run_dir, found = run_of(spool), read_spool(spool, self.problems.append)
+            run_dir, found = find_containing_run(spool), read_spool(spool, self.problems.append)
             kept_in = [f"{spool}: {len(files)} files"]
         if version is None:
-            version = max(filter(None, (newest_version(run_dir), newest_sampled(spool))), default=None)
-        kept = (seen for seen in found if keep.keeps(seen, version) and (seen.samples or not tokens))
+            version = max(filter(None, (find_newest_version(run_dir), find_newest_sampled(spool))), default=None)
+        kept = (
+            seen
+            for seen in found
+            if trajectory_filter.matches_trajectory(seen, version) and (seen.samples or not tokens)
+        )
         default = 0 if export else TOKENS_LIMIT if tokens else LIST_LIMIT
-        shown = _Limited(kept, default if limit is None else limit)
+        shown = _LimitedIterator(kept, default if limit is None else limit)
         if export:
-            printer(self.console)(f"{export}: {write_file(shown, export, version)} trajectories")
+            make_printer(self.console)(f"{export}: {write_file(shown, export, version)} trajectories")
         elif tokens:
-            self._tokens(shown, version, RunTokenizer(run_dir or Path("none")), json)
+            self._show_tokens(shown, version, RunTokenizer(run_dir or Path("none")), json)
         elif json:
-            write_json((seen.facts(version) for seen in shown), self.console)
-        elif rows := [seen.facts(version) for seen in shown]:
-            print_list(rows, shown.hidden, self.console)
+            write_json_lines((seen.to_facts(version) for seen in shown), self.console)
+        elif rows := [seen.to_facts(version) for seen in shown]:
+            print_trajectories(rows, shown.hidden, self.console)
         if not shown.count:
             raise InspectError("no such trajectory was kept. " + "; ".join(kept_in))
 
-    def _tokens(self, shown: Iterable[Seen], version: int | None, tokenizer: RunTokenizer, json: bool) -> None:
+    def _show_tokens(
+        self, shown: Iterable[InspectedTrajectory], version: int | None, tokenizer: RunTokenizer, json: bool
+    ) -> None:
         for seen in shown:
             if json:
                 for sample in seen.samples:
-                    write_json(tokens_of(seen, sample, tokenizer.text), self.console)
+                    write_json_lines(iter_tokens(seen, sample, tokenizer.decode_token), self.console)
             else:
-                print_tokens(seen, version, tokenizer.text, self.console)
+                print_tokens(seen, version, tokenizer.decode_token, self.console)
 
     # -- messages and checkpoints --------------------------------------------------------------------------------------
 
-    def frames(self, target: str, limit: int | None, json: bool) -> None:
+    def show_frames(self, target: str, limit: int | None, json: bool) -> None:
         """Messages of a spool, of one of its files, or a file that is one."""
         path = find_file(target, self.root)
         if path is None:
             raise InspectError(
                 f"frames are of a spool or a message, for example of {find_run(target, self.root) / 'spool'}"
             )
-        for file in spool_files(path):
-            self._messages(file, MESSAGES_LIMIT if limit is None else limit, json)
+        for file in list_spool_files(path):
+            self._show_messages(file, MESSAGES_LIMIT if limit is None else limit, json)
 
-    def _messages(self, path: Path, limit: int, json: bool) -> None:
-        say, hidden = printer(self.console), 0
+    def _show_messages(self, path: Path, limit: int, json: bool) -> None:
+        say, hidden = make_printer(self.console), 0
         for number, (offset, frames) in enumerate(read_messages(path, self.problems.append)):
             lines, problem = describe_message(frames)
             if problem:
@@ -151,7 +157,7 @@ class Inspection(NamedTuple):
             size = sum(memoryview(frame).nbytes for frame in frames)
             if json:
                 facts = {"file": str(path), "offset": offset, "bytes": size, "frames": [x.strip() for x in lines]}
-                write_json([facts | {"problem": problem}], self.console)
+                write_json_lines([facts | {"problem": problem}], self.console)
                 continue
             say(f"message at byte {offset} of {path}: {len(frames)} frames, {size:,} bytes", "bold")
             for line in lines:
@@ -159,32 +165,32 @@ class Inspection(NamedTuple):
         if hidden and not json:
             say(f"and {hidden} more; --limit 0 shows all")
 
-    def _checkpoint(self, path: Path, limit: int | None, json: bool) -> None:
-        seen = checkpoints.look(path)
+    def _show_checkpoint(self, path: Path, limit: int | None, json: bool) -> None:
+        seen = checkpoints.inspect_checkpoint(path)
         self.problems.extend(f"{path}: {problem}" for problem in seen.problems)
         if json:
-            write_json([seen], self.console)
+            write_json_lines([seen], self.console)
             return
-        for line in checkpoints.describe(seen, TENSORS_LIMIT if limit is None else limit):
-            printer(self.console)(line, "bold" if line.startswith("checkpoint") else "")
+        for line in checkpoints.describe_checkpoint(seen, TENSORS_LIMIT if limit is None else limit):
+            make_printer(self.console)(line, "bold" if line.startswith("checkpoint") else "")
 
-    def _checkpoints(self, path: Path) -> None:
-        lines, broken = checkpoints.overview(path)
+    def _show_checkpoints(self, path: Path) -> None:
+        lines, broken = checkpoints.summarize_checkpoints(path)
         self.problems.extend(broken)
         if not lines:
             raise InspectError(f"{path} has no checkpoint")
         for line in lines:
-            printer(self.console)(line)
+            make_printer(self.console)(line)
 
 
-class _Limited:
-    """The first `limit` of `found` (0: all); the others are counted as `hidden`."""
+class _LimitedIterator:
+    """The first `limit` of `trajectories` (0: all); the others are counted as `hidden`."""
 
-    def __init__(self, found: Iterable[Seen], limit: int):
-        self._found, self._limit = found, limit
+    def __init__(self, trajectories: Iterable[InspectedTrajectory], limit: int):
+        self._found, self._limit = trajectories, limit
         self.count = self.hidden = 0
 
-    def __iter__(self) -> Iterator[Seen]:
+    def __iter__(self) -> Iterator[InspectedTrajectory]:
         for seen in self._found:
             self.count += 1
             if self._limit and self.count > self._limit:
@@ -193,13 +199,15 @@ class _Limited:
                 yield seen
 
 
-def describe_rest(run_dir: Path) -> list[str]:
+def describe_run_contents(run_dir: Path) -> list[str]:
     """For the overview of a run: its trajectories, checkpoints and evaluations, and how to look at them."""
-    lines = sources_of(run_dir)
-    found, _ = checkpoints.overview(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else ([], [])
+    lines = describe_sources(run_dir)
+    found, _ = (
+        checkpoints.summarize_checkpoints(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else ([], [])
+    )
     lines.append(f"checkpoints: {len(found)}" + (f" (r3async inspect {run_dir / 'checkpoints'})" if found else ""))
     lines += [f"  {line}" for line in found[-3:]]
-    evaluations = len(read_objects(run_dir / EVALUATION))
+    evaluations = len(read_json_objects(run_dir / EVALUATION_FILE))
     if evaluations:
         lines.append(f"evaluations: {evaluations} (evaluation.jsonl; `r3async report` draws them)")
-    return lines + quarantine_of(run_dir)
+    return lines + describe_quarantine(run_dir)

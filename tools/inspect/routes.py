@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.text import Text
 
 from r3async.record.reading import read_run_config
-from r3async.record.routes import Entry, RouteIndex
+from r3async.record.routes import RouteEntry, RouteIndex
 from r3async.record.verify import verify_routes
-from r3async.tools.inspect.run import InspectError, fitted, nearest
-from r3async.tools.inspect.show import printer, write_json
-from r3async.views.episodes import RunTokenizer, TracedSample, roles
+from r3async.tools.inspect.run import InspectError, fit_to_cells, suggest_nearest
+from r3async.tools.inspect.show import make_printer, write_json_lines
+from r3async.views.episodes import RunTokenizer, TracedSample, label_token_roles
 from r3async.views.summary import format_percent
 
-TEXT_CELLS = 12
+TOKEN_TEXT_CELLS = 12
 
 
 class LayerRoutes(msgspec.Struct, frozen=True):
@@ -48,16 +48,16 @@ class TokenRoutes(msgspec.Struct, frozen=True):
         return any(routes.agree is False for routes in self.layers)
 
 
-def describe_kept(run_dir: Path) -> list[str]:
+def describe_route_traces(run_dir: Path) -> list[str]:
     """For the overview: which routes this run kept, and how to look at them."""
     index = RouteIndex(run_dir)
-    if not index.trained:
-        return [f"routes: none kept ({_why_none(run_dir)})"]
-    steps = [entry.facts["step"] for entry in index.trained]
-    shown = choose(index, None, None)[0].facts
-    count = len({entry.facts["trajectory_id"] for entry in index.trained})
+    if not index.trained_entries:
+        return [f"routes: none kept ({_explain_missing(run_dir)})"]
+    steps = [entry.facts["step"] for entry in index.trained_entries]
+    shown = choose_entries(index, None, None)[0].facts
+    count = len({entry.facts["trajectory_id"] for entry in index.trained_entries})
     return [
-        f"routes: {count} trajector{'y' if count == 1 else 'ies'} of {_steps(steps)}",
+        f"routes: {count} trajector{'y' if count == 1 else 'ies'} of {_format_steps(steps)}",
         f"  inspect routes                            token by token: {shown['trajectory_id']} of step {shown['step']}",
         "  inspect routes --step N --trajectory ID   another one; --layer L, --diff: less of it; --json: for programs",
         "  inspect verify                            compare all that was kept with the engine's own record",
@@ -65,32 +65,32 @@ def describe_kept(run_dir: Path) -> list[str]:
     ]
 
 
-def _steps(steps: Sequence[int]) -> str:
+def _format_steps(steps: Sequence[int]) -> str:
     low, high, count = min(steps), max(steps), len(set(steps))
     return f"step {low}" if count == 1 else f"{count} steps ({low} to {high})"
 
 
-def _why_none(run_dir: Path) -> str:
+def _explain_missing(run_dir: Path) -> str:
     trace = read_run_config(run_dir).get("routing", {}).get("trace", "off")
     if trace == "off":
         return '`routing.trace` was "off"; train with routing.trace="sample" or "all"'
     return f'`routing.trace` was "{trace}", but no step of an MoE model was traced'
 
 
-def _index(run_dir: Path) -> RouteIndex:
+def _open_index(run_dir: Path) -> RouteIndex:
     """Raises `InspectError` where there is nothing to look at."""
     index = RouteIndex(run_dir)
-    if not index.trained:
-        raise InspectError(f"{run_dir} has no routes: {_why_none(run_dir)}")
+    if not index.trained_entries:
+        raise InspectError(f"{run_dir} has no routes: {_explain_missing(run_dir)}")
     return index
 
 
-def choose(index: RouteIndex, trajectory: str | None, step: int | None) -> list[Entry]:
+def choose_entries(index: RouteIndex, trajectory: str | None, step: int | None) -> list[RouteEntry]:
     """All samples of one trajectory: the one named, or the first of `step`, or of the last step that was traced."""
-    entries = index.trained
+    entries = index.trained_entries
     if step is not None:
         entries = [e for e in entries if e.facts["step"] == step]
-        steps = sorted({e.facts["step"] for e in index.trained})
+        steps = sorted({e.facts["step"] for e in index.trained_entries})
         if not entries:
             close = min(steps, key=lambda s: abs(s - step))
             raise InspectError(f"no routes of step {step} were kept; the nearest step that has some is {close}")
@@ -101,30 +101,32 @@ def choose(index: RouteIndex, trajectory: str | None, step: int | None) -> list[
     if not chosen:
         known = list(dict.fromkeys(e.facts["trajectory_id"] for e in entries))
         of = f" of step {step}" if step is not None else ""
-        raise InspectError(f"no routes of trajectory {trajectory!r}{of} were kept; {nearest(trajectory, known)}")
+        raise InspectError(
+            f"no routes of trajectory {trajectory!r}{of} were kept; {suggest_nearest(trajectory, known)}"
+        )
     return chosen
 
 
-def token_routes(sample: TracedSample, tokenizer: RunTokenizer, layers: Sequence[int]) -> list[TokenRoutes]:
+def make_token_routes(sample: TracedSample, tokenizer: RunTokenizer, layers: Sequence[int]) -> list[TokenRoutes]:
     """Every token of the sample, with its routes in these layers."""
-    trained = sample.trained
-    of = roles(trained.token_ids, trained.loss_mask, tokenizer.end_id)
+    trained = sample.trained_routes
+    of = label_token_roles(trained.token_ids, trained.loss_mask, tokenizer.end_id)
     return [
         TokenRoutes(
             step=trained.step,
             sample=trained.sample_id,
             position=at,
             token=int(token),
-            text=tokenizer.text(int(token)),
+            text=tokenizer.decode_token(int(token)),
             role=of[at],
             version=int(trained.policy_version[at]) if trained.policy_version[at] >= 0 else None,
             layers=[
                 LayerRoutes(
                     layer=layer,
-                    engine=sample.rows[at, layer].tolist() if sample.recorded[at] else None,
+                    engine=sample.engine_experts[at, layer].tolist() if sample.recorded[at] else None,
                     own=trained.own[at, layer].tolist(),
                     used=trained.used[at, layer].tolist(),
-                    agree=bool(sample.agree[at, layer]) if sample.recorded[at] else None,
+                    agree=bool(sample.agrees[at, layer]) if sample.recorded[at] else None,
                 )
                 for layer in layers
             ],
@@ -133,7 +135,7 @@ def token_routes(sample: TracedSample, tokenizer: RunTokenizer, layers: Sequence
     ]
 
 
-def show_routes(
+def print_routes(
     run_dir: Path,
     console: Console,
     *,
@@ -144,76 +146,76 @@ def show_routes(
     json: bool = False,
 ) -> None:
     """Print a trajectory's samples token by token. `layers`: only these; `diff`: only tokens that disagree in them."""
-    index, tokenizer = _index(run_dir), RunTokenizer(run_dir)
-    for entry in choose(index, trajectory, step):
+    index, tokenizer = _open_index(run_dir), RunTokenizer(run_dir)
+    for entry in choose_entries(index, trajectory, step):
         sample = TracedSample(index, entry)
-        count = sample.agree.shape[1]
+        count = sample.agrees.shape[1]
         for layer in layers:
             if not 0 <= layer < count:
                 raise InspectError(f"there is no MoE layer {layer}: there are 0 to {count - 1}")
-        rows = token_routes(sample, tokenizer, layers or range(count))
+        rows = make_token_routes(sample, tokenizer, layers or range(count))
         shown = [row for row in rows if row.disagrees] if diff else rows
         if json:
-            write_json(shown, console)
+            write_json_lines(shown, console)
         else:
-            _print(sample, shown, len(layers) > 0, console)
+            _print_sample(sample, shown, len(layers) > 0, console)
 
 
-def _print(sample: TracedSample, rows: Sequence[TokenRoutes], chosen: bool, console: Console) -> None:
-    say = printer(console)
-    _header(sample, console, say)
+def _print_sample(sample: TracedSample, rows: Sequence[TokenRoutes], has_layers: bool, console: Console) -> None:
+    say = make_printer(console)
+    _print_header(sample, console, say)
     if not rows:
         say("no token to show: the learner would have chosen the engine's experts everywhere")
         return
-    cells = [[_cell(routes) for routes in row.layers] for row in rows]
+    cells = [[_format_experts(routes) for routes in row.layers] for row in rows]
     heads = [f"layer {routes.layer}" for routes in rows[0].layers]
     widths = [max(len(head), *(len(line[i]) for line in cells)) for i, head in enumerate(heads)]
-    wide = len(_lead(rows[0])) + sum(widths) + 2 * len(widths) > console.width
-    if wide and not chosen:
+    wide = len(_format_token(rows[0])) + sum(widths) + 2 * len(widths) > console.width
+    if wide and not has_layers:
         heads, widths = ["layers that agree; those that do not"], [0]
-        cells = [[_brief(row)] for row in rows]
+        cells = [[_format_agreement(row)] for row in rows]
         say("too many layers for this width; --layer L shows the experts of one")
     else:
         say(
             "experts of the engine; 3>5: of these the learner's router would replace 3 by 5; [3]: its own, none recorded"
         )
     titles = "  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True))
-    say(f"{'pos':>5} {'token':<{TEXT_CELLS}} {'role':<11} {'ver':>4}  {titles}".rstrip(), "bold")
+    say(f"{'pos':>5} {'token':<{TOKEN_TEXT_CELLS}} {'role':<11} {'ver':>4}  {titles}".rstrip(), "bold")
     for row, line in zip(rows, cells, strict=True):
-        text = Text(_lead(row))
+        text = Text(_format_token(row))
         for cell, width, routes in zip(line, widths, row.layers, strict=False):
-            differs = routes.agree is False or (wide and not chosen and row.disagrees)
+            differs = routes.agree is False or (wide and not has_layers and row.disagrees)
             text.append(f"  {cell.ljust(width)}", "bold red" if differs else "dim" if routes.engine is None else "")
         text.rstrip()
         say(text)
 
 
-def _header(sample: TracedSample, console: Console, say: Callable[..., None]) -> None:
-    trained, recorded = sample.trained, sample.recorded
+def _print_header(sample: TracedSample, console: Console, print_line: Callable[..., None]) -> None:
+    trained, recorded = sample.trained_routes, sample.recorded
     tokens, layers, top_k = trained.used.shape
-    say(f"sample {trained.sample_id} of step {trained.step}", "bold")
-    say(f"{tokens} tokens, {int(trained.loss_mask.sum())} sampled; {layers} MoE layers, {top_k} experts a token")
-    if not sample.owned:
-        say(
+    print_line(f"sample {trained.sample_id} of step {trained.step}", "bold")
+    print_line(f"{tokens} tokens, {int(trained.loss_mask.sum())} sampled; {layers} MoE layers, {top_k} experts a token")
+    if not sample.has_engine_record:
+        print_line(
             "the engine's record of these tokens is not among the files: only the learner's routes can be shown",
             "yellow",
         )
         return
-    agree = sample.agree[recorded]
+    agree = sample.agrees[recorded]
     everywhere = format_percent(float(agree.mean())) if agree.size else "-"
     share = format_percent(float(recorded.mean()))
-    say(f"recorded {int(recorded.sum())} of {tokens} positions ({share}); agreement {everywhere}")
+    print_line(f"recorded {int(recorded.sum())} of {tokens} positions ({share}); agreement {everywhere}")
     if agree.size and layers > 1:
         by_layer = "  ".join(f"{layer}: {100 * value:.0f}" for layer, value in enumerate(agree.mean(axis=0)))
         console.print(Text(f"by layer, %:  {by_layer}"), highlight=False)
 
 
-def _lead(row: TokenRoutes) -> str:
+def _format_token(row: TokenRoutes) -> str:
     version = "-" if row.version is None else str(row.version)
-    return f"{row.position:>5} {fitted(row.text, TEXT_CELLS)} {row.role:<11} {version:>4}"
+    return f"{row.position:>5} {fit_to_cells(row.text, TOKEN_TEXT_CELLS)} {row.role:<11} {version:>4}"
 
 
-def _cell(routes: LayerRoutes) -> str:
+def _format_experts(routes: LayerRoutes) -> str:
     if routes.engine is None:
         return f"[{' '.join(map(str, sorted(routes.own)))}]"
     text = " ".join(map(str, sorted(routes.engine)))
@@ -223,7 +225,7 @@ def _cell(routes: LayerRoutes) -> str:
     return f"{text}  {','.join(map(str, left))}>{','.join(map(str, joined))}"
 
 
-def _brief(row: TokenRoutes) -> str:
+def _format_agreement(row: TokenRoutes) -> str:
     if row.layers[0].engine is None:
         return "not recorded"
     differing = [str(routes.layer) for routes in row.layers if not routes.agree]
@@ -234,7 +236,7 @@ def _brief(row: TokenRoutes) -> str:
 
 def print_verification(run_dir: Path, console: Console, *, json: bool = False) -> bool:
     """Compare everything that was kept with the engine's record, and report the result. True if all of it is equal."""
-    index = _index(run_dir)
+    index = _open_index(run_dir)
     replay = read_run_config(run_dir).get("routing", {}).get("replay")
     if replay in ("learner", "off"):
         raise InspectError(
@@ -243,25 +245,25 @@ def print_verification(run_dir: Path, console: Console, *, json: bool = False) -
         )
     result = verify_routes(index)
     if json:
-        facts = {**msgspec.to_builtins(result), "verified": result.verified, "problems": index.problems}
-        write_json([facts], console)
-        return result.verified
+        facts = {**msgspec.to_builtins(result), "verified": result.is_verified, "problems": index.problems}
+        write_json_lines([facts], console)
+        return result.is_verified
 
-    say = printer(console)
+    say = make_printer(console)
     for problem in index.problems:
         say(problem, "yellow")
-    steps = _steps([entry.facts["step"] for entry in index.trained])
+    steps = _format_steps([entry.facts["step"] for entry in index.trained_entries])
     say(f"{result.samples} samples of {steps}; a row is one position in one MoE layer")
     say(f"equal       {result.equal:>12,}  rows that training used as the engine had chosen them")
     say(f"different   {result.different:>12,}", "bold red" if result.different else "")
     say(f"unrecorded  {result.unrecorded:>12,}  rows that the engine did not return; there the router chose by itself")
     if result.first is not None:
-        say(f"first difference: {result.first.describe()}", "bold red")
+        say(f"first difference: {result.first.to_text()}", "bold red")
     if result.unmatched:
         count, first = len(result.unmatched), result.unmatched[0]
         say(f"{count} samples are not in the engine's record as they were trained; the first is {first}", "bold red")
-    if result.verified:
+    if result.is_verified:
         say("every recorded route was used in training as the engine chose it", "green")
     elif not result.different and not result.unmatched:
         say("nothing could be compared", "bold red")
-    return result.verified
+    return result.is_verified

@@ -27,7 +27,7 @@ def is_run(path: Path) -> bool:
     return not is_checkpoint(path) and any((path / part).is_file() for part in ("config.toml", "events.jsonl"))
 
 
-def fitted(text: str, cells: int) -> str:
+def fit_to_cells(text: str, cells: int) -> str:
     """`text` on exactly so many cells of a terminal; what could upset one is made visible."""
     visible = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     if cell_len(visible) > cells:
@@ -57,11 +57,11 @@ def find_run(name: str, root: Path) -> Path:
             f"{name} is not the directory of a run (there is neither config.toml nor events.jsonl in it)"
         )
     names = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
-    raise InspectError(f"no run {name!r}; {nearest(Path(name).name, names)}")
+    raise InspectError(f"no run {name!r}; {suggest_nearest(Path(name).name, names)}")
 
 
-def nearest(name: str, names: list[str], shown: int = 5) -> str:
+def suggest_nearest(name: str, names: list[str], limit: int = 5) -> str:
     """The end of a message about a name that is not there."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    listed = f"there are: {', '.join(names[:shown])}{more}" if names else "there are none"
-    return did_you_mean(name, names, listed, near=0.5)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    listed = f"there are: {', '.join(names[:limit])}{more}" if names else "there are none"
+    return did_you_mean(name, names, listed, cutoff=0.5)

@@ -6,102 +6,109 @@ import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from r3async.checkpoint.directory import STATE
+from r3async.checkpoint.directory import STATE_FILE
 from r3async.checkpoint.state import CheckpointError, decode_state
-from r3async.data.container import Torn, map_file
+from r3async.data.container import TornRecord, map_file
 from r3async.data.records import SCHEMA
 from r3async.record.reading import (
-    QUARANTINE,
-    SHAPES,
+    LINE_TYPES,
+    QUARANTINE_FILE,
     damaged_config_event,
-    read_lines,
-    read_objects,
+    read_json_lines,
+    read_json_objects,
     read_quarantine,
     read_run_config,
 )
 from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes
-from r3async.record.routes import load as load_route
-from r3async.record.verify import engine_rows
-from r3async.schedule.spool import SPOOL, load
-from r3async.tools.inspect.run import fitted, is_run
-from r3async.tools.inspect.trajectories import Seen, of_episode, of_trained, of_trajectory
+from r3async.record.routes import load_route_record as load_route
+from r3async.record.verify import find_engine_routes
+from r3async.schedule.spool import SPOOL_FORMAT, load_record
+from r3async.tools.inspect.run import fit_to_cells, is_run
+from r3async.tools.inspect.trajectories import (
+    InspectedTrajectory,
+    convert_episode_line,
+    convert_trained_routes,
+    convert_trajectory,
+)
 from r3async.transport.wire import WireError
 
-Problem = Callable[[str], object]
+ReportProblem = Callable[[str], object]
 
 
-def spool_files(path: Path) -> list[Path]:
+def list_spool_files(path: Path) -> list[Path]:
     """`path` itself, or all files of that spool."""
     return sorted(path.glob("*.spool")) if path.is_dir() else [path]
 
 
-def read_spool(path: Path, problem: Problem) -> Iterator[Seen]:
+def read_spool(path: Path, report_problem: ReportProblem) -> Iterator[InspectedTrajectory]:
     """Of a spool file, or of all files of a directory. A trajectory that was written twice comes once."""
     known: set[tuple[int, str]] = set()
-    for file in spool_files(path):
+    for file in list_spool_files(path):
         try:
             view = map_file(file)
         except OSError as error:
-            problem(f"{file}: {error.strerror or error}")
+            report_problem(f"{file}: {error.strerror or error}")
             continue
-        for record in SPOOL.records(view):
-            if isinstance(record, Torn):
-                problem(f"{file}: from byte {record.offset} on there is no record: {record.reason}")
+        for record in SPOOL_FORMAT.iter_records(view):
+            if isinstance(record, TornRecord):
+                report_problem(f"{file}: from byte {record.offset} on there is no record: {record.reason}")
                 continue
             try:
-                trajectory = load(record, SCHEMA).trajectory
+                trajectory = load_record(record, SCHEMA).trajectory
             except WireError as error:
-                problem(f"{file}: the record at byte {record.offset} cannot be read: {error}")
+                report_problem(f"{file}: the record at byte {record.offset} cannot be read: {error}")
                 continue
             name = (trajectory.group_index, trajectory.trajectory_id)
             if name not in known:
                 known.add(name)
-                yield of_trajectory(trajectory, str(file))
+                yield convert_trajectory(trajectory, str(file))
 
 
-def read_traces(run_dir: Path, problem: Problem) -> Iterator[Seen]:
+def read_traces(run_dir: Path, report_problem: ReportProblem) -> Iterator[InspectedTrajectory]:
     """Of the samples that `routing.trace` kept, in the order of their steps."""
     index = RouteIndex(run_dir)
     for text in index.problems:
-        problem(text)
+        report_problem(text)
     # A step's row has the version that the step made; ages count from the one before it.
     before = {
         row.get("step"): version - 1
-        for row in read_objects(run_dir / "metrics.jsonl")
+        for row in read_json_objects(run_dir / "metrics.jsonl")
         if (version := row.get("version")) is not None
     }
-    for (step, _), entries in itertools.groupby(index.trained, lambda e: (e.facts["step"], e.facts["trajectory_id"])):
+    for (step, _), entries in itertools.groupby(
+        index.trained_entries, lambda e: (e.facts["step"], e.facts["trajectory_id"])
+    ):
         kept = list(entries)
         try:
             trained = [load_route(entry, TrainedRoutes) for entry in kept]
-            calls = index.calls_of(trained[0].trajectory_id)
-            pairs = [(one, engine_rows(one, calls)) for one in trained]
+            calls = index.load_calls(trained[0].trajectory_id)
+            pairs = [(one, find_engine_routes(one, calls)) for one in trained]
         except RouteFileError as error:
-            problem(str(error))
+            report_problem(str(error))
             continue
-        yield of_trained(pairs, str(kept[0].path), before.get(step))
+        yield convert_trained_routes(pairs, str(kept[0].path), before.get(step))
 
 
-def read_episodes(run_dir: Path) -> Iterator[Seen]:
+def read_episodes(run_dir: Path) -> Iterator[InspectedTrajectory]:
     """Conversations that the conductor kept, the first two of each step."""
     path = run_dir / "episodes.jsonl"
-    return (seen for line in read_objects(path) if (seen := of_episode(line, str(path))) is not None)
+    return (seen for line in read_json_objects(path) if (seen := convert_episode_line(line, str(path))) is not None)
 
 
-def read_run(run_dir: Path, problem: Problem) -> Iterator[Seen]:
+def read_run_trajectories(run_dir: Path, report_problem: ReportProblem) -> Iterator[InspectedTrajectory]:
     """All that the run holds: what waits to be trained, then what was trained, then conversations."""
-    yield from read_spool(run_dir / "spool", problem)
-    yield from read_traces(run_dir, problem)
+    yield from read_spool(run_dir / "spool", report_problem)
+    yield from read_traces(run_dir, report_problem)
     yield from read_episodes(run_dir)
 
 
-def newest_version(run_dir: Path | None) -> int | None:
+def find_newest_version(run_dir: Path | None) -> int | None:
     """The newest version that the run's records know of."""
     found = []
     if run_dir is not None:
-        versions = [row.get("version") for row in read_objects(run_dir / "metrics.jsonl")]
+        versions = [row.get("version") for row in read_json_objects(run_dir / "metrics.jsonl")]
         found += [version for version in versions[-1:] if version is not None]
-        for path in sorted((run_dir / "checkpoints").glob(f"step-*/{STATE}"))[-1:]:
+        for path in sorted((run_dir / "checkpoints").glob(f"step-*/{STATE_FILE}"))[-1:]:
             try:
                 found.append(decode_state(path.read_bytes()).version)
             except (OSError, CheckpointError):
@@ -109,42 +116,42 @@ def newest_version(run_dir: Path | None) -> int | None:
     return max(found, default=None)
 
 
-def newest_sampled(path: Path) -> int | None:
+def find_newest_sampled(path: Path) -> int | None:
     """The newest version that any token of a spool was sampled with."""
-    return max((seen.versions[1] for seen in read_spool(path, lambda _: None) if seen.versions), default=None)
+    return max((seen.version_range[1] for seen in read_spool(path, lambda _: None) if seen.version_range), default=None)
 
 
-def run_of(path: Path) -> Path | None:
+def find_containing_run(path: Path) -> Path | None:
     """The run that a file or a directory belongs to: the nearest one above it."""
     return next((parent for parent in path.resolve().parents if is_run(parent)), None)
 
 
-def refused_of(run_dir: Path) -> list[str]:
+def describe_refused(run_dir: Path) -> list[str]:
     """A line if trajectories were accepted that could not be trained."""
-    kept = spool_files(run_dir / "quarantine") if (run_dir / "quarantine").is_dir() else []
+    kept = list_spool_files(run_dir / "quarantine") if (run_dir / "quarantine").is_dir() else []
     size = sum(path.stat().st_size for path in kept)
     where = f"r3async inspect {run_dir / 'quarantine'}; reasons: events.jsonl, trajectory_quarantined"
     return [f"quarantine: {len(kept)} trajectories that could not be trained, {size:,} bytes ({where})"] if kept else []
 
 
-def quarantine_of(run_dir: Path, shown: int = 10) -> list[str]:
+def describe_quarantine(run_dir: Path, limit: int = 10) -> list[str]:
     """Lines of the tasks that are not posed any more; none if there are none."""
     tasks = read_quarantine(run_dir)
     if not tasks:
         return []
     lines = [
-        f"quarantined tasks: {len(tasks)} ({QUARANTINE}); every episode of them failed, and they are not posed again"
+        f"quarantined tasks: {len(tasks)} ({QUARANTINE_FILE}); every episode of them failed, and they are not posed again"
     ]
-    for task in tasks[:shown]:
+    for task in tasks[:limit]:
         last = next((line for line in task.error.splitlines()[::-1] if line.strip()), "")
-        why = f"group {task.group} failed by the {task.failed_by}: {fitted(last, 120).rstrip()}"
+        why = f"group {task.group} failed by the {task.failed_by}: {fit_to_cells(last, 120).rstrip()}"
         lines.append(f"  task seed {task.task_seed}: {why}")
-    return lines + ([f"  and {len(tasks) - shown} more"] if len(tasks) > shown else [])
+    return lines + ([f"  and {len(tasks) - limit} more"] if len(tasks) > limit else [])
 
 
-def skipped_of(run_dir: Path) -> list[str]:
+def describe_skipped_lines(run_dir: Path) -> list[str]:
     """A line for each file of the run that has lines which cannot be read."""
-    read = {file: read_lines(run_dir / file).skipped for file in SHAPES}
+    read = {file: read_json_lines(run_dir / file).skipped_lines for file in LINE_TYPES}
     damaged = [f"{event['file']} cannot be read: the settings are not known" for event in damaged_config_event(run_dir)]
     return damaged + [
         f"{file}: {len(numbers)} of its lines cannot be read, and are passed over; the first is line {numbers[0]}"
@@ -153,14 +160,14 @@ def skipped_of(run_dir: Path) -> list[str]:
     ]
 
 
-def sources_of(run_dir: Path) -> list[str]:
+def describe_sources(run_dir: Path) -> list[str]:
     """A line for each source of trajectories, and which setting would give more."""
     config = read_run_config(run_dir)
     durability = config.get("buffer", {}).get("durability", "memory")
-    spooled = spool_files(run_dir / "spool") if (run_dir / "spool").is_dir() else []
+    spooled = list_spool_files(run_dir / "spool") if (run_dir / "spool").is_dir() else []
     episodes = sum(1 for _ in read_episodes(run_dir))
     index = RouteIndex(run_dir)
-    traced = len({(e.facts["step"], e.facts["trajectory_id"]) for e in index.trained})
+    traced = len({(e.facts["step"], e.facts["trajectory_id"]) for e in index.trained_entries})
     trace = config.get("routing", {}).get("trace", "off")
     if durability == "disk" or spooled:
         size = sum(path.stat().st_size for path in spooled)
@@ -170,7 +177,7 @@ def sources_of(run_dir: Path) -> list[str]:
     more = "" if trace == "all" else f' (`routing.trace` is "{trace}"; "all" keeps every one of an MoE model)'
     return [
         f"spool: {spool}",
-        *refused_of(run_dir),
+        *describe_refused(run_dir),
         f"traces: {traced} trained trajectories, token by token{more}",
         f"conversations: {episodes} (episodes.jsonl), without tokens",
         "  inspect trajectories                      list all of them; --reward-below, --age-above, --turns: fewer",

@@ -10,15 +10,15 @@ import msgspec
 import numpy as np
 
 from r3async.data.records import Trajectory, Turn
-from r3async.record.catalogue import finite
-from r3async.record.routes import TrainedRoutes, parse_id
+from r3async.record.catalogue import finite_or_none
+from r3async.record.routes import TrainedRoutes, parse_episode_id
 
-Source = Literal["spool", "trace", "episode"]
+TrajectorySource = Literal["spool", "trace", "episode"]
 """`spool`: accepted and not yet in a checkpoint. `trace`: trained, and kept by `routing.trace`. `episode`: trained, of which
 only the conversation was kept."""
 
 
-class SeenSample(msgspec.Struct):
+class InspectedSample(msgspec.Struct):
     """`columns` by name, all of one length `T`: those of `records.SCHEMA` that are known, and of traces also
     `learner_logprobs` and `advantages` float32 `[T]`, and `learner_experts` `[T, L, K]`."""
 
@@ -27,13 +27,13 @@ class SeenSample(msgspec.Struct):
     temperature: float | None = None
 
 
-class Seen(msgspec.Struct, kw_only=True):
+class InspectedTrajectory(msgspec.Struct, kw_only=True):
     """What is known of one trajectory; None for what its source does not say. `where`: the file that holds it.
 
     `learner_version`: of the weights that were trained with it, from which its age counts.
     """
 
-    source: Source
+    source: TrajectorySource
     where: str
     trajectory_id: str
     step: int | None = None
@@ -45,7 +45,7 @@ class Seen(msgspec.Struct, kw_only=True):
     stop_reason: str | None = None
     reward: float | None = None
     turns: list[Turn] = []
-    samples: list[SeenSample] = []
+    samples: list[InspectedSample] = []
     preview: list[dict[str, str]] = []
     started_at: float | None = None
     finished_at: float | None = None
@@ -53,35 +53,35 @@ class Seen(msgspec.Struct, kw_only=True):
     """In which the versions of its tokens are counted."""
 
     @property
-    def tokens(self) -> int:
+    def token_count(self) -> int:
         return sum(len(sample.columns["token_ids"]) for sample in self.samples)
 
     @property
-    def sampled(self) -> int:
+    def sampled_tokens(self) -> int:
         """Tokens that are trained."""
         return sum(int(sample.columns["loss_mask"].sum()) for sample in self.samples)
 
     @property
-    def versions(self) -> tuple[int, int] | None:
+    def version_range(self) -> tuple[int, int] | None:
         """Of the weights that sampled its tokens, the oldest and the newest."""
         found = [s.columns["policy_version"][s.columns["loss_mask"]] for s in self.samples]
         every = np.concatenate(found) if found else np.zeros(0, np.int32)
         return (int(every.min()), int(every.max())) if len(every) else None
 
-    def age(self, version: int | None) -> int | None:
+    def compute_staleness(self, version: int | None) -> int | None:
         """Of its oldest sampled token, in versions: at the step that trained it, otherwise at `version`."""
         at = self.learner_version if self.learner_version is not None else version
-        return None if at is None or self.versions is None else at - self.versions[0]
+        return None if at is None or self.version_range is None else at - self.version_range[0]
 
-    def facts(self, version: int | None) -> dict[str, Any]:
+    def to_facts(self, version: int | None) -> dict[str, Any]:
         """Everything but the tokens and the text."""
-        low, high = self.versions or (None, None)
+        low, high = self.version_range or (None, None)
         kept = {n: getattr(self, n) for n in self.__struct_fields__ if n not in ("turns", "samples", "preview")}
-        figures = {"turns": len(self.turns), "tokens": self.tokens, "sampled": self.sampled}
-        return kept | figures | {"version_min": low, "version_max": high, "age": self.age(version)}
+        figures = {"turns": len(self.turns), "tokens": self.token_count, "sampled": self.sampled_tokens}
+        return kept | figures | {"version_min": low, "version_max": high, "age": self.compute_staleness(version)}
 
 
-class Filter(msgspec.Struct, frozen=True):
+class TrajectoryFilter(msgspec.Struct, frozen=True):
     """Which trajectories to show; None: all. What is unknown is not below, above, or of a step."""
 
     reward_below: float | None = None
@@ -90,43 +90,43 @@ class Filter(msgspec.Struct, frozen=True):
     trajectory: str | None = None
     step: int | None = None
 
-    def keeps(self, seen: Seen, version: int | None) -> bool:
+    def matches_trajectory(self, trajectory: InspectedTrajectory, version: int | None) -> bool:
         """`version`: from which the ages of those that are not trained yet count."""
-        age = seen.age(version) if self.age_above is not None else None
-        names = {seen.trajectory_id, *(sample.sample_id for sample in seen.samples)}
+        age = trajectory.compute_staleness(version) if self.age_above is not None else None
+        names = {trajectory.trajectory_id, *(sample.sample_id for sample in trajectory.samples)}
         return (
-            (self.reward_below is None or (seen.reward is not None and seen.reward < self.reward_below))
+            (self.reward_below is None or (trajectory.reward is not None and trajectory.reward < self.reward_below))
             and (self.age_above is None or (age is not None and age > self.age_above))
-            and (self.turns is None or len(seen.turns) >= self.turns)
+            and (self.turns is None or len(trajectory.turns) >= self.turns)
             and (self.trajectory is None or self.trajectory in names)
-            and (self.step is None or self.step == seen.step)
+            and (self.step is None or self.step == trajectory.step)
         )
 
 
-def of_trajectory(trajectory: Trajectory, where: str) -> Seen:
+def convert_trajectory(trajectory: Trajectory, file: str) -> InspectedTrajectory:
     """One that came over the wire."""
     names = ("trajectory_id", "group_index", "episode_index", "task_seed", "generator_id", "stop_reason", "lineage")
-    return Seen(
+    return InspectedTrajectory(
         source="spool",
-        where=where,
+        where=file,
         **{name: getattr(trajectory, name) for name in names},
         reward=trajectory.reward,
         turns=trajectory.turns,
-        samples=[SeenSample(s.sample_id, dict(s.table.items()), s.temperature) for s in trajectory.samples],
+        samples=[InspectedSample(s.sample_id, dict(s.table.items()), s.temperature) for s in trajectory.samples],
         preview=trajectory.preview,
         started_at=trajectory.started_at,
         finished_at=trajectory.finished_at,
     )
 
 
-def of_trained(
+def convert_trained_routes(
     samples: Iterable[tuple[TrainedRoutes, tuple[np.ndarray, np.ndarray] | None]],
-    where: str,
+    file: str,
     learner_version: int | None,
-) -> Seen:
+) -> InspectedTrajectory:
     """The samples of one trajectory that a step trained (at least one), each with the engine's rows of it and where there are
     any, if they are known."""
-    seen: list[SeenSample] = []
+    seen: list[InspectedSample] = []
     turns: list[Turn] = []
     reward = 0.0
     for number, (trained, rows) in enumerate(samples):
@@ -139,14 +139,14 @@ def of_trained(
         if trained.advantages is not None:
             columns["advantages"] = trained.advantages
         columns["learner_experts"] = trained.own
-        seen.append(SeenSample(trained.sample_id, columns))
-        turns += _turns(trained, number)
+        seen.append(InspectedSample(trained.sample_id, columns))
+        turns += _split_turns(trained, number)
         reward += float(trained.rewards.sum(dtype=np.float64))
         last = trained
-    which = parse_id(last.trajectory_id)
-    return Seen(
+    which = parse_episode_id(last.trajectory_id)
+    return InspectedTrajectory(
         source="trace",
-        where=where,
+        where=file,
         trajectory_id=last.trajectory_id,
         step=last.step,
         learner_version=learner_version,
@@ -158,7 +158,7 @@ def of_trained(
     )
 
 
-def _turns(trained: TrainedRoutes, sample: int) -> Iterator[Turn]:
+def _split_turns(trained: TrainedRoutes, sample: int) -> Iterator[Turn]:
     """From the columns: a turn is a stretch of tokens that one answer sampled."""
     mask = trained.loss_mask
     key = np.where(mask, trained.turn, -1)
@@ -169,32 +169,32 @@ def _turns(trained: TrainedRoutes, sample: int) -> Iterator[Turn]:
         yield Turn(int(trained.turn[start]), sample, start, stop, reward, "")
 
 
-def of_episode(line: dict[str, Any], where: str) -> Seen | None:
+def convert_episode_line(line: dict[str, Any], file: str) -> InspectedTrajectory | None:
     """A line of `episodes.jsonl`; None if it is not one."""
     exchanges = line.get("turns")
     trajectory = str(line.get("trajectory", ""))  # runs of before named none
-    which = parse_id(trajectory)
+    which = parse_episode_id(trajectory)
     if exchanges is None:
         return None
     turns, preview = [], []
     for index, turn in enumerate(exchanges):
-        turns.append(Turn(index, 0, 0, 0, finite(turn.get("reward")) or 0.0, ""))
+        turns.append(Turn(index, 0, 0, 0, finite_or_none(turn.get("reward")) or 0.0, ""))
         preview.append({"role": "user", "content": str(turn.get("user") or "")})
         preview.append({"role": "assistant", "content": str(turn.get("assistant") or "")})
-    return Seen(
+    return InspectedTrajectory(
         source="episode",
-        where=where,
+        where=file,
         trajectory_id=trajectory,
         step=line.get("step"),
         group_index=which.group_index if which else None,
         episode_index=which.episode_index if which else None,
-        reward=finite(line.get("reward")),
+        reward=finite_or_none(line.get("reward")),
         turns=turns,
         preview=preview,
     )
 
 
-class SeenToken(msgspec.Struct, frozen=True):
+class InspectedToken(msgspec.Struct, frozen=True):
     """One token. `logprob` and `version` are the rollout's, None where nothing was sampled; `learner_logprob` None where
     unknown. `routes`: its experts by MoE layer, None where none are recorded."""
 
@@ -212,19 +212,21 @@ class SeenToken(msgspec.Struct, frozen=True):
     routes: list[list[int]] | None
 
 
-def tokens_of(seen: Seen, sample: SeenSample, text: Callable[[int], str]) -> Iterator[SeenToken]:
-    """`text(token)`: how it reads."""
+def iter_tokens(
+    trajectory: InspectedTrajectory, sample: InspectedSample, decode_token: Callable[[int], str]
+) -> Iterator[InspectedToken]:
+    """`decode_token(token)`: how it reads."""
     columns = sample.columns
     recorded, learner, rewards = (columns.get(n) for n in ("routing_recorded", "learner_logprobs", "rewards"))
     turn, experts = columns.get("turn"), columns.get("routed_experts")
     for at, token in enumerate(columns["token_ids"].tolist()):
         sampled = bool(columns["loss_mask"][at])
-        yield SeenToken(
-            trajectory=seen.trajectory_id,
+        yield InspectedToken(
+            trajectory=trajectory.trajectory_id,
             sample=sample.sample_id,
             position=at,
             token=token,
-            text=text(token),
+            text=decode_token(token),
             loss_mask=sampled,
             logprob=float(columns["rollout_logprobs"][at]) if sampled else None,
             learner_logprob=float(learner[at]) if sampled and learner is not None else None,

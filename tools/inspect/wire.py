@@ -7,34 +7,34 @@ from pathlib import Path
 
 import msgspec
 
-from r3async.data.container import Torn, map_file
+from r3async.data.container import TornRecord, map_file
 from r3async.data.records import SCHEMA
-from r3async.schedule.spool import SPOOL
+from r3async.schedule.spool import SPOOL_FORMAT
 from r3async.tools.inspect.run import InspectError
-from r3async.transport.codec import Parts, checksum, view_of
-from r3async.transport.tables import describe
+from r3async.transport.codec import PartReader, byte_view, compute_checksum
+from r3async.transport.tables import describe_table
 from r3async.transport.wire import (
+    ControlMessage,
     Deliver,
     Frame,
-    Message,
     WireError,
     decode_control,
     decode_trajectory,
-    frames_of,
-    read_header,
+    join_item_frames,
+    read_trajectory_header,
 )
 from r3async.untrusted import decode_msgpack
 
-MAX_SHOWN = 200
+MAX_FIELD_CHARACTERS = 200
 """Characters of a control message's field."""
 
 
 def is_spool_file(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(len(SPOOL.magic)) == SPOOL.magic
+        return file.read(len(SPOOL_FORMAT.magic)) == SPOOL_FORMAT.magic
 
 
-def read_messages(path: Path, problem: Callable[[str], object]) -> Iterator[tuple[int, list[Frame]]]:
+def read_messages(path: Path, report_problem: Callable[[str], object]) -> Iterator[tuple[int, list[Frame]]]:
     """Where each message of a file begins, and its frames. A file without records is one frame of a control message.
 
     Raises `InspectError` if it is neither.
@@ -50,25 +50,25 @@ def read_messages(path: Path, problem: Callable[[str], object]) -> Iterator[tupl
             ) from error
         yield 0, [data]
         return
-    for record in SPOOL.records(map_file(path)):
-        if isinstance(record, Torn):
-            problem(f"{path}: from byte {record.offset} on there is no record: {record.reason}")
+    for record in SPOOL_FORMAT.iter_records(map_file(path)):
+        if isinstance(record, TornRecord):
+            report_problem(f"{path}: from byte {record.offset} on there is no record: {record.reason}")
         else:
             yield record.offset, list(record.frames)
 
 
 def describe_message(frames: Sequence[Frame]) -> tuple[list[str], str]:
     """A line for each frame; and what is wrong with the message, or ""."""
-    control = _control(frames[0]) if frames else None
+    control = _decode_control_frame(frames[0]) if frames else None
     if control is None:
-        return _describe(frames, 0)
-    fields = {name: str(value)[:MAX_SHOWN] for name, value in msgspec.structs.asdict(control).items()}
+        return _describe_trajectory_frames(frames, 0)
+    fields = {name: str(value)[:MAX_FIELD_CHARACTERS] for name, value in msgspec.structs.asdict(control).items()}
     said = " ".join([type(control).__name__.upper(), *(f"{name}={value}" for name, value in fields.items())])
-    lines, problems = [_line(0, frames[0], said)], list[str]()
+    lines, problems = [_format_frame(0, frames[0], said)], list[str]()
     if isinstance(control, Deliver):
         try:
-            for item, pieces in zip(control.items, control.pieces(frames[1:]), strict=True):
-                described, problem = _describe(frames_of(item, pieces), len(lines))
+            for item, pieces in zip(control.items, control.split_by_item(frames[1:]), strict=True):
+                described, problem = _describe_trajectory_frames(join_item_frames(item, pieces), len(lines))
                 lines, problems = [*lines, *described], [*problems, problem]
         except WireError as error:
             problems.append(str(error))
@@ -77,20 +77,20 @@ def describe_message(frames: Sequence[Frame]) -> tuple[list[str], str]:
     return lines, "; ".join(filter(None, problems))
 
 
-def _describe(frames: Sequence[Frame], first: int) -> tuple[list[str], str]:
+def _describe_trajectory_frames(frames: Sequence[Frame], first: int) -> tuple[list[str], str]:
     """The same of the frames of one trajectory, the first of which is number `first`."""
     if not frames:
         return [], "it has no frame"
     try:
-        described, framed, missing = _trajectory(frames)
+        described, framed, missing = _describe_header(frames)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         described, framed, missing = "not a header that this release can read", [""] * (len(frames) - 1), []
         problem = f"frame {first}: {error!r}"
     else:
         problem = ""
-    lines = [_line(first, frames[0], described)]
+    lines = [_format_frame(first, frames[0], described)]
     for number, frame in enumerate(frames[1:]):
-        lines.append(_line(first + 1 + number, frame, framed[number] or "described nowhere"))
+        lines.append(_format_frame(first + 1 + number, frame, framed[number] or "described nowhere"))
     lines += [f"  missing        {text}" for text in missing]
     try:
         decode_trajectory(frames, SCHEMA)
@@ -99,37 +99,37 @@ def _describe(frames: Sequence[Frame], first: int) -> tuple[list[str], str]:
     return lines, problem
 
 
-def _control(frame: Frame) -> Message | None:
+def _decode_control_frame(frame: Frame) -> ControlMessage | None:
     try:
         return decode_control(frame)
     except WireError:
         return None
 
 
-def _line(number: int, frame: Frame, text: str) -> str:
+def _format_frame(number: int, frame: Frame, text: str) -> str:
     return f"  frame {number:<3} {memoryview(frame).nbytes:>12,} bytes  {text}"
 
 
-def _trajectory(frames: Sequence[Frame]) -> tuple[str, list[str], list[str]]:
+def _describe_header(frames: Sequence[Frame]) -> tuple[str, list[str], list[str]]:
     """The header in words; what each frame after it holds, "" if nothing says so; and what should be there and is not."""
-    header = read_header(frames[0])
+    header = read_trajectory_header(frames[0])
     body = decode_msgpack(header.body, dict)
-    found = checksum([header.packed, *frames[1:]])
+    found = compute_checksum([header.packed, *frames[1:]])
     right = "right" if found == header.checksum else f"wrong: the frames have {found:016x}"
     schema = "ours" if header.schema == SCHEMA.fingerprint else f"ours is {SCHEMA.fingerprint}"
     described = (
         f"trajectory {body['trajectory_id']}: wire {header.wire}, schema {header.schema} ({schema}), "
         f"checksum {header.checksum:016x} ({right})"
     )
-    parts, framed = Parts([view_of(frame) for frame in frames[1:]]), [""] * (len(frames) - 1)
+    parts, framed = PartReader([byte_view(frame) for frame in frames[1:]]), [""] * (len(frames) - 1)
     missing = []
     for sample in body["samples"]:
-        for text, size in describe(sample["table"], SCHEMA):
+        for text, size in describe_table(sample["table"], SCHEMA):
             text = f"{text} of sample {sample['sample_id']}"
             try:
-                parts.take(size, text)
+                parts.read_part(size, text)
             except WireError:
                 missing.append(text)
             else:
-                framed[parts.frame] += f"; {text}" if framed[parts.frame] else text
+                framed[parts.frame_index] += f"; {text}" if framed[parts.frame_index] else text
     return described, framed, missing

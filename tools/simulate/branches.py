@@ -67,10 +67,6 @@ class Branch:
         """How many groups weights `version` were trained from."""
         return sum(len(step.groups) for step in self.behind(version) or ())
 
-    def outstanding(self, window: int) -> list[int]:
-        """Groups of a window of that size that are not trained, oldest first."""
-        return [g for g in range(self.head, self.head + window) if g not in self.trained]
-
 
 def same_weights(one: Branch, its: int, other: Branch, others: int) -> bool:
     """Whether version `its` of `one` and version `others` of `other` were made by the same steps."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from r3async.config import Config
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.record.timeline import Span, read_timeline
 from r3async.tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model, Sharing
 
@@ -37,7 +37,7 @@ def calibrate(run_dir: Path, config: Config, settle: int = 2) -> Model:
 
     Engine calls and environments are those of one episode a group (`timeline.jsonl`, `observe.timeline`).
     """
-    rows = read_objects(run_dir / "metrics.jsonl")
+    rows = read_json_objects(run_dir / "metrics.jsonl")
     if len(rows) <= settle:
         raise CalibrationError(f"{run_dir}: {len(rows)} steps; more than {settle} are needed")
     since = rows[settle - 1]["time"] if settle else 0.0

@@ -82,16 +82,16 @@ def _model(config: Config, settings: Settings) -> Model:
             return calibrate(settings.run, config)
         except CalibrationError as error:
             raise ConfigError(str(error)) from error
-    ranks = settings.ranks or config.learner.parallel.world
+    ranks = settings.ranks or config.learner.parallel.world_size
     return estimate(config, generators=config.generator.count, ranks=ranks, hardware=HARDWARE[settings.hardware])
 
 
 def _compare(model: Model, settings: Settings, steps: int, note: Say) -> None:
     """How well the run itself is met, which was to make so many steps: what its durations predict, and what it took."""
-    from r3async.record.reading import read_objects
+    from r3async.record.reading import read_json_objects
 
     assert settings.run is not None
-    rows = read_objects(settings.run / "metrics.jsonl")
+    rows = read_json_objects(settings.run / "metrics.jsonl")
     settle = min(8, len(rows) // 3)
     took = (rows[-1]["time"] - rows[settle]["time"]) / max(len(rows) - 1 - settle, 1)
     made = predict(model, steps=len(rows), settle=settle, seed=settings.seed, ends=len(rows) == steps)

@@ -1,8 +1,8 @@
 """How fast a cluster trains: the production scheduler over engines and a learner that only take time.
 
-What is leased when, and what is trained next, is decided by the very classes of a run: `Admission` (slots, leases, the bound on
-age) and `Consumed` (the window). Engines, tools, the learner and the delivery of weights are durations drawn from
-distributions. One virtual clock; no event loop, so that a thousand engines cost seconds.
+What is leased when, and what is trained next, is decided by the very classes of a run: `AdmissionController` (slots, leases,
+the bound on age) and `ConsumedGroups` (the window). Engines, tools, the learner and the delivery of weights are durations
+drawn from distributions. One virtual clock; no event loop, so that a thousand engines cost seconds.
 
 An engine is a processor that its requests share: a token of each of `b` running requests takes `step_seconds + b *
 request_seconds`. A turn is a request of so many tokens, after which its environment takes its time. Where engines and learner
@@ -18,8 +18,8 @@ from collections.abc import Callable
 from statistics import fmean
 
 from r3async.config import ScheduleConfig
-from r3async.data.window import Consumed
-from r3async.schedule.admission import Admission, GroupLease, most_groups
+from r3async.data.window import ConsumedGroups
+from r3async.schedule.admission import AdmissionController, GroupLease, max_groups_for_step
 from r3async.tools.simulate.model import Engine, Episode, Model, Prediction, Step
 
 
@@ -38,9 +38,9 @@ class Cluster:
             steps_per_publication=model.steps_per_publication,
             window=model.window,
         )
-        self.admission = Admission(schedule, task_seed=lambda group: group, total_groups=groups)
+        self.admission = AdmissionController(schedule, choose_task=lambda group: group, total_groups=groups)
         self._slots = self.admission.slots
-        self._consumed = Consumed(model.window)
+        self._consumed = ConsumedGroups(model.window)
         self._engines = {f"generator-{i}": Engine(f"generator-{i}") for i in range(model.generators)}
         self._arrived: dict[int, dict[int, Episode]] = {}
         self._complete: dict[int, bool] = {}
@@ -167,7 +167,7 @@ class Cluster:
         engine.held.clear()
         engine.turn += 1
         engine.alive = False
-        self.admission.lose(engine.name, self._missing)
+        self.admission.requeue_leases(engine.name, self._missing)
         self._after(self.model.restart, lambda: self._revive(engine))
         self._lease_all()
 
@@ -198,7 +198,9 @@ class Cluster:
         while (free := model.places - len(engine.playing)) > 0 and self.admission.can_lease():
             self.asked += 1
             idle = sum(not self._engines[n].playing for n in self._free) if not engine.playing else 1
-            lease = self.admission.lease(engine.name, free=free, at_once=model.places, among=max(1, idle))
+            lease = self.admission.lease_group(
+                engine.name, free_episodes=free, max_episodes=model.places, idle_owners=max(1, idle)
+            )
             if lease is None:
                 return
             self._play(engine, lease)
@@ -229,12 +231,12 @@ class Cluster:
         at_most = model.groups_per_step
         if model.tokens_per_step:
             left = model.steps_per_publication - self._since[0]
-            at_most = most_groups(
+            at_most = max_groups_for_step(
                 slots=self._slots, groups_per_step=at_most, steps_left=left, consumed_since=self._since[1]
             )
         chosen: list[int] = []
         tokens = 0
-        for group in itertools.islice(self._consumed.choices(self._complete.__contains__), at_most):
+        for group in itertools.islice(self._consumed.trainable_groups(self._complete.__contains__), at_most):
             chosen.append(group)
             tokens += sum(e.tokens for e in self._arrived[group].values())
             if len(chosen) == at_most or (len(chosen) >= model.groups_per_step and tokens >= model.tokens_per_step):
@@ -243,7 +245,7 @@ class Cluster:
             return
         self._busy = True
         self.waits.append(self.now - self._idle_from)
-        self._consumed = self._consumed.after(chosen)
+        self._consumed = self._consumed.after_consuming(chosen)
         members = [e for group in chosen if self._complete.pop(group) for e in self._arrived.pop(group).values()]
         ages = [self.version - e.version for e in members]
         self.ages.append((fmean(ages), max(ages)))
@@ -289,13 +291,13 @@ class Cluster:
         groups = step.groups
         self._set_training(None)
         self._since = [self._since[0] + 1, self._since[1] + len(groups)]
-        self.admission.trained(self.version + 1, groups)
+        self.admission.step_trained(self.version + 1, groups)
         if self._since[0] < self.model.steps_per_publication:
             self._step_ends()
             return
         self.version += 1
         self._since = [0, 0]
-        self.admission.published(self.version)
+        self.admission.version_published(self.version)
         self._lease_all()
         self._copy()
 

@@ -17,8 +17,8 @@ from r3async.tools.simulate.run import Result, draw_case, model_here
 from r3async.tools.simulate.search import quiet_logs, run_case, search, shrunk
 from r3async.tools.simulate.shrink import Case
 from r3async.tools.simulate.story import write_story, write_trace
-from r3async.untrusted import Malformed, decode_json
-from r3async.world.simulated.world import EPOCH
+from r3async.untrusted import MalformedError, decode_json
+from r3async.world.simulated.world import START_TIME
 
 STORY_LINES = 80
 
@@ -76,7 +76,7 @@ def _one(case: Case, trace: Path | None, json: bool, say: Say) -> int:
     verdict = f"{result.violated}: {result.reason}" if result.violated else "every invariant was kept"
     say(write_story(case, simulated.history, verdict, last=STORY_LINES))
     if trace is not None:
-        write_trace(trace, simulated.spans, simulated.history, EPOCH)
+        write_trace(trace, simulated.spans, simulated.history, START_TIME)
         say(f"trace: {trace}")
     if json:
         say(msgspec.json.encode(result).decode())
@@ -138,7 +138,7 @@ def read_case(path: Path) -> Case:
     """Raises `ConfigError`."""
     try:
         return decode_json(path.read_bytes(), Case)
-    except (OSError, Malformed) as error:
+    except (OSError, MalformedError) as error:
         raise ConfigError(f"--case {path} cannot be read: {error}") from error
 
 

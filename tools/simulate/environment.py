@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from r3async.envs import Action, EnvironmentFailed, Message, StepResult
 from r3async.tools.simulate.history import Failed
-from r3async.world.simulated.loop import PROCESS, Process
+from r3async.world.simulated.loop import CURRENT_PROCESS, VirtualProcess
 
 
 class Helper:
@@ -52,10 +52,10 @@ class Helper:
                 call.set_exception(EnvironmentFailed(self.lost))
 
 
-_HELPERS: WeakKeyDictionary[Process, Helper] = WeakKeyDictionary()
+_HELPERS: WeakKeyDictionary[VirtualProcess, Helper] = WeakKeyDictionary()
 
 
-def helper_of(process: Process) -> Helper:
+def helper_of(process: VirtualProcess) -> Helper:
     """The process of environments beside it."""
     found = _HELPERS.get(process)
     if found is None or found.lost:
@@ -89,7 +89,7 @@ class Errand:
     async def reset(self, task_seed: int) -> list[Message]:
         self._seed, self._left, self._answers = task_seed, self._turns, f"{task_seed}"
         self._flat = self._share > 0 and zlib.crc32(self._answers.encode()) % self._share == 0
-        if (process := PROCESS.get()) is not None:
+        if (process := CURRENT_PROCESS.get()) is not None:
             self._helper = helper_of(process)
         await self._work()
         return [Message("user", "".join(random.Random(task_seed).choices("abcdef", k=4)))]
@@ -110,7 +110,7 @@ class Errand:
             if self._failing and rng.randrange(self._failing) == 0:
                 raise RuntimeError("this errand failed, on purpose")
         except Exception:
-            process: Any = PROCESS.get()
+            process: Any = CURRENT_PROCESS.get()
             if (see := getattr(getattr(process, "simulation", None), "see", None)) is not None:  # somebody watches
                 see(Failed, process.name, self._seed)
             raise

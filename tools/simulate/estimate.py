@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from r3async.config import Config
-from r3async.tools.memory import shape_of
-from r3async.tools.plan import wire_bytes
+from r3async.tools.memory import find_model_shape
+from r3async.tools.plan import count_wire_bytes
 from r3async.tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model
 
 BYTES = 2
@@ -48,11 +48,11 @@ TOKEN_SECONDS = 0.004
 def estimate(config: Config, *, generators: int, ranks: int, hardware: Hardware = H100) -> Model:
     """The model of `config` on so many generators and learner ranks, a GPU each. Answers are log-normal with a median of a
     quarter of `episode.max_new_tokens`; environments answer at once."""
-    shape, _ = shape_of(config)
+    shape, _ = find_model_shape(config)
     schedule, episode = config.schedule, config.episode
-    version = BYTES * shape.parameters
+    version = BYTES * shape.num_parameters
     operations = 8 if config.learner.recompute == "full" else 6
-    multiply = 2 * shape.active / hardware.operations
+    multiply = 2 * shape.active_parameters / hardware.operations
     return Model(
         generators=generators,
         places=config.generator.concurrency,
@@ -69,7 +69,7 @@ def estimate(config: Config, *, generators: int, ranks: int, hardware: Hardware 
         ),
         learner=LearnerSpeed(
             fixed=STEP_SECONDS,
-            token_seconds=operations * shape.active / (hardware.operations * hardware.trains * ranks),
+            token_seconds=operations * shape.active_parameters / (hardware.operations * hardware.trains * ranks),
             snapshot=version / ranks / hardware.network,
             write=version / hardware.network,
             transfer=version / hardware.network,
@@ -78,5 +78,5 @@ def estimate(config: Config, *, generators: int, ranks: int, hardware: Hardware 
         turns=Distribution(float(episode.max_turns)),
         answer=Distribution(episode.max_new_tokens / 4, 0.8, float(episode.max_new_tokens)),
         prompt=Distribution(min(episode.max_prompt_tokens, 512) / 4),
-        bytes_per_token=wire_bytes(shape.routing if config.routing.replay == "rollout" else None),
+        bytes_per_token=count_wire_bytes(shape.routing_shape if config.routing.replay == "rollout" else None),
     )

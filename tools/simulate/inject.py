@@ -11,18 +11,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from r3async.actors.crew import Wish, write_wish
+from r3async.actors.crew import ScaleRequest, write_scale_request
 from r3async.tools.simulate.environment import Helper, helper_of
 from r3async.tools.simulate.faults import MOST_GENERATORS, Fault, quiet_after
 from r3async.tools.simulate.history import Acknowledged, Began, Event, Injected, Quiet, Taken
 from r3async.tools.simulate.observe import Watched
 from r3async.tools.simulate.observe_files import MEMORY
-from r3async.untrusted import Malformed
+from r3async.untrusted import MalformedError
 from r3async.weights import relay
-from r3async.world.simulated.disk import WRITING, SimulatedDisk
-from r3async.world.simulated.loop import Killed
+from r3async.world.simulated.disk import WRITE_OPERATIONS, SimulatedDisk
+from r3async.world.simulated.loop import ProcessKilled
 from r3async.world.simulated.processes import HostProcess
-from r3async.world.simulated.sockets import ANY, Frames, Route
+from r3async.world.simulated.sockets import ANY_NAME, MessagePath, SimulatedFrames
 
 RUNS = Path("/runs")
 """Where runs are on the simulated disk."""
@@ -35,7 +35,7 @@ class Injector:
         self._simulation = simulation
         self.injected: Counter[str] = Counter()
         self._active: dict[str, list[Fault]] = {}
-        self._rng = simulation.rng("faults")
+        self._rng = simulation.rng_for("faults")
         self._scaled = 0
         self._traps: list[tuple[Fault, Counter[str]]] = []
         self._again: list[tuple[Fault, int]] = []
@@ -47,13 +47,13 @@ class Injector:
         self._powerless: list[Fault] = []
         """For what power is to fail when the next start has begun."""
         self._disk: SimulatedDisk = next(iter(simulation.hosts.values())).disk
-        self._delay = simulation.network.delay
+        self._delay = simulation.network.draw_delay
         self._start = simulation.plan_start
-        simulation.network.delay = self._delayed
-        self._spoils = simulation.network.spoils
-        simulation.network.spoils = self._spoiled
+        simulation.network.draw_delay = self._delayed
+        self._spoils = simulation.network.is_damaged
+        simulation.network.is_damaged = self._spoiled
         simulation.plan_start = self._planned_start
-        self._disk.observe = self._before
+        self._disk.on_operation = self._before
         simulation.listeners.append(self._after)
         self._kinds: dict[str, Callable[[Fault], object]] = {
             "cut": self._cut,
@@ -107,7 +107,7 @@ class Injector:
             self._at(self._simulation.loop.now + 1.0, self._all_over)
 
     def _waiting_for_hosts(self) -> bool:
-        return any(host.lost for host in self._simulation.hosts.values())
+        return any(host.is_lost for host in self._simulation.hosts.values())
 
     def _begin(self, fault: Fault) -> None:
         self.injected[fault.kind] += 1
@@ -133,23 +133,23 @@ class Injector:
     def _cut(self, fault: Fault) -> None:
         """Where the generator is on another host, calls wait, too."""
         simulation = self._simulation
-        process, (first, *_) = simulation.find(fault.target), simulation.hosts.values()
+        process, (first, *_) = simulation.find_process(fault.target), simulation.hosts.values()
         if process is not None and process.host is not first:
-            simulation.cut(process.host, first, fault.seconds)
-        simulation.network.cut(fault.target, "learner", fault.seconds)
+            simulation.cut_hosts(process.host, first, fault.seconds)
+        simulation.network.cut_connections(fault.target, "learner", fault.seconds)
 
     def _half_open(self, fault: Fault) -> None:
-        self._simulation.network.half_open(fault.target, ANY, fault.seconds)
+        self._simulation.network.half_open_connections(fault.target, ANY_NAME, fault.seconds)
 
     def _stall(self, fault: Fault) -> None:
-        self._simulation.network.stall(fault.target, "learner", fault.seconds)
+        self._simulation.network.stall_connections(fault.target, "learner", fault.seconds)
 
     def _mute(self, fault: Fault) -> None:
         for other in range(MOST_GENERATORS):
             if (name := f"generator-{other}") != fault.target:
-                self._simulation.network.stall(fault.target, name, fault.seconds)
+                self._simulation.network.stall_connections(fault.target, name, fault.seconds)
 
-    def _spoiled(self, route: Route, frames: Frames) -> bool:
+    def _spoiled(self, route: MessagePath, frames: SimulatedFrames) -> bool:
         lasting = self._active.get("damage_weights", ())
         share = max((fault.amount for fault in lasting if fault.target == route.target), default=0.0)
         if share and _is_chunk(frames) and self._rng.random() < share:
@@ -164,7 +164,7 @@ class Injector:
         self._set_damage()
 
     def _set_damage(self) -> None:
-        self._simulation.network.damage = self._most("damage")
+        self._simulation.network.damage_rate = self._most("damage")
 
     # -- disk ----------------------------------------------------------------------------------------------------------
 
@@ -175,36 +175,36 @@ class Injector:
     def _set_disk(self) -> None:
         root = RUNS  # weights are in shared memory
         if self._active.get("disk_error"):
-            self._disk.refuse(root, errno.EIO)
+            self._disk.refuse_operations(root, errno.EIO)
         elif self._active.get("disk_full"):
-            self._disk.refuse(root, errno.ENOSPC)
+            self._disk.refuse_operations(root, errno.ENOSPC)
         else:
-            self._disk.allow(root)
-        self._disk.short_writes = self._most("short_write")
+            self._disk.allow_operations(root)
+        self._disk.short_write_rate = self._most("short_write")
         self._disk.latency = self._most("slow_disk")
 
     def _fill_memory(self, fault: Fault) -> None:
         memory = self._simulation.memory
-        memory[fault.target].refuse(MEMORY, errno.ENOSPC)
-        self._lasts(fault, lambda: memory[fault.target].allow(MEMORY))
+        memory[fault.target].refuse_operations(MEMORY, errno.ENOSPC)
+        self._lasts(fault, lambda: memory[fault.target].allow_operations(MEMORY))
 
     def _lose(self, fault: Fault) -> None:
         simulation = self._simulation
         host = simulation.hosts[fault.target]
-        lost = [each for each in simulation.hosts.values() if not each.lost]
-        simulation.lose(host)
+        lost = [each for each in simulation.hosts.values() if not each.is_lost]
+        simulation.lose_host(host)
 
         def restore() -> None:
             for each in lost:
-                simulation.restore(each)
+                simulation.restore_host(each)
 
         self._at(max(fault.end, simulation.loop.now + fault.seconds), restore)
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
     def _kill(self, fault: Fault) -> None:
-        if (process := self._simulation.find(fault.target)) is not None:
-            self._simulation.end(process, "killed")
+        if (process := self._simulation.find_process(fault.target)) is not None:
+            self._simulation.end_process(process, "killed")
 
     def _kill_twice(self, fault: Fault) -> None:
         self._again.append((fault, self._simulation.checker.known.lineage))
@@ -244,18 +244,18 @@ class Injector:
         self._lose(Fault(self._simulation.loop.now, "power", host, 1.0))
 
     def _fill_descriptors(self, fault: Fault) -> None:
-        if (process := self._simulation.find(fault.target)) is not None:
-            process.full = True
-            self._simulation.network.cut(fault.target)
-            self._lasts(fault, lambda: setattr(process, "full", False))
+        if (process := self._simulation.find_process(fault.target)) is not None:
+            process.out_of_descriptors = True
+            self._simulation.network.cut_connections(fault.target)
+            self._lasts(fault, lambda: setattr(process, "out_of_descriptors", False))
 
     def _freeze(self, fault: Fault) -> None:
-        if (process := self._simulation.find(fault.target)) is not None:
-            self._simulation.freeze(process)
-            self._at(fault.end, self._simulation.thaw, process)
+        if (process := self._simulation.find_process(fault.target)) is not None:
+            self._simulation.freeze_process(process)
+            self._at(fault.end, self._simulation.thaw_process, process)
 
     def _spoil_environments(self, fault: Fault, spoil: Callable[[Helper], object]) -> Helper | None:
-        if (process := self._simulation.find(fault.target)) is None:
+        if (process := self._simulation.find_process(fault.target)) is None:
             return None
         spoil(helper := helper_of(process))
         return helper
@@ -272,9 +272,9 @@ class Injector:
         if self._unsynced and operation == "sync" and path.suffix == ".spool":
             self._powerless, self._unsynced = self._unsynced, []
             self._simulation.see(Injected, f"{self._powerless[0].describe()}: {process.name} is killed before it syncs")
-            self._simulation.end(process, "killed before it synced")
+            self._simulation.end_process(process, "killed before it synced")
             return
-        if operation not in WRITING or not self._traps:
+        if operation not in WRITE_OPERATIONS or not self._traps:
             return
         for trap in list(self._traps):
             fault, count = trap
@@ -285,11 +285,11 @@ class Injector:
                 self._traps.remove(trap)
                 self._simulation.see(Injected, f"{fault.describe()}: {process.name}, {operation} {path.name}")
                 if fault.kind == "short_put":
-                    self._disk.short_once = True
+                    self._disk.next_write_short = True
                 elif fault.kind == "power_writing":
                     self._lose(fault)
                 elif isinstance(process, HostProcess):
-                    self._simulation.end(process, "killed while it wrote")
+                    self._simulation.end_process(process, "killed while it wrote")
                 return
 
     def _planned_start(self, actor: Any) -> tuple[float, bool]:
@@ -300,25 +300,27 @@ class Injector:
     def _scale(self, fault: Fault) -> None:
         """By a command on the first host, which fails where its disk does."""
         host = next(iter(self._simulation.hosts.values()))
-        if host.lost:
+        if host.is_lost:
             return
         self._scaled += 1
         process = self._simulation.begin_process("person", host)
-        with contextlib.suppress(OSError, Killed):
-            write_wish(RUNS / "run", Wish(int(fault.amount), f"{self._scaled}"), files=host.disk.files(process))
-        self._simulation.end(process, "the command has ended")
+        with contextlib.suppress(OSError, ProcessKilled):
+            write_scale_request(
+                RUNS / "run", ScaleRequest(int(fault.amount), f"{self._scaled}"), files=host.disk.files_for(process)
+            )
+        self._simulation.end_process(process, "the command has ended")
 
     def _step_clock(self, fault: Fault) -> None:
         self._simulation.step_clock(self._simulation.hosts[fault.target], fault.amount)
 
 
-def _is_chunk(frames: Frames) -> bool:
+def _is_chunk(frames: SimulatedFrames) -> bool:
     """Of weights."""
     if len(frames) < 2:
         return False
     try:
-        return isinstance(relay.decode(frames[0]), relay.Chunk)
-    except Malformed:
+        return isinstance(relay.decode_relay_message(frames[0]), relay.Chunk)
+    except MalformedError:
         return False
 
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from r3async.data.records import trajectory_name
+from r3async.data.records import format_trajectory_id
 from r3async.tools.simulate.branches import Branch, leads_to
 from r3async.tools.simulate.history import (
     Acknowledged,
@@ -249,7 +249,7 @@ class Known:
 
     def is_complete(self, group: int) -> bool:
         """All its episodes were acknowledged, and none is trained."""
-        return all(trajectory_name(group, i) in self.here for i in range(self.rules.samples_per_group))
+        return all(format_trajectory_id(group, i) in self.here for i in range(self.rules.samples_per_group))
 
     def is_unsaved(self, name: str) -> bool:
         """Whether it is of weights that a start from the newest checkpoint takes back, though its group has a slot then."""
@@ -331,7 +331,7 @@ class Known:
         self.asked |= dict.fromkeys(event.missing, event.at)
         for group, lacking in event.missing.items():
             for episode in range(self.rules.samples_per_group):
-                name = trajectory_name(group, episode)
+                name = format_trajectory_id(group, episode)
                 if episode not in lacking and group not in self.branch.trained and name not in self.here:
                     self._is_here(name, list(self.sent[name].values()), event.at)
 

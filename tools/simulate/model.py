@@ -99,7 +99,7 @@ class Prediction(msgspec.Struct, frozen=True):
     lost_tokens: float
     """Share of what was generated that was lost with a generator."""
     leases: float
-    """Calls of `Admission.lease` a group."""
+    """Calls of `AdmissionController.lease_group` a group."""
     step_ends: list[float]
     """Virtual seconds."""
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.reception import Reception
-from r3async.checkpoint.directory import Checkpoints
+from r3async.actors.reception import TrajectoryInbox
+from r3async.checkpoint.directory import CheckpointDirectory
 from r3async.checkpoint.writer import CheckpointWriter
 from r3async.schedule.spool import Spool
 from r3async.tools.simulate import mutants_schedule as mutants_schedule  # fills MUTANTS
@@ -20,15 +20,15 @@ from r3async.tools.simulate import mutants_weights as mutants_weights
 from r3async.tools.simulate.planting import MUTANTS as MUTANTS
 from r3async.tools.simulate.planting import mutant
 from r3async.transport import wire as wire_room
-from r3async.transport.intake import Capacity
+from r3async.transport.intake import MemoryBudget
 from r3async.transport.outbox import Outbox
-from r3async.transport.sender import Sender
+from r3async.transport.sender import TrajectorySender
 from r3async.world.simulated.disk import SimulatedFile, SimulatedFiles
 
 # -- delivery and the spool --------------------------------------------------------------------------------------------
 
 
-@mutant(Spool, "put")
+@mutant(Spool, "put_trajectory")
 def ack_before_store(put: Any) -> Any:
     """A trajectory is acknowledged before it is in the spool."""
 
@@ -42,19 +42,19 @@ def ack_before_store(put: Any) -> Any:
     return later
 
 
-@mutant(Reception, "trained")
+@mutant(TrajectoryInbox, "release_trained")
 def unlink_before_commit(trained: Any) -> Any:
     """The spool lets go of groups when they are trained, not when a checkpoint has trained them."""
 
-    def early(self: Reception, indices: Any) -> None:
+    def early(self: TrajectoryInbox, indices: Any) -> None:
         trained(self, indices)
         if self.spool is not None:
-            self.early = asyncio.create_task(self.spool.commit(list(indices)))  # type: ignore[attr-defined]
+            self.early = asyncio.create_task(self.spool.delete_trained(list(indices)))  # type: ignore[attr-defined]
 
     return early
 
 
-@mutant(CheckpointWriter, "_write")
+@mutant(CheckpointWriter, "_write_checkpoint")
 def commit_before_the_checkpoint_is_durable(write: Any) -> Any:
     """The spool lets go of what a checkpoint trains when the checkpoint is begun."""
 
@@ -65,7 +65,7 @@ def commit_before_the_checkpoint_is_durable(write: Any) -> Any:
     return eager
 
 
-@mutant(Spool, "_unlink")
+@mutant(Spool, "_delete_files")
 def spool_kept_after_commit(unlink: Any) -> Any:
     """Files of the spool stay when a checkpoint has trained them."""
     return lambda self, groups: None
@@ -82,7 +82,7 @@ def torn_tail_not_cut(truncate: Any) -> Any:
     return keep
 
 
-@mutant(Spool, "recover")
+@mutant(Spool, "recover_trajectories")
 def recovery_forgets(recover: Any) -> Any:
     """Of what the spool kept, a start takes back all but the last."""
 
@@ -98,42 +98,46 @@ def disk_bytes_ignored(free_bytes: Any) -> Any:
     return property(lambda self: 10**12)
 
 
-@mutant(Capacity, "_fits")
+@mutant(MemoryBudget, "_fits_in_memory")
 def memory_ignored(fits: Any) -> Any:
     """Every trajectory that arrives is taken, whatever is held."""
     return lambda self, nbytes: True
 
 
-@mutant(Capacity, "release")
+@mutant(MemoryBudget, "release_trajectory")
 def memory_not_released(release: Any) -> Any:
     """What is trained still counts as held."""
     return lambda self, trajectory_id: None
 
 
-@mutant(Capacity, "until")
+@mutant(MemoryBudget, "group_limit")
 def closed_for_ever(until: Any) -> Any:
     """Once a trajectory did not fit, only the groups of the next step are asked for."""
 
-    def closed(self: Capacity, disk: float = math.inf) -> int:
-        short = self._short
+    def closed(self: MemoryBudget, disk: float = math.inf) -> int:
+        short = self._first_refused_bytes
         told = until(self, disk)
-        self._short = short
-        return told if short is None else self.oldest + self.window
+        self._first_refused_bytes = short
+        return told if short is None else self.oldest_group + self.window
 
     return closed
 
 
-@mutant(Outbox, "again")
+@mutant(Outbox, "requeue_trajectory")
 def not_taken_is_forgotten(again: Any) -> Any:
     """A sender does not send again what the learner had no memory for."""
 
     def forget(self: Outbox, trajectory_id: str, now: float, *, damaged: bool) -> bool:
-        return again(self, trajectory_id, now, damaged=damaged) if damaged else bool(self.settle(trajectory_id, now))
+        return (
+            again(self, trajectory_id, now, damaged=damaged)
+            if damaged
+            else bool(self.settle_trajectory(trajectory_id, now))
+        )
 
     return forget
 
 
-@mutant(Outbox, "reset")
+@mutant(Outbox, "requeue_all")
 def unacknowledged_forgotten(reset: Any) -> Any:
     """A sender that connects again does not send again what was not acknowledged."""
 
@@ -144,19 +148,19 @@ def unacknowledged_forgotten(reset: Any) -> Any:
     return forget
 
 
-@mutant(Sender, "_deliver")
+@mutant(TrajectorySender, "_send_ready")
 def sent_is_settled(deliver: Any) -> Any:
     """A sender takes what it has sent for acknowledged."""
 
-    def settle(self: Sender) -> None:
+    def settle(self: TrajectorySender) -> None:
         deliver(self)
         for name in list(self._outbox.in_flight):
-            self._settle(name)
+            self._settle_trajectory(name)
 
     return settle
 
 
-@mutant(wire_room, "checksum")
+@mutant(wire_room, "compute_checksum")
 def payload_unchecked(checksum: Any) -> Any:
     """The payload of a trajectory has no checksum."""
     return lambda buffers: 0
@@ -165,7 +169,7 @@ def payload_unchecked(checksum: Any) -> Any:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-@mutant(SimulatedFiles, "sync_directory")
+@mutant(SimulatedFiles, "fsync_directory")
 def unsynced_rename(sync_directory: Any) -> Any:
     """The directory of a checkpoint that was given its name is not synced."""
 
@@ -176,7 +180,7 @@ def unsynced_rename(sync_directory: Any) -> Any:
     return not_this_one
 
 
-@mutant(SimulatedFile, "sync")
+@mutant(SimulatedFile, "fsync")
 def checkpoint_named_before_it_is_synced(sync: Any) -> Any:
     """The files of a checkpoint are not synced."""
 
@@ -187,32 +191,32 @@ def checkpoint_named_before_it_is_synced(sync: Any) -> Any:
     return not_these
 
 
-@mutant(Checkpoints, "newest")
+@mutant(CheckpointDirectory, "recover_newest")
 def resumed_from_an_older_one(newest: Any) -> Any:
     """A run resumes from the oldest checkpoint that is there."""
 
-    def oldest(self: Checkpoints) -> Any:
-        while len(steps := self.steps()) > 1:
-            self._set_aside(self.path(steps[-1]), "superseded")
+    def oldest(self: CheckpointDirectory) -> Any:
+        while len(steps := self.list_steps()) > 1:
+            self._set_aside(self.step_path(steps[-1]), "superseded")
         return newest(self)
 
     return oldest
 
 
-@mutant(Checkpoints, "prune")
+@mutant(CheckpointDirectory, "prune_old")
 def pruned_too_much(prune: Any) -> Any:
     """No checkpoint is kept but every second one."""
 
-    def more(self: Checkpoints) -> list[int]:
+    def more(self: CheckpointDirectory) -> list[int]:
         removed = prune(self)
-        if len(steps := self.steps()) % 2 == 0 and steps:
-            self.files.remove_tree(self.path(steps[-1]))
+        if len(steps := self.list_steps()) % 2 == 0 and steps:
+            self.files.remove_tree(self.step_path(steps[-1]))
         return removed
 
     return more
 
 
-@mutant(CheckpointWriter, "save")
+@mutant(CheckpointWriter, "save_checkpoint")
 def checkpoint_forgets_who_overtook(save: Any) -> Any:
     """A checkpoint does not say which groups overtook the oldest that is not trained."""
 

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from r3async.actors import reception
-from r3async.actors.delivery import Publishing
+from r3async.actors.delivery import VersionWriter
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
-from r3async.actors.leasing import Gate
-from r3async.actors.ranks import LocalLearner
+from r3async.actors.leasing import VersionGate
+from r3async.actors.ranks import LocalRank
 from r3async.data.versions import Lineage
-from r3async.schedule.admission import Admission, GroupLease
+from r3async.schedule.admission import AdmissionController, GroupLease
 from r3async.schedule.difficulty import TaskHistory
 from r3async.schedule.groups import GroupBuffer
 from r3async.tools.simulate.planting import mutant, plant
@@ -24,7 +24,7 @@ from r3async.tools.simulate.planting import mutant, plant
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 
-@mutant(TaskHistory, "pose")
+@mutant(TaskHistory, "choose_task")
 def part_plays_another_task(pose: Any) -> Any:
     """What a group poses is chosen for every lease of a part of it."""
     leases = itertools.count()
@@ -35,11 +35,11 @@ def part_plays_another_task(pose: Any) -> Any:
     return each
 
 
-@mutant(reception.Reception, "_has_contrast")
+@mutant(reception.TrajectoryInbox, "_has_contrast")
 def groups_replaced_for_nothing(has_contrast: Any) -> Any:
     """A step replaces groups that have contrast, too."""
 
-    def never(self: reception.Reception, group: Any) -> bool:
+    def never(self: reception.TrajectoryInbox, group: Any) -> bool:
         return False
 
     return never
@@ -48,18 +48,18 @@ def groups_replaced_for_nothing(has_contrast: Any) -> Any:
 # -- leases and slots --------------------------------------------------------------------------------------------------
 
 
-@mutant(Admission, "_oldest_weights")
+@mutant(AdmissionController, "_oldest_allowed_version")
 def slot_freed_early(oldest: Any) -> Any:
     """A lease names the version before the one that freed its slot."""
 
-    def older(self: Admission, group: int) -> int:
+    def older(self: AdmissionController, group: int) -> int:
         return max(0, int(oldest(self, group)) - 1)
 
     return older
 
 
 def _at_once(leased: Any) -> Any:
-    def unnoticed(self: Gate, lease: GroupLease) -> None:
+    def unnoticed(self: VersionGate, lease: GroupLease) -> None:
         pass
 
     return unnoticed
@@ -76,72 +76,72 @@ def _slowly(install: Any) -> Any:
 plant(
     "stale_generator_leased",
     "A generator plays what it is leased at once, with the weights that it has, and new ones come slowly.",
-    (Gate, "leased", _at_once),
-    (GeneratorActor, "install", _slowly),
+    (VersionGate, "require_version", _at_once),
+    (GeneratorActor, "install_version", _slowly),
 )
 
 
-@mutant(Admission, "lose")
+@mutant(AdmissionController, "requeue_leases")
 def lease_lost_with_its_generator(lose: Any) -> Any:
     """What a generator that ended was leased is leased to nobody again."""
 
-    def forget(self: Admission, owner: str, missing: Any) -> list[int]:
+    def forget(self: AdmissionController, owner: str, missing: Any) -> list[int]:
         return lose(self, owner, lambda group: ())
 
     return forget
 
 
-@mutant(Admission, "lose")
+@mutant(AdmissionController, "requeue_leases")
 def missing_not_subtracted(lose: Any) -> Any:
     """All that a generator was leased returns, also what has arrived."""
 
-    def everything(self: Admission, owner: str, missing: Any) -> list[int]:
+    def everything(self: AdmissionController, owner: str, missing: Any) -> list[int]:
         return lose(self, owner, lambda group: range(self.samples_per_group))
 
     return everything
 
 
-@mutant(Admission, "adopt")
+@mutant(AdmissionController, "requeue_after_resume")
 def kept_is_not_adopted(adopt: Any) -> Any:
     """A start without a checkpoint plays everything again, also what its spool kept."""
 
-    def nothing(self: Admission, newest: int, missing: Any) -> list[int]:
+    def nothing(self: AdmissionController, newest: int, missing: Any) -> list[int]:
         return adopt(self, newest, missing) if self.version or self._next_group else []
 
     return nothing
 
 
-@mutant(Admission, "adopt")
+@mutant(AdmissionController, "requeue_after_resume")
 def resume_leases_what_was_kept(adopt: Any) -> Any:
     """A resumed run leases its groups whole, also what the spool kept of them."""
 
-    def whole(self: Admission, newest: int, missing: Any) -> list[int]:
+    def whole(self: AdmissionController, newest: int, missing: Any) -> list[int]:
         return adopt(self, newest, lambda group: range(self.samples_per_group) if missing(group) else ())
 
     return whole
 
 
-@mutant(Admission, "lease")
+@mutant(AdmissionController, "lease_group")
 def group_passed_over(lease: Any) -> Any:
     """Now and then a group is never leased."""
 
-    def skip(self: Admission, owner: str, **facts: Any) -> GroupLease | None:
-        if self._next_group == 5 and not self._waiting:
+    def skip(self: AdmissionController, owner: str, **facts: Any) -> GroupLease | None:
+        if self._next_group == 5 and not self._waiting_episodes:
             self._next_group = 6
         return lease(self, owner, **facts)
 
     return skip
 
 
-@mutant(Admission, "lease")
+@mutant(AdmissionController, "lease_group")
 def leased_twice(lease: Any) -> Any:
     """A part of a group that is split is leased to two generators."""
 
-    def twice(self: Admission, owner: str, **facts: Any) -> GroupLease | None:
+    def twice(self: AdmissionController, owner: str, **facts: Any) -> GroupLease | None:
         found = lease(self, owner, **facts)
-        if found is not None and found.group_index in self._waiting:
-            rest = {*self._waiting[found.group_index], found.episode_indices[0]}
-            self._waiting[found.group_index] = tuple(sorted(rest))
+        if found is not None and found.group_index in self._waiting_episodes:
+            rest = {*self._waiting_episodes[found.group_index], found.episode_indices[0]}
+            self._waiting_episodes[found.group_index] = tuple(sorted(rest))
         return found
 
     return twice
@@ -150,12 +150,12 @@ def leased_twice(lease: Any) -> Any:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-@mutant(GroupBuffer, "batch")
+@mutant(GroupBuffer, "choose_groups")
 def younger_groups_first(batch: Any) -> Any:
     """A step takes the youngest complete groups of the window."""
 
     def youngest(self: GroupBuffer, at_least: int, at_most: int, tokens: int) -> list[int]:
-        window = [g for g in self._taken.within() if not self.missing(g)]
+        window = [g for g in self._consumed.groups_in_window() if not self.missing_in_group(g)]
         return sorted(window[-at_least:]) if len(window) >= at_least else batch(self, at_least, at_most, tokens)
 
     return youngest
@@ -201,7 +201,7 @@ def version_counted_twice(train_step: Any) -> Any:
     return twice
 
 
-@mutant(LocalLearner, "snapshot")
+@mutant(LocalRank, "snapshot_weights")
 def old_weights_under_a_new_number(snapshot: Any) -> Any:
     """The third version that a learner publishes has the weights of the one before."""
 
@@ -225,12 +225,12 @@ def _unless_kept(validate: Any) -> Any:
 plant(
     "lineage_ignored",
     "A start takes back whatever its spool kept: also tokens of weights that the resume took back.",
-    (Lineage, "refusal", lambda refusal: lambda self, lineage, newest, learner, *, kept=False: ""),
+    (Lineage, "rejection_reason", lambda refusal: lambda self, lineage, newest, learner, *, kept=False: ""),
     (reception, "validate_trajectories", _unless_kept),
 )
 
 
-@mutant(Lineage, "child")
+@mutant(Lineage, "start_child")
 def lineage_used_again(child: Any) -> Any:
     """A start does not look at the numbers that were taken before."""
 
@@ -240,11 +240,11 @@ def lineage_used_again(child: Any) -> Any:
     return again
 
 
-@mutant(Publishing, "write")
+@mutant(VersionWriter, "write_version")
 def another_lineage_published(write: Any) -> Any:
     """A resumed learner names its weights after the first lineage."""
 
-    async def first(self: Publishing, reading: Any = ()) -> Any:
+    async def first(self: VersionWriter, reading: Any = ()) -> Any:
         published = await write(self, reading)
         manifest = msgspec.structs.replace(published.publication.manifest, lineage=1)
         return msgspec.structs.replace(
@@ -254,7 +254,7 @@ def another_lineage_published(write: Any) -> Any:
     return first
 
 
-@mutant(LocalLearner, "restore")
+@mutant(LocalRank, "restore_checkpoint")
 def checkpoint_not_loaded(restore: Any) -> Any:
     """A resumed learner begins with the start model's weights."""
     return lambda self, path: None

@@ -8,30 +8,30 @@ from typing import Any
 from r3async.actors.tasks import Evaluator
 from r3async.rollout.group import GroupPlayer
 from r3async.tools.simulate.planting import mutant
-from r3async.transport.sender import Sender
-from r3async.weights.host import HostFolder
+from r3async.transport.sender import TrajectorySender
+from r3async.weights.host import HostVersionCache
 from r3async.world import disk_waits
 
 # -- evaluations -------------------------------------------------------------------------------------------------------
 
 
-@mutant(Evaluator, "start")
+@mutant(Evaluator, "resume_evaluations")
 def cut_off_evaluation_forgotten(start: Any) -> Any:
     """An evaluation that was played when the run was stopped or lost is left out."""
 
     def nothing(self: Evaluator, step: int, version: int) -> None:
-        self._evaluated = step
+        self._last_step = step
 
     return nothing
 
 
-@mutant(Evaluator, "_written")
+@mutant(Evaluator, "_read_row_steps")
 def evaluation_played_again(written: Any) -> Any:
     """A resumed run does not know which evaluations its record has."""
     return lambda self: set()
 
 
-@mutant(Evaluator, "_player")
+@mutant(Evaluator, "_wait_for_generator")
 def evaluated_with_old_weights(player: Any) -> Any:
     """An evaluation is played with whatever weights a generator has."""
     return lambda self, version, left: player(self, 0, left)
@@ -46,7 +46,7 @@ def given_up_at_once(init: Any) -> Any:
 
     def once(self: GroupPlayer, **facts: Any) -> None:
         init(self, **facts)
-        self._retries["environment"] = 0
+        self._retry_budgets["environment"] = 0
 
     return once
 
@@ -54,26 +54,26 @@ def given_up_at_once(init: Any) -> Any:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-@mutant(Sender, "_reconnect")
+@mutant(TrajectorySender, "_try_reconnect")
 def no_second_try_to_connect(reconnect: Any) -> Any:
     """A sender that cannot make a socket when it connects again has failed."""
-    return lambda self: self._connect()
+    return lambda self: self._open_connection()
 
 
-@mutant(disk_waits, "is_disk_trouble")
+@mutant(disk_waits, "is_disk_error")
 def full_process_not_waited_for(is_disk_trouble: Any) -> Any:
     """Weights that cannot be written for want of descriptors are not tried again."""
     return lambda error: is_disk_trouble(error) and error.errno != errno.EMFILE
 
 
-@mutant(HostFolder, "tidy")
+@mutant(HostVersionCache, "remove_unused_versions")
 def tidied_while_it_is_used(tidy: Any) -> Any:
     """A process that fetches a version removes all others of its host."""
 
-    def everything(self: HostFolder, keep: Any) -> None:
-        for name in self._files.list(self.path):
+    def everything(self: HostVersionCache, keep: Any) -> None:
+        for name in self._files.list_names(self.path):
             path = self.path / name
-            if name.startswith("version-") and (keep is None or path != self.place(keep)):
+            if name.startswith("version-") and (keep is None or path != self.version_path(keep)):
                 self._files.remove(path)
 
     return everything

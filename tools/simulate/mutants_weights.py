@@ -9,23 +9,23 @@ from typing import Any
 import msgspec
 
 from r3async.actors.fleet import Fleet
-from r3async.actors.installer import Installer
+from r3async.actors.installer import VersionInstaller
 from r3async.rollout.engines.scripted import ScriptedEngine
-from r3async.schedule.health import Health
+from r3async.schedule.health import GeneratorHealth
 from r3async.schedule.spool import Spool
 from r3async.tools.simulate.planting import mutant, plant
-from r3async.transport.receiver import Receiver
-from r3async.untrusted import Malformed
+from r3async.transport.receiver import TrajectoryReceiver
+from r3async.untrusted import MalformedError
 from r3async.weights import delta, relay, tcp
-from r3async.weights.host import HostFolder
-from r3async.weights.tcp import Expected, TcpReceiver
-from r3async.world.files import write_aside
+from r3async.weights.host import HostVersionCache
+from r3async.weights.tcp import IncomingStream, TcpReceiver
+from r3async.world.files import write_atomically
 from r3async.world.simulated.disk import SimulatedFile, SimulatedFiles
 
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
-@mutant(TcpReceiver, "_write")
+@mutant(TcpReceiver, "_append_verified_chunks")
 def chunk_unchecked(write: Any) -> Any:
     """Chunks of weights are written whatever their checksum."""
 
@@ -37,19 +37,23 @@ def chunk_unchecked(write: Any) -> Any:
     return all_of_them
 
 
-@mutant(TcpReceiver, "_arrived")
+@mutant(TcpReceiver, "_handle_message")
 def chunk_out_of_order(arrived: Any) -> Any:
     """A chunk of weights is taken for the one that is lacking, whichever it is."""
 
     def any_chunk(self: TcpReceiver, frames: list[Any]) -> None:
         try:
-            message = relay.decode(frames[0].bytes)
-        except Malformed:
+            message = relay.decode_relay_message(frames[0].bytes)
+        except MalformedError:
             return
-        expected: Expected = self._expected
-        if isinstance(message, relay.Chunk) and message.stream == expected.name and expected.next < expected.count:
-            expected.arrived.append((message.checksum, frames[1:]))
-            expected.something.set()
+        expected: IncomingStream = self._incoming
+        if (
+            isinstance(message, relay.Chunk)
+            and message.stream == expected.name
+            and expected.next_chunk < expected.chunk_count
+        ):
+            expected.pending_chunks.append((message.checksum, frames[1:]))
+            expected.activity.set()
         else:
             arrived(self, frames)
 
@@ -57,14 +61,14 @@ def chunk_out_of_order(arrived: Any) -> Any:
 
 
 plant("lost_chunk_never_asked_again", "What of the weights was lost on its way is not asked for again.", (
-    tcp, "ASK_AGAIN_SECONDS", lambda _: 1e6,
+    tcp, "RETRY_SECONDS", lambda _: 1e6,
 ))  # fmt: skip
 plant("silent_parent_waited_for", "A host that sends nothing any more is waited for.", (
-    tcp, "SILENT_SECONDS", lambda _: 1e6,
+    tcp, "MAX_SILENCE_SECONDS", lambda _: 1e6,
 ))  # fmt: skip
 
 
-@mutant(relay.Tree, "place")
+@mutant(relay.RelayTree, "place_node")
 def failed_parent_given_again(place: Any) -> Any:
     """A host is sent once more to the one that failed it."""
     return lambda self, name, address, avoid=(): place(self, name, address)
@@ -75,14 +79,14 @@ def failed_parent_given_again(place: Any) -> Any:
 
 def _here(receiver: TcpReceiver) -> list[Path]:
     """Versions that the host has."""
-    folder = receiver._folder.path
-    return [folder / name for name in receiver._files.list(folder) if name.startswith("version-")]
+    folder = receiver._cache.path
+    return [folder / name for name in receiver._files.list_names(folder) if name.startswith("version-")]
 
 
 def _apply_to_any(apply: Any) -> Any:
     def to_any(self: TcpReceiver, base: Any, difference: Any, path: Path) -> bool:
         with self._files.open(_here(self)[-1]) as before:
-            write_aside(path, delta.apply(base, before, difference), sync=False, files=self._files)
+            write_atomically(path, delta.apply_delta(base, before, difference), fsync=False, files=self._files)
         return True
 
     return to_any
@@ -91,12 +95,12 @@ def _apply_to_any(apply: Any) -> Any:
 def _unchecked(decode_block: Any) -> Any:
     def decode(base: Any, record: Any) -> memoryview:
         kind, count, *lengths, _ = delta._RECORD.unpack_from(record)
-        view, at, planes = memoryview(record), delta.RECORD_BYTES, []
+        view, at, planes = memoryview(record), delta.MIN_RECORD_BYTES, []
         for length in lengths:
             planes.append(view[at : at + length])
             at += length
         if kind == delta._SPARSE:
-            return delta._applied(base, count, planes)
+            return delta._apply_sparse(base, count, planes)
         return planes[0] if kind == delta._RAW else memoryview(base)
 
     return decode
@@ -105,33 +109,33 @@ def _unchecked(decode_block: Any) -> Any:
 plant(
     "delta_of_any_base",
     "A delta is applied to whichever version the host has, and what it makes of that is not compared.",
-    (TcpReceiver, "_has", lambda has: lambda self, base: bool(_here(self))),
-    (TcpReceiver, "_apply", _apply_to_any),
-    (delta, "decode_block", _unchecked),
+    (TcpReceiver, "_has_version", lambda has: lambda self, base: bool(_here(self))),
+    (TcpReceiver, "_apply_delta", _apply_to_any),
+    (delta, "decode_delta_block", _unchecked),
 )
 
 
-@mutant(HostFolder, "use")
+@mutant(HostVersionCache, "acquire_version")
 def version_not_held(use: Any) -> Any:
     """Who uses a version does not hold its file."""
 
-    def let_go(self: HostFolder, version: Any) -> Any:
+    def let_go(self: HostVersionCache, version: Any) -> Any:
         path = use(self, version)
-        for file in self._used:
+        for file in self._locked_files:
             file.close()
-        self._used = []
+        self._locked_files = []
         return path
 
     return let_go
 
 
-@mutant(ScriptedEngine, "_read")
+@mutant(ScriptedEngine, "_read_checked_key")
 def weights_before_loaded(read: Any) -> Any:
     """An engine loads a version, and continues with the one before."""
 
     def before(self: ScriptedEngine, manifest: Any) -> int:
         key = int(read(self, manifest))
-        return next(reversed(self._keys.values()), key)
+        return next(reversed(self._weights_keys.values()), key)
 
     return before
 
@@ -139,30 +143,30 @@ def weights_before_loaded(read: Any) -> Any:
 # -- installations -----------------------------------------------------------------------------------------------------
 
 
-@mutant(Health, "installed")
+@mutant(GeneratorHealth, "mark_installed")
 def old_weights_count_as_newest(installed: Any) -> Any:
     """A generator that was restarted plays with what it installed, though the others have newer weights."""
     return lambda self, version, current: installed(self, version, version)
 
 
-@mutant(Installer, "behind")
+@mutant(VersionInstaller, "needs_delivery")
 def slow_one_left_behind(behind: Any) -> Any:
     """Once a generator has a version, nobody else is given it."""
 
-    def unless_one_has_it(self: Installer) -> bool:
-        if any(generator.version >= self.published.version for generator in self.fleet):
+    def unless_one_has_it(self: VersionInstaller) -> bool:
+        if any(generator.version >= self.newest_published.version for generator in self.fleet):
             return False
         return bool(behind.fget(self))
 
     return property(unless_one_has_it)
 
 
-@mutant(Installer, "_share")
+@mutant(VersionInstaller, "_put_offer")
 def first_version_given_for_ever(share: Any) -> Any:
     """Generators are given the version that they were given first."""
 
-    def first(self: Installer, published: Any) -> Any:
-        return share(self, published) if self._shared is None else self._shared[1]
+    def first(self: VersionInstaller, published: Any) -> Any:
+        return share(self, published) if self._shared_offer is None else self._shared_offer[1]
 
     return first
 
@@ -170,18 +174,18 @@ def first_version_given_for_ever(share: Any) -> Any:
 # -- who waits for whom ------------------------------------------------------------------------------------------------
 
 
-@mutant(Fleet, "overdue")
+@mutant(Fleet, "find_overdue")
 def silent_one_keeps_its_leases(overdue: Any) -> Any:
     """What a silent generator was leased is leased to nobody else."""
     return lambda self: []
 
 
-@mutant(Receiver, "_known")
+@mutant(TrajectoryReceiver, "_is_current_session")
 def old_session_counted(known: Any) -> Any:
     """What comes in a session that is over is taken, too."""
 
-    def any_session(self: Receiver, identity: bytes, session: str) -> bool:
-        peer = self._peers.get(identity)
+    def any_session(self: TrajectoryReceiver, identity: bytes, session: str) -> bool:
+        peer = self._sessions.get(identity)
         return bool(known(self, identity, session if peer is None else peer.session))
 
     return any_session
@@ -190,7 +194,7 @@ def old_session_counted(known: Any) -> Any:
 # -- the spool ---------------------------------------------------------------------------------------------------------
 
 
-@mutant(Spool, "_scan")
+@mutant(Spool, "_scan_directory")
 def recovery_not_synced(scan: Any) -> Any:
     """What a start finds in the spool is not synced, though the process that wrote it may have ended before it did."""
 
@@ -205,7 +209,7 @@ def recovery_not_synced(scan: Any) -> Any:
     return unsynced
 
 
-@mutant(SimulatedFile, "sync")
+@mutant(SimulatedFile, "fsync")
 def trajectory_not_synced(sync: Any) -> Any:
     """A trajectory is acknowledged before it outlives a power failure."""
 
@@ -216,7 +220,7 @@ def trajectory_not_synced(sync: Any) -> Any:
     return not_these
 
 
-@mutant(SimulatedFiles, "sync_directory")
+@mutant(SimulatedFiles, "fsync_directory")
 def spool_names_not_synced(sync_directory: Any) -> Any:
     """The names of the spool's files do not outlive a power failure."""
 

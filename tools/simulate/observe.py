@@ -18,9 +18,9 @@ from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.checkpoint import RunState
 from r3async.data.model_shape import RoutingShape
 from r3async.data.versions import Lineage
-from r3async.learner.trainer import Prepared, TrainedGroups, Trainer
+from r3async.learner.trainer import PreparedStep, StepOutcome, Trainer
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.scripted import DIGEST
+from r3async.rollout.engines.scripted import DIGEST_TENSOR
 from r3async.tools.simulate.facts import facts_of
 from r3async.tools.simulate.history import (
     Acknowledged,
@@ -50,26 +50,26 @@ from r3async.tools.simulate.history import (
 from r3async.tools.simulate.invariants import Checker, Violated
 from r3async.tools.simulate.observe_files import WatchedFiles, weights_in
 from r3async.transport.codec import WireError
-from r3async.transport.intake import OPEN
+from r3async.transport.intake import NO_GROUP_LIMIT
 from r3async.transport.wire import (
     Ack,
+    ControlMessage,
     Deliver,
     Hello,
-    Message,
     Reject,
     Welcome,
     decode_control,
     decode_trajectory,
     decoded_bytes,
-    frames_of,
+    join_item_frames,
 )
-from r3async.untrusted import Malformed, decode_msgpack
+from r3async.untrusted import MalformedError, decode_msgpack
 from r3async.weights import relay
-from r3async.world import Files, Lane, Placement
-from r3async.world.simulated.actors import PLACEMENT, Actor, SimulatedActors, SimulatedRef
+from r3async.world import ActorOptions, Files, WorkerThread
+from r3async.world.simulated.actors import DEFAULT_OPTIONS, SimulatedActor, SimulatedActorRef, SimulatedActors
 from r3async.world.simulated.disk import SimulatedDisk
 from r3async.world.simulated.processes import HostProcess, SimulatedThreads
-from r3async.world.simulated.world import Host, SimulatedWorld, Simulation
+from r3async.world.simulated.world import SimulatedHost, SimulatedWorld, Simulation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -123,25 +123,25 @@ class Watched(Simulation):
 
     # -- processes and hosts -------------------------------------------------------------------------------------------
 
-    def begin_process(self, name: str, host: Host, actor: Any = None) -> HostProcess:
+    def begin_process(self, name: str, host: SimulatedHost, actor: Any = None) -> HostProcess:
         process = super().begin_process(name, host, actor)
         process.world = WatchedWorld(process)
         return process
 
-    def place(self, actor: Actor) -> Host | None:
+    def place_actor(self, actor: SimulatedActor) -> SimulatedHost | None:
         """Generators on the hosts behind the first, in turn; all else on the first, which their configuration names."""
         hosts = list(self.hosts.values())
         name, _, number = actor.name.partition("-")
         if name == "generator" and len(hosts) > 1:
             hosts = hosts[1 + int(number) % (len(hosts) - 1) :]
-        return None if hosts[0].lost else hosts[0]
+        return None if hosts[0].is_lost else hosts[0]
 
-    def end(self, process: HostProcess, reason: str) -> None:
+    def end_process(self, process: HostProcess, reason: str) -> None:
         if not process.ended:
             self.see(Lost, process.name)
-        super().end(process, reason)
+        super().end_process(process, reason)
 
-    def lose(self, host: Host) -> None:
+    def lose_host(self, host: SimulatedHost) -> None:
         """The first host has the disk: without it nobody goes on."""
         hosts = list(self.hosts.values())
         if host is not hosts[0]:
@@ -152,25 +152,25 @@ class Watched(Simulation):
         host.disk.lose_power()
         self.see(PowerFailed, host.name)
 
-    def _stop_host(self, host: Host) -> None:
-        if not host.lost:
-            self.log.event(host.name, "host_lost")
-            host.lost = True
+    def _stop_host(self, host: SimulatedHost) -> None:
+        if not host.is_lost:
+            self.log.log_event(host.name, "host_lost")
+            host.is_lost = True
             self.memory[host.name] = self._new_memory(host.name)
-            self.network.vanish(host.name)
+            self.network.silence_connections(host.name)
             for process in list(host.processes.values()):
-                self.end(process, f"{host.name} was lost")
+                self.end_process(process, f"{host.name} was lost")
 
     def _new_memory(self, host: str) -> SimulatedDisk:
-        memory = SimulatedDisk(self.rng(f"memory/{host}/{self.loop.now}"))
+        memory = SimulatedDisk(self.rng_for(f"memory/{host}/{self.loop.now}"))
         if host != next(iter(self.hosts)):
             memory.bytes_per_second = self._memory_speed
         return memory
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
-    def _message(self, event: str, route: Any, frames: Sequence[Any]) -> None:
-        super()._message(event, route, frames)
+    def _log_message(self, event: str, route: Any, frames: Sequence[Any]) -> None:
+        super()._log_message(event, route, frames)
         if event == "lost" or not frames:
             return
         try:
@@ -186,8 +186,8 @@ class Watched(Simulation):
     def _see_relayed(self, event: str, route: Any, head: bytes) -> None:
         """What the learner and hosts say of weights."""
         try:
-            message = relay.decode(head)
-        except Malformed:
+            message = relay.decode_relay_message(head)
+        except MalformedError:
             return  # not of theirs, or damaged
         if isinstance(message, relay.Join) and event == "arrived":
             self._avoided[route.identity] = message.avoid
@@ -196,7 +196,7 @@ class Watched(Simulation):
         elif isinstance(message, relay.Place) and event == "sent":
             self.see(Placed, route.target, message.parent, self._avoided.get(route.identity, ()))
 
-    def _see_arrived(self, route: Any, message: Message) -> None:
+    def _see_arrived(self, route: Any, message: ControlMessage) -> None:
         """What senders say to the learner."""
         if isinstance(message, Hello):
             self._sessions[route.identity] = message.session
@@ -204,18 +204,18 @@ class Watched(Simulation):
             current = self._sessions.get(route.identity) == message.session
             self.see(Delivered, route.source, tuple(item.trajectory_id for item in message.items), current)
 
-    def _see_control(self, route: Any, message: Message, frames: Sequence[Any]) -> None:
+    def _see_control(self, route: Any, message: ControlMessage, frames: Sequence[Any]) -> None:
         """What is sent, between senders and the learner."""
         try:
             if isinstance(message, Ack):
                 self.see(Acknowledged, route.target, tuple(message.ids))
             elif isinstance(message, Reject) and message.again == "never":
                 self.see(Refused, route.target, message.trajectory_id, message.reason)
-            elif isinstance(message, Welcome) and message.until < OPEN:
+            elif isinstance(message, Welcome) and message.until < NO_GROUP_LIMIT:
                 self.see(Limited, route.target, message.until)
             elif isinstance(message, Deliver):
-                for item, pieces in zip(message.items, message.pieces(frames[1:]), strict=True):
-                    self._see_sent(route.source, frames_of(item, pieces))
+                for item, pieces in zip(message.items, message.split_by_item(frames[1:]), strict=True):
+                    self._see_sent(route.source, join_item_frames(item, pieces))
         except WireError:
             return  # not of ours; the receiver says so
 
@@ -226,7 +226,7 @@ class Watched(Simulation):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def see_trained(self, lineage: int, step: int, version: int, done: TrainedGroups) -> None:
+    def see_trained(self, lineage: int, step: int, version: int, done: StepOutcome) -> None:
         """What the learner's thread has trained."""
         keys = self.checker.known.published
         groups = tuple(tuple(facts_of(t, keys, self.routing) for t in group) for group in done.groups)
@@ -245,8 +245,8 @@ class WatchedWorld(SimulatedWorld):
     @cached_property
     def files(self) -> Files:
         simulation, host = _watched(self.process), self.process.host
-        memory = simulation.memory[host.name].files(self.process)
-        return WatchedFiles(host.disk.files(self.process), memory, self.process, simulation)
+        memory = simulation.memory[host.name].files_for(self.process)
+        return WatchedFiles(host.disk.files_for(self.process), memory, self.process, simulation)
 
 
 def _watched(process: HostProcess) -> Watched:
@@ -265,8 +265,8 @@ class WatchedThreads(SimulatedThreads):
             return await super().run(_renderer, function, *args)
         return await super().run(function, *args, **kwargs)
 
-    def lane(self, name: str) -> Lane:  # type: ignore[override]
-        return WatchedLane(super().lane(name), self._process)
+    def new_worker(self, name: str) -> WorkerThread:  # type: ignore[override]
+        return WatchedWorkerThread(super().new_worker(name), self._process)
 
 
 _RENDERERS: dict[str, Any] = {}
@@ -279,21 +279,21 @@ def _renderer(function: Callable[..., Any], *args: Any) -> Any:
     return _RENDERERS[key]
 
 
-class WatchedLane:
-    """See `world.Lane`."""
+class WatchedWorkerThread:
+    """See `world.WorkerThread`."""
 
-    def __init__(self, lane: Lane, process: HostProcess):
+    def __init__(self, lane: WorkerThread, process: HostProcess):
         self._lane, self._process = lane, process
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        if getattr(function, "__func__", None) is not Trainer.step:
+        if getattr(function, "__func__", None) is not Trainer.train_step:
             return await self._lane.run(function, *args, **kwargs)
         simulation = _watched(self._process)
         lineage = self._process.actor.instance.lineage.number if self._process.actor is not None else 0
-        number, version, _ = cast("tuple[int, int, Prepared]", args)
+        number, version, _ = cast("tuple[int, int, PreparedStep]", args)
         await asyncio.sleep(simulation.delay_training(self._process))
         done = await self._lane.run(function, *args, **kwargs)
-        simulation.see_trained(lineage, number, version, cast(TrainedGroups, done))
+        simulation.see_trained(lineage, number, version, cast(StepOutcome, done))
         return done
 
     async def close(self) -> None:
@@ -306,11 +306,13 @@ class WatchedLane:
 class WatchedActors(SimulatedActors):
     """What is spawned tells what it answers."""
 
-    def spawn(self, kind: type, *args: Any, name: str, placement: Placement = PLACEMENT) -> SimulatedRef:
+    def spawn_actor(
+        self, actor_class: type, *args: Any, name: str, actor_options: ActorOptions = DEFAULT_OPTIONS
+    ) -> SimulatedActorRef:
         simulation = _watched(self._process)
-        if issubclass(kind, Conductor):
+        if issubclass(actor_class, Conductor):
             simulation.see(Began, *_began(args))
-        return super().spawn(_telling(kind), *args, name=name, placement=placement)
+        return super().spawn_actor(_telling(actor_class), *args, name=name, actor_options=actor_options)
 
 
 def _began(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -335,20 +337,20 @@ def _conductor(kind: type) -> type:
     class TellingConductor(kind):
         slots_told = (0, 0)
 
-        async def lease(self, message: bytes) -> bytes:
-            answer = await super().lease(message)
+        async def lease_groups(self, message: bytes) -> bytes:
+            answer = await super().lease_groups(message)
             call, said = decode_msgpack(message, LeaseCall), decode_msgpack(answer, LeaseAnswer)
             generator_id, leases = call.generator_id, said.leases
             told = tuple((lease.group_index, lease.episode_indices) for lease in leases)
             simulation = _watched(self.world.process)
-            asked = simulation.find(generator_id)
+            asked = simulation.find_process(generator_id)
             ended = asked is None or asked.pid != self.fleet[generator_id].pid
             versions, free = tuple(lease.version for lease in leases), call.free if said.more else 0
             simulation.see(Leased, generator_id, told, ended, versions, free)
             return answer
 
-        def status(self, since: int) -> dict[str, Any]:
-            answer = super().status(since)
+        def get_status(self, since: int) -> dict[str, Any]:
+            answer = super().get_status(since)
             if (slots := (answer["slots_taken"], answer["slots"])) != self.slots_told:
                 self.slots_told = slots
                 _watched(self.world.process).see(Slots, *slots)
@@ -359,23 +361,23 @@ def _conductor(kind: type) -> type:
 
 def _learner(kind: type) -> type:
     class TellingLearner(kind):
-        def missing(self, group_indices: list[int]) -> dict[int, list[int]]:
-            answer = super().missing(group_indices)
+        def missing_episodes(self, group_indices: list[int]) -> dict[int, list[int]]:
+            answer = super().missing_episodes(group_indices)
             _watched(self.world.process).see(Asked, {group: list(lacking) for group, lacking in answer.items()})
             return answer
 
-        async def _train(self, indices: list[int], *args: Any) -> Any:
+        async def _train_groups(self, indices: list[int], *args: Any) -> Any:
             # Here they are taken. The step begins when they are prepared: an older group may be complete by then.
             counts = self.model.counts
             _watched(self.world.process).see(
                 Taken, self.lineage.number, counts.steps + 1, counts.version, tuple(indices)
             )
-            return await super()._train(indices, *args)
+            return await super()._train_groups(indices, *args)
 
-        async def write(self, *args: Any) -> Any:  # `publish` ends in it, too
-            published = await super().write(*args)
+        async def write_version(self, *args: Any) -> Any:  # `publish` ends in it, too
+            published = await super().write_version(*args)
             manifest = published.publication.manifest
-            weights = manifest.tensors[DIGEST].checksum
+            weights = manifest.tensors[DIGEST_TENSOR].checksum
             _watched(self.world.process).see(Published, manifest.lineage, manifest.version, weights)
             return published
 
@@ -384,22 +386,22 @@ def _learner(kind: type) -> type:
 
 def _generator(kind: type) -> type:
     class TellingGenerator(kind):
-        async def install(self, publication: Any) -> Any:
+        async def install_version(self, publication: Any) -> Any:
             simulation, who, manifest = _watched(self.world.process), self.generator_id, publication.manifest
             simulation.see(Installing, who, manifest.lineage, manifest.version)
             try:
-                report = await super().install(publication)
+                report = await super().install_version(publication)
             except Exception:
                 simulation.see(GaveUp, who)
                 raise
-            weights = weights_in(Path(self._installed.path), self.world.files)
+            weights = weights_in(Path(self._installed_manifest.path), self.world.files)
             simulation.see(Installed, who, manifest.lineage, report.version, weights)
             return report
 
-        async def connect(self, *args: Any) -> None:
-            await super().connect(*args)
-            weights = self._connected.weights
-            fetch = weights.fetch
+        async def connect_to_learner(self, *args: Any) -> None:
+            await super().connect_to_learner(*args)
+            weights = self._connection.weight_receiver
+            fetch = weights.fetch_version
 
             async def told(*args: Any) -> Any:
                 manifest = await fetch(*args)
@@ -407,7 +409,7 @@ def _generator(kind: type) -> type:
                 _watched(self.world.process).see(Fetched, self.generator_id, name)
                 return manifest
 
-            weights.fetch = told
+            weights.fetch_version = told
 
         async def stop(self) -> None:
             _watched(self.world.process).see(GaveUp, self.generator_id)

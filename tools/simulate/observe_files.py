@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path
-from r3async.rollout.engines.scripted import weights_key
+from r3async.rollout.engines.scripted import read_weights_key
 from r3async.tools.simulate.history import Arrived, Evaluated, Evaluating, Removed, Saved, Stored, Unlinked
 from r3async.untrusted import decode_json
 from r3async.weights.manifest import WeightError
 from r3async.world import File, Files
-from r3async.world.disk import Stat
+from r3async.world.disk import FileStat
 from r3async.world.files import read_file
 from r3async.world.simulated.processes import HostProcess
 
@@ -31,7 +31,7 @@ _FETCHED = re.compile(r"version-(\d+)-[0-9a-f]{8,}\.safetensors")
 def weights_in(path: Path, files: Files) -> int:
     """What tells the weights in a file from others; 0 if it has none."""
     try:
-        return weights_key(path, files)
+        return read_weights_key(path, files)
     except WeightError:
         return 0
 
@@ -50,35 +50,35 @@ class WatchedFiles:
         """Of a version that was fetched, among all hosts; empty for any other file."""
         return f"{self._process.host.name}: {path.name}" if _FETCHED.fullmatch(path.name) else ""
 
-    def open(self, path: Path, *, create: bool = False, new: bool = False, mode: int = 0o644) -> File:
-        file = self._of(path).open(path, create=create, new=new, mode=mode)
-        spooled = _spooled(path) if create or new else None
+    def open(self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644) -> File:
+        file = self._of(path).open(path, create=create, exclusive=exclusive, mode=mode)
+        spooled = _spooled(path) if create or exclusive else None
         return WatchedFile(file, self._simulation, int(spooled[1]), path.name) if spooled else file
 
-    def stat(self, path: Path) -> Stat | None:
+    def stat(self, path: Path) -> FileStat | None:
         return self._of(path).stat(path)
 
-    def list(self, directory: Path) -> list[str]:
-        return self._of(directory).list(directory)
+    def list_names(self, directory: Path) -> list[str]:
+        return self._of(directory).list_names(directory)
 
-    def make(self, directory: Path, mode: int = 0o777) -> None:
-        self._of(directory).make(directory, mode)
+    def create_directory(self, directory: Path, mode: int = 0o777) -> None:
+        self._of(directory).create_directory(directory, mode)
 
-    def claim(self, directory: Path) -> None:
-        self._of(directory).claim(directory)
+    def make_private_directory(self, directory: Path) -> None:
+        self._of(directory).make_private_directory(directory)
 
-    def rename(self, path: Path, to: Path) -> None:
-        self._of(path).rename(path, to)
-        if fetched := _FETCHED.fullmatch(to.name):
-            self._simulation.see(Arrived, self._process.name, int(fetched[1]), weights_in(to, self._memory))
-        elif to.parent.name == "checkpoints" and to.suffix == ".json":
-            self._see_evaluation(to)
+    def rename(self, path: Path, new_path: Path) -> None:
+        self._of(path).rename(path, new_path)
+        if fetched := _FETCHED.fullmatch(new_path.name):
+            self._simulation.see(Arrived, self._process.name, int(fetched[1]), weights_in(new_path, self._memory))
+        elif new_path.parent.name == "checkpoints" and new_path.suffix == ".json":
+            self._see_evaluation(new_path)
 
     def _see_evaluation(self, path: Path) -> None:
         one = decode_json(read_file(path, files=self._disk), EvaluationFile)
         if path != evaluation_path(path.parent, one.step):
             return
-        if not one.finished:
+        if not one.is_finished:
             self._simulation.see(Evaluating, one.step)
             return
         tasks, figures = tuple(sorted(map(int, one.result["rewards"]))), one.figures
@@ -97,16 +97,16 @@ class WatchedFiles:
     def remove_tree(self, path: Path) -> None:
         self._of(path).remove_tree(path)
 
-    def free(self, path: Path) -> int:
-        return self._of(path).free(path)
+    def free_bytes(self, path: Path) -> int:
+        return self._of(path).free_bytes(path)
 
-    def capacity(self, path: Path) -> int:
-        return self._of(path).capacity(path)
+    def total_bytes(self, path: Path) -> int:
+        return self._of(path).total_bytes(path)
 
-    def sync_directory(self, directory: Path) -> None:
-        self._of(directory).sync_directory(directory)
+    def fsync_directory(self, directory: Path) -> None:
+        self._of(directory).fsync_directory(directory)
         if directory.name == "checkpoints":
-            steps = [int(found[1]) for name in self._disk.list(directory) if (found := _STEP.fullmatch(name))]
+            steps = [int(found[1]) for name in self._disk.list_names(directory) if (found := _STEP.fullmatch(name))]
             if steps and max(steps) > self._simulation.checker.known.safe:
                 self._simulation.see(Saved, max(steps))
 
@@ -124,8 +124,8 @@ class WatchedFile:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
-    def append(self, pieces: Sequence[Any]) -> int:
-        written = self._file.append(pieces)
+    def append(self, buffers: Sequence[Any]) -> int:
+        written = self._file.append(buffers)
         self._simulation.see(Stored, self._group, self._name, self._file.size())
         return written
 

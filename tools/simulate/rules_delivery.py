@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from r3async.data.records import trajectory_name
+from r3async.data.records import format_trajectory_id
 from r3async.tools.simulate.history import (
     Acknowledged,
     Asked,
@@ -32,7 +32,7 @@ def what_is_here_is_not_lacked(known: Known, event: Asked) -> str:
     The learner never says that it lacks what is here."""
     for group, episodes in event.missing.items():
         for episode in episodes:
-            if (name := trajectory_name(group, episode)) in known.here:
+            if (name := format_trajectory_id(group, episode)) in known.here:
                 return f"{name} was acknowledged{_since(known.here[name])}, and the learner lacks it"
     return ""
 
@@ -50,7 +50,7 @@ def nothing_is_played_again(known: Known, event: Leased) -> str:
         if group in known.branch.trained:
             return f"group {group} is leased, and step {known.branch.trained[group]} trained it"
         for episode in episodes:
-            name = trajectory_name(group, episode)
+            name = format_trajectory_id(group, episode)
             asked = known.asked.get(group)
             if name in known.here and (asked is None or known.here[name] <= asked):
                 return f"{name} is leased to {event.generator}, and was acknowledged{_since(known.here[name])}"
@@ -75,7 +75,7 @@ def slots_are_conserved(known: Known, event: Leased) -> str:
     named = event.versions or [known.engines[event.generator].newest] * len(event.leases)
     for (group, _), version in zip(event.leases, named, strict=True):
         for passed in range(newest + 1, group):
-            names = [trajectory_name(passed, i) for i in range(rules.samples_per_group)]
+            names = [format_trajectory_id(passed, i) for i in range(rules.samples_per_group)]
             if not all(name in known.sent for name in names):
                 return f"group {group} is leased, and group {passed} never was"
         if group > newest and (taken := group + 1 - known.branch.groups_in(version)) > rules.slots:

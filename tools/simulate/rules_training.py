@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from r3async.data.records import trajectory_name
-from r3async.schedule.admission import most_groups
+from r3async.data.records import format_trajectory_id
+from r3async.schedule.admission import max_groups_for_step
 from r3async.tools.simulate.branches import leads_to, same_weights
 from r3async.tools.simulate.history import Began, Installed, Published, Sent, Taken, Trained
 from r3async.tools.simulate.known import Known
@@ -80,7 +80,7 @@ def groups_are_whole(known: Known, event: Trained) -> str:
         return f"step {event.step} trains {count} groups, and schedule.groups_per_step is {rules.groups_per_step}"
     for members in event.groups:
         group = members[0].group
-        names = [trajectory_name(group, i) for i in range(rules.samples_per_group)]
+        names = [format_trajectory_id(group, i) for i in range(rules.samples_per_group)]
         if [f.trajectory_id for f in members] != names:
             return f"step {event.step} trains {[f.trajectory_id for f in members]} for group {group}"
     return ""
@@ -96,7 +96,7 @@ def groups_are_replaced_for_want_of_contrast(known: Known, event: Trained) -> st
     wanted, count = rules.groups_per_step, len(event.groups)
     differ = [len({f.reward for f in members if f.reward is not None}) > 1 for members in event.groups]
     since = [step for step in branch.steps if step.version == branch.version]
-    in_flight = most_groups(
+    in_flight = max_groups_for_step(
         slots=rules.slots,
         groups_per_step=wanted,
         steps_left=rules.steps_per_publication - len(since),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from r3async.data.records import trajectory_name
+from r3async.data.records import format_trajectory_id
 from r3async.tools.simulate.history import Acknowledged, Arrived, Leased, Passed, Placed, Plays, Removed
 from r3async.tools.simulate.known import Known
 from r3async.tools.simulate.rules import Rule, rule
@@ -85,7 +85,7 @@ def nobody_waits_for_who_is_silent(known: Known, event: Leased) -> str:
     for (group, episode), lease in known.leases.items():
         if lease.owner == event.generator or (group, episode) in taken or group in known.branch.trained:
             continue
-        if (newest is not None and group > newest) or trajectory_name(group, episode) in known.here:
+        if (newest is not None and group > newest) or format_trajectory_id(group, episode) in known.here:
             continue
         owner = known.engines[lease.owner]
         if owner.process != lease.process:
@@ -93,8 +93,8 @@ def nobody_waits_for_who_is_silent(known: Known, event: Leased) -> str:
         silent = event.at - max(owner.heard, owner.told, known.answering)
         if silent > 2 * known.rules.silence_seconds + SILENT_SECONDS:
             return (
-                f"{event.generator} asks for work, and is not leased {trajectory_name(group, episode)}, which {lease.owner} has: "
-                f"that one is silent since {owner.heard:.3f} s"
+                f"{event.generator} asks for work, and is not leased {format_trajectory_id(group, episode)}, which "
+                f"{lease.owner} has: that one is silent since {owner.heard:.3f} s"
             )
     return ""
 

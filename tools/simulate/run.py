@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed, StoppedBeforeStep
-from r3async.actors.run_dir import LOCK_SECONDS, open_run
-from r3async.actors.supervise import Pipeline, supervise
+from r3async.actors.run_dir import LOCK_WAIT_SECONDS, open_run_directory
+from r3async.actors.supervise import RunLauncher, supervise_run
 from r3async.checkpoint import CheckpointError
-from r3async.checkpoint.directory import silent
+from r3async.checkpoint.directory import ignore_event
 from r3async.config import Config, ConfigError, InitConfig
-from r3async.data.model_shape import moe_geometry
-from r3async.record.reading import EVALUATION, read_objects
+from r3async.data.model_shape import read_moe_layers
+from r3async.record.reading import EVALUATION_FILE, read_json_objects
 from r3async.record.timeline import Span, read_timeline
 from r3async.tools.simulate.faults import draw_faults, quiet_after
 from r3async.tools.simulate.history import Event, Finished, Injected, Passed
@@ -33,14 +33,14 @@ from r3async.tools.simulate.observe import Watched
 from r3async.tools.simulate.planting import replaced
 from r3async.tools.simulate.shrink import Case
 from r3async.tools.simulate.workload import CHUNK_BYTES, draw_workload
-from r3async.untrusted import decode_object
+from r3async.untrusted import decode_json_object
 from r3async.weights import relay
 from r3async.world import Files
-from r3async.world.appending import Report
-from r3async.world.simulated.loop import Deadlock, LimitReached
+from r3async.world.appending import EventReporter
+from r3async.world.simulated.loop import DeadlockError, LimitReachedError
 from r3async.world.simulated.network import Delays
 from r3async.world.simulated.processes import HostProcess
-from r3async.world.simulated.world import Host
+from r3async.world.simulated.world import SimulatedHost
 
 MODEL = Path("model")
 """Relative: what a run writes is the same wherever it is simulated."""
@@ -73,44 +73,44 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Person:
-    """See `r3async.actors.supervise.Person`: says nothing, and stops the run when a fault has it do so."""
+    """See `r3async.actors.supervise.DriverUI`: says nothing, and stops the run when a fault has it do so."""
 
     def __init__(self) -> None:
         self.stop_requested = False
-        self.step = 0
-        self.report: Report = silent
+        self.shown_step = 0
+        self.report_event: EventReporter = ignore_event
         self.told_to_resume = False
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self.told_to_resume |= "to resume: the same command" in line
 
-    def phase(self, text: str) -> None:
+    def show_phase(self, text: str) -> None:
         pass
 
-    def loading(self) -> None:
+    def begin_loading(self) -> None:
         pass
 
-    def started(self) -> None:
+    def confirm_started(self) -> None:
         pass
 
-    def show(self, status: dict[str, Any]) -> None:
+    def show_status(self, status: dict[str, Any]) -> None:
         for row in status["rows"]:
-            self.step = row["step"]
+            self.shown_step = row["step"]
 
-    def rewind(self, step: int) -> None:
-        self.step = step
+    def rewind_to_step(self, step: int) -> None:
+        self.shown_step = step
 
 
 @contextlib.contextmanager
 def model_here() -> Iterator[Path]:
     """A directory with a tiny model's `config.json` and tokenizer, which is the working directory meanwhile."""
-    from r3async.tools.init_model import byte_tokenizer
+    from r3async.tools.init_model import build_byte_tokenizer
 
     before, directory = Path.cwd(), Path(tempfile.mkdtemp(prefix="r3async-simulate-"))
     model = directory / MODEL
     try:
         model.mkdir()
-        byte_tokenizer().save_pretrained(model)
+        build_byte_tokenizer().save_pretrained(model)
         init = InitConfig(layers=2, experts=8, top_k=2)
         (model / "config.json").write_bytes(
             msgspec.json.encode(
@@ -147,27 +147,27 @@ def small_streams(fanout: int) -> Iterator[None]:
 class Simulated:
     """One run. `run` returns what became of it; `history` and `spans` are there then. What no task handles fails it, too."""
 
-    def __init__(self, case: Case, pipeline: type[Pipeline] = Pipeline, details: bool = False):
+    def __init__(self, case: Case, pipeline: type[RunLauncher] = RunLauncher, details: bool = False):
         self.case, self._pipeline = case, pipeline
         self.config: Config = case.workload.config(MODEL)
-        described = decode_object((MODEL / "config.json").read_bytes())
-        routing, _ = moe_geometry(described)
+        described = decode_json_object((MODEL / "config.json").read_bytes())
+        routing, _ = read_moe_layers(described)
         self.checker = Checker(case.workload.rules())
         self.simulation = Watched(
             case.workload.seed,
             self.checker,
             routing=routing,
             hosts=case.workload.host_names,
-            delays=Delays().times(case.workload.slowness),
-            callbacks=CALLBACKS,
-            seconds=MOST_SECONDS,
-            details=details,
+            delays=Delays().scale_by(case.workload.slowness),
+            max_callbacks=CALLBACKS,
+            max_seconds=MOST_SECONDS,
+            keep_details=details,
             memory_bytes_per_second=case.workload.memory_bytes_per_second,
         )
         self.gave_up: list[str] = []
         self._person = Person()
         self._last = quiet_after(case.faults)
-        self._training = self.simulation.rng("training")
+        self._training = self.simulation.rng_for("training")
         self.simulation.delay_training = self._delay_training
         self._injector = Injector(self.simulation, case.faults, self._stop)
         self._copy_model()
@@ -176,14 +176,14 @@ class Simulated:
         """To the simulated disk, under the name that it has here."""
         host = next(iter(self.simulation.hosts.values()))
         process = self.simulation.begin_process("setup", host)
-        files = host.disk.files(process)
+        files = host.disk.files_for(process)
         for directory in (RUNS, *(() if MODEL.is_absolute() else (MODEL,))):
-            files.make(directory)
-        with files.open(MODEL / "config.json", new=True) as file:
+            files.create_directory(directory)
+        with files.open(MODEL / "config.json", exclusive=True) as file:
             file.append([(MODEL / "config.json").read_bytes()])
-            file.sync()
+            file.fsync()
         host.disk.write_back()
-        self.simulation.end(process, "the disk is ready")
+        self.simulation.end_process(process, "the disk is ready")
 
     def _delay_training(self, process: HostProcess) -> float:
         least, most = self.case.workload.least_train_seconds, self.case.workload.train_seconds
@@ -207,7 +207,7 @@ class Simulated:
                 root.result()
             if violation is None and loop.failures:
                 violation = Violated("unhandled", loop.failures[0])
-        except (Deadlock, LimitReached) as error:
+        except (DeadlockError, LimitReachedError) as error:
             violation = self.simulation.violation or Violated("stuck", f"{type(error).__name__}: {error}")
         self.spans = self._spans()
         self.simulation.close()
@@ -217,7 +217,7 @@ class Simulated:
             steps=len(known.branch.steps) if known.branches else 0,
             virtual_seconds=round(loop.now, 3),
             events=len(self.history),
-            callbacks=loop.ran,
+            callbacks=loop.callback_count,
             lineages=len(known.branches),
             digest=self.digest(),
             violated=violation.name if violation is not None else "",
@@ -246,9 +246,9 @@ class Simulated:
         host = next(iter(self.simulation.hosts.values()))
         process = self.simulation.begin_process("reader", host)
         try:
-            yield host.disk.files(process)
+            yield host.disk.files_for(process)
         finally:
-            self.simulation.end(process, "it has read")
+            self.simulation.end_process(process, "it has read")
 
     # -- the person, and the driver ------------------------------------------------------------------------------------
 
@@ -267,8 +267,8 @@ class Simulated:
             await self._host_is_there(host)
         watching.cancel()
 
-    async def _host_is_there(self, host: Host) -> None:
-        while host.lost:  # noqa: ASYNC110
+    async def _host_is_there(self, host: SimulatedHost) -> None:
+        while host.is_lost:  # noqa: ASYNC110
             await asyncio.sleep(1.0)
 
     async def _pass_time(self) -> None:
@@ -285,19 +285,19 @@ class Simulated:
             if not ended.done():
                 ended.set_result("its process ended")
 
-        process.at_end(end)
+        process.add_end_callback(end)
         task = self.simulation.loop.create_task(self._command(process), name="driver", context=process.context.copy())
         await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             return ended.result()
-        self.simulation.end(process, "the command has ended")
+        self.simulation.end_process(process, "the command has ended")
         return task.exception()  # type: ignore[return-value]
 
     async def _command(self, process: HostProcess) -> None:
         world, person = process.world, self._person
-        run = await open_run(self.config, RUNS / "run", person.say, person.report, world=world)
+        run = await open_run_directory(self.config, RUNS / "run", person.print_line, person.report_event, world=world)
         try:
-            await supervise(world, self.config, MODEL, run, person, self._pipeline)
+            await supervise_run(world, self.config, MODEL, run, person, self._pipeline)
         finally:
             run.lock.close()
 
@@ -334,7 +334,7 @@ class Simulated:
 
     def _finish(self, made: int, failed: str = "") -> None:
         with self._reading() as files:
-            rows = read_objects(RUNS / "run" / EVALUATION, files=files)
+            rows = read_json_objects(RUNS / "run" / EVALUATION_FILE, files=files)
         self.simulation.see(Finished, made, failed, tuple(row["step"] for row in rows))
 
 
@@ -350,7 +350,7 @@ def _may_fail(outcome: Exception | None, last: float, now: float) -> bool:
     said = str(outcome)
     disk = isinstance(outcome, OSError) or "[Errno 5]" in said or "[Errno 28]" in said
     busy = isinstance(outcome, ConfigError) and ("in use by another" in said or "did not end within" in said)
-    return (disk and now < last + DISK_SECONDS) or (busy and now < last + LOCK_SECONDS)
+    return (disk and now < last + DISK_SECONDS) or (busy and now < last + LOCK_WAIT_SECONDS)
 
 
 def draw_case(seed: int, mutant: str = "") -> Case:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from r3async.config import Config, config_from_dict
-from r3async.schedule.admission import age_bound, slots_of
+from r3async.schedule.admission import compute_staleness_bound, count_slots
 from r3async.tools.simulate.known import Rules
 
 RESTARTS = 200
@@ -225,17 +225,17 @@ class Workload(msgspec.Struct, frozen=True):
     def rules(self) -> Rules:
         """What this run promises, for the checker."""
         schedule = self.config(Path("model")).schedule
-        slots = slots_of(schedule)
+        slots = count_slots(schedule)
         kept: Literal["process", "power"] = "power" if self.fsync else "process"
         return Rules(
             steps=self.steps,
             groups_per_step=self.groups_per_step,
             samples_per_group=self.samples_per_group,
             slots=slots,
-            age_bound=age_bound(schedule),
+            age_bound=compute_staleness_bound(schedule),
             steps_per_publication=self.steps_per_publication,
             window=self.window,
-            urgent=(slots if schedule.takes_more else self.groups_per_step) + self.window - 1,
+            urgent=(slots if schedule.takes_extra_groups else self.groups_per_step) + self.window - 1,
             more_groups=bool(self.tokens_per_step),
             replaced_groups=self.replaces,
             durable=kept if self.durability == "disk" else "nothing",

@@ -11,171 +11,171 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from r3async.config import load_command
-from r3async.tools.runs import RUNS, RUNS_ENV
-from r3async.tools.terminal import Terminal, echo
-from r3async.tools.usage import WithDefault
-from r3async.world.processes import printable_log
+from r3async.config import load_command_config
+from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, RUNS_VARIABLE
+from r3async.tools.terminal import SafeConsole, echo_printable
+from r3async.tools.usage import DefaultCommandGroup
+from r3async.world.processes import clean_log_output
 
 if TYPE_CHECKING:
-    from r3async.tools.submit.jobs import Jobs
+    from r3async.tools.submit.jobs import ClusterJobs
 
-Address = Annotated[
+AddressOption = Annotated[
     str,
     typer.Option(
         help="of the cluster's dashboard, http://HOST:8265, or of the cluster, HOST:6379",
         show_default="RAY_API_SERVER_ADDRESS, RAY_ADDRESS, http://127.0.0.1:8265",
     ),
 ]
-Token = Annotated[str, typer.Option("--token-file", help="the cluster's token", show_default="as Ray finds it")]
-Job = Annotated[str, typer.Argument(help="a job's id, or the name of its run")]
-Overrides = Annotated[
+TokenOption = Annotated[str, typer.Option("--token-file", help="the cluster's token", show_default="as Ray finds it")]
+JobArgument = Annotated[str, typer.Argument(help="a job's id, or the name of its run")]
+OverridesArgument = Annotated[
     list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)
 ]
 
 
 app = typer.Typer(
-    cls=WithDefault,
+    cls=DefaultCommandGroup,
     no_args_is_help=True,
     help="Submit a run to a Ray cluster, `submit PRESET [key=value …]`, and look after it.",
 )
 
 
 @contextmanager
-def _asking(address: str, token_file: str) -> Iterator[Jobs]:
+def _open_jobs(address: str, token_file: str) -> Iterator[ClusterJobs]:
     """The cluster's jobs. What it cannot be asked, or refuses, is one line on stderr and exit code 2."""
-    from r3async.tools.submit.jobs import Jobs, SubmitError
+    from r3async.tools.submit.jobs import ClusterJobs, SubmitError
 
     try:
-        yield Jobs(address, token_file)
+        yield ClusterJobs(address, token_file)
     except SubmitError as error:
-        Terminal(stderr=True).print(str(error), style="bold red", highlight=False, markup=False, soft_wrap=True)
+        SafeConsole(stderr=True).print(str(error), style="bold red", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
 
 @app.command(name="run", hidden=True)
 def submit(
     preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file in this folder")],
-    overrides: Overrides = None,
-    address: Address = "",
-    token_file: Token = "",
+    overrides: OverridesArgument = None,
+    address: AddressOption = "",
+    token_file: TokenOption = "",
     follow: Annotated[bool, typer.Option("--follow/--detach", help="show the log until the job ends")] = True,
     runs: Annotated[
-        Path, typer.Option(help="where run directories are made; every node must see it", envvar=RUNS_ENV)
-    ] = RUNS,
+        Path, typer.Option(help="where run directories are made; every node must see it", envvar=RUNS_VARIABLE)
+    ] = DEFAULT_RUNS_DIRECTORY,
     name: Annotated[str, typer.Option("--id", help="of the job", show_default="Ray's")] = "",
     check: Annotated[bool, typer.Option("--check/--no-check", help="refuse what cannot fit the cluster")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the job, and submit nothing")] = False,
 ) -> None:
     """Package this folder (without what .gitignore and .rayignore name) and train PRESET as a job."""
-    from r3async.tools.plan import make_plan
+    from r3async.tools.plan import make_run_plan
     from r3async.tools.submit.jobs import make_package
 
-    config = load_command(preset, overrides or [])
-    plan = make_plan(config, imports=not dry_run)
+    config = load_command_config(preset, overrides or [])
+    plan = make_run_plan(config, import_code=not dry_run)
     package = make_package(config, preset, overrides or [], runs=runs)
     if dry_run:
-        echo(json.dumps({"entrypoint": package.entrypoint, "runtime_env": package.runtime_env}, indent=2))
+        echo_printable(json.dumps({"entrypoint": package.entrypoint, "runtime_env": package.runtime_env}, indent=2))
         return
-    with _asking(address or config.cluster.address, token_file) as jobs:
+    with _open_jobs(address or config.cluster.address, token_file) as jobs:
         if check:
-            _refuse_what_does_not_fit(plan, config, jobs)
-        job = jobs.submit(package, name, lambda text: echo(text, err=True))
-        echo(f"job {job} submitted to {jobs.address}; runs are made in {runs.absolute()}", err=True)
+            _check_cluster_fit(plan, config, jobs)
+        job = jobs.submit_job(package, name, lambda text: echo_printable(text, err=True))
+        echo_printable(f"job {job} submitted to {jobs.address}; runs are made in {runs.absolute()}", err=True)
         if follow:
-            _follow(jobs, job)
-        echo(job)
+            _follow_job(jobs, job)
+        echo_printable(job)
 
 
-def _refuse_what_does_not_fit(plan: Any, config: Any, jobs: Any) -> None:
-    from r3async.tools.fit import ask_cluster, check_fit
+def _check_cluster_fit(plan: Any, config: Any, jobs: Any) -> None:
+    from r3async.tools.fit import check_cluster_fit, query_nodes
     from r3async.tools.submit.jobs import SubmitError
 
-    fit = check_fit(plan, config, ask_cluster(jobs.dashboard))
+    fit = check_cluster_fit(plan, config, query_nodes(jobs.dashboard_address))
     if fit.problems:
         raise SubmitError(
             "\n".join(f"does not fit: {p}" for p in fit.problems) + "\n(--no-check submits it all the same)"
         )
 
 
-def _follow(jobs: Jobs, job: str) -> NoReturn:
+def _follow_job(jobs: ClusterJobs, job: str) -> NoReturn:
     """Show the job's log until it ends, and exit as it did."""
-    from r3async.tools.submit.jobs import EXIT_CODES, write_log
+    from r3async.tools.submit.jobs import STATUS_EXIT_CODES, write_log
 
     try:
-        status = jobs.follow(job, write_log)
+        status = jobs.follow_log(job, write_log)
     except KeyboardInterrupt:
-        echo(f"\nthe job keeps running; `r3async submit stop {job}` ends it in order", err=True)
+        echo_printable(f"\nthe job keeps running; `r3async submit stop {job}` ends it in order", err=True)
         raise typer.Exit(130) from None
     # Ray's message of a failed command repeats the end of the log, which was shown.
     message = status["message"] if "setup failed" in status["message"] else status["message"].partition("\n")[0]
-    echo(f"job {job} {status['status'].lower()}: {message}".rstrip(": "), err=True)
+    echo_printable(f"job {job} {status['status'].lower()}: {message}".rstrip(": "), err=True)
     sys.stdout.flush()
-    raise typer.Exit(EXIT_CODES[status["status"]])
+    raise typer.Exit(STATUS_EXIT_CODES[status["status"]])
 
 
 @app.command()
-def status(job: Job, address: Address = "", token_file: Token = "") -> None:
+def status(job: JobArgument, address: AddressOption = "", token_file: TokenOption = "") -> None:
     """A job's status as JSON; the exit code is that of `submit`: 0 also while it runs."""
-    from r3async.tools.submit.jobs import EXIT_CODES
+    from r3async.tools.submit.jobs import STATUS_EXIT_CODES
 
-    with _asking(address, token_file) as jobs:
-        found = jobs.status(jobs.find(job))
-    echo(json.dumps(found))
-    raise typer.Exit(EXIT_CODES.get(found["status"], 0))
+    with _open_jobs(address, token_file) as jobs:
+        found = jobs.get_status(jobs.find_job(job))
+    echo_printable(json.dumps(found))
+    raise typer.Exit(STATUS_EXIT_CODES.get(found["status"], 0))
 
 
 @app.command(name="list")
-def list_jobs(address: Address = "", token_file: Token = "") -> None:
+def list_jobs(address: AddressOption = "", token_file: TokenOption = "") -> None:
     """All jobs of the cluster, one JSON object a line."""
-    with _asking(address, token_file) as jobs:
-        for found in jobs.list():
-            echo(json.dumps(found))
+    with _open_jobs(address, token_file) as jobs:
+        for found in jobs.list_jobs():
+            echo_printable(json.dumps(found))
 
 
 @app.command()
 def logs(
-    job: Job,
+    job: JobArgument,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="until it ends, with its exit code")] = False,
-    address: Address = "",
-    token_file: Token = "",
+    address: AddressOption = "",
+    token_file: TokenOption = "",
 ) -> None:
     """What a job has printed."""
-    with _asking(address, token_file) as jobs:
-        found = jobs.find(job)
+    with _open_jobs(address, token_file) as jobs:
+        found = jobs.find_job(job)
         if follow:
-            _follow(jobs, found)
-        echo(printable_log(jobs.logs(found)), nl=False)
+            _follow_job(jobs, found)
+        echo_printable(clean_log_output(jobs.get_logs(found)), nl=False)
 
 
 @app.command()
 def stop(
-    job: Job,
+    job: JobArgument,
     wait: Annotated[float, typer.Option(help="seconds to wait for its end")] = 300.0,
-    address: Address = "",
-    token_file: Token = "",
+    address: AddressOption = "",
+    token_file: TokenOption = "",
 ) -> None:
     """End a job in order: the running step is finished, a checkpoint written."""
-    with _asking(address, token_file) as jobs:
-        job = jobs.find(job)
-        asked = jobs.stop(job)
-        found = jobs.wait(job, wait)
-    echo(f"job {job} {'was stopped' if asked else 'had ended already'}: {found['status']}")
+    with _open_jobs(address, token_file) as jobs:
+        job = jobs.find_job(job)
+        asked = jobs.stop_job(job)
+        found = jobs.wait_ended(job, wait)
+    echo_printable(f"job {job} {'was stopped' if asked else 'had ended already'}: {found['status']}")
 
 
 def cluster(
     preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")],
-    overrides: Overrides = None,
-    address: Address = "",
-    token_file: Token = "",
+    overrides: OverridesArgument = None,
+    address: AddressOption = "",
+    token_file: TokenOption = "",
 ) -> None:
     """What a run needs beside what a Ray cluster has; exit code 1 if it does not fit."""
-    from r3async.tools.fit import ask_cluster, check_fit, describe_fit
-    from r3async.tools.plan import make_plan
+    from r3async.tools.fit import check_cluster_fit, describe_cluster_fit, query_nodes
+    from r3async.tools.plan import make_run_plan
 
-    config = load_command(preset, overrides or [])
-    plan = make_plan(config, imports=False)
-    with _asking(address or config.cluster.address, token_file) as jobs:
-        fit = check_fit(plan, config, ask_cluster(jobs.dashboard))
-    echo(describe_fit(fit, plan))
+    config = load_command_config(preset, overrides or [])
+    plan = make_run_plan(config, import_code=False)
+    with _open_jobs(address or config.cluster.address, token_file) as jobs:
+        fit = check_cluster_fit(plan, config, query_nodes(jobs.dashboard_address))
+    echo_printable(describe_cluster_fit(fit, plan))
     raise typer.Exit(1 if fit.problems else 0)

@@ -23,14 +23,14 @@ from typing import Any
 import msgspec
 import psutil
 
-from r3async.config import Config, ConfigError, is_loopback
-from r3async.tools.runs import RUNS_ENV, runs_directory
-from r3async.tools.submit.launch import command_of, entrypoint
-from r3async.world.processes import printable_log
+from r3async.config import Config, ConfigError, is_loopback_host
+from r3async.tools.runs import RUNS_VARIABLE, get_runs_directory
+from r3async.tools.submit.launch import extract_command, make_entrypoint
+from r3async.world.processes import clean_log_output
 
-AUTH_MODE = "RAY_AUTH_MODE"
+AUTH_MODE_VARIABLE = "RAY_AUTH_MODE"
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-SECRETS = (
+SECRET_PATTERNS = (
     *(
         ".env",
         ".env.*",
@@ -60,24 +60,24 @@ SECRETS = (
     *(".git-credentials", ".pgpass", "credentials", "credentials.json", "secrets.*", "service-account*.json"),
 )
 """Of the folder, what is likely to be a key or a password: the package lies on every node, where other jobs can read it."""
-EXCLUDES = (
+EXCLUDE_PATTERNS = (
     *(".git/", ".venv/", "runs/", "__pycache__/", "*.safetensors", "*.pyc", "*.log", ".*_cache/", ".hypothesis/"),
-    *SECRETS,
+    *SECRET_PATTERNS,
 )
 """Left out of the package besides what `.gitignore` and `.rayignore` of the folder name."""
 SHUTDOWN_SECONDS = 30.0
 """For saving the model and ending the actors, after the running step."""
-RECONNECTS = 5
-QUIET_SECONDS = 60.0
+MAX_RECONNECTS = 5
+MAX_QUIET_SECONDS = 60.0
 """Without a line of the log, after which the connection is made again."""
-REQUEST_SECONDS = 60.0
+REQUEST_TIMEOUT_SECONDS = 60.0
 """For one answer of the cluster."""
 SETTLE_SECONDS = 60.0
 """For the job's status to follow the end of its log."""
 AGENT_SECONDS = 30.0
-NO_AGENT = "No available agent"
+NO_AGENT_MESSAGE = "No available agent"
 """What the dashboard says while the agent that starts jobs is not up."""
-EXIT_CODES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 3}
+STATUS_EXIT_CODES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 3}
 """Exit code of `submit` when the job has ended so; 2 is a mistake of the command line, as everywhere."""
 
 
@@ -85,14 +85,14 @@ class SubmitError(RuntimeError):
     """The cluster cannot be asked, or refuses; the message says what to do about it."""
 
 
-class Package(msgspec.Struct, frozen=True):
+class JobPackage(msgspec.Struct, frozen=True):
     """What a job consists of: its shell command and Ray's runtime environment."""
 
     entrypoint: str
     runtime_env: dict[str, Any]
 
 
-def stop_seconds(config: Config) -> int:
+def compute_stop_seconds(config: Config) -> int:
     """How long Ray waits between SIGTERM and SIGKILL when the job is stopped: as long as `train` itself gives the actors,
     and the time to leave Ray. Ray's own default is 3 s, in which no model is saved."""
     return math.ceil(4 * config.supervise.stop_grace_seconds + SHUTDOWN_SECONDS)
@@ -106,10 +106,10 @@ def make_package(
     directory: Path | None = None,
     runs: Path | None = None,
     env: dict[str, str] | None = None,
-) -> Package:
+) -> JobPackage:
     """The job that trains `preset` with `overrides`, from `directory` (the current one).
 
-    Run directories are made in `runs` (by default as `runs_directory` says), which every node that trains must see. A
+    Run directories are made in `runs` (by default as `get_runs_directory` says), which every node that trains must see. A
     `model.path` or a `transport.keys` that exists here is passed as an absolute path: weights and keys are not packaged.
     Raises `ConfigError` for a file outside of the folder, and for a folder that has another module of the name `r3async`.
     """
@@ -125,20 +125,20 @@ def make_package(
         if place and Path(place).is_dir() and not Path(place).is_absolute():
             words.append(f"{setting}={Path(place).absolute()}")
     environment = {
-        "RAY_JOB_STOP_WAIT_TIME_S": str(stop_seconds(config)),
-        RUNS_ENV: str((runs or runs_directory()).absolute()),
+        "RAY_JOB_STOP_WAIT_TIME_S": str(compute_stop_seconds(config)),
+        RUNS_VARIABLE: str((runs or get_runs_directory()).absolute()),
         **{name: os.environ[name] for name in ("HF_HUB_OFFLINE",) if name in os.environ},
         **(env or {}),
     }
     runtime_env = {
         "working_dir": str(directory),
-        "excludes": [*EXCLUDES, *_being_written(directory)],
+        "excludes": [*EXCLUDE_PATTERNS, *_find_own_output(directory)],
         "env_vars": environment,
     }
-    return Package(entrypoint(words, needs="import r3async.tools.cli"), runtime_env)
+    return JobPackage(make_entrypoint(words, needs="import r3async.tools.cli"), runtime_env)
 
 
-def _being_written(directory: Path) -> list[str]:
+def _find_own_output(directory: Path) -> list[str]:
     """Files of the folder that our own output goes to. Ray names a package by its contents, and computes that more than once:
     a file that grows meanwhile makes a job that asks for a package which does not exist."""
     out = []
@@ -163,7 +163,7 @@ def _refuse_hidden_module(directory: Path) -> None:
         )
 
 
-def open_client(address: str, headers: dict[str, str] | None = None) -> Any:
+def open_job_client(address: str, headers: dict[str, str] | None = None) -> Any:
     """Ray's client of the jobs of a cluster. Raises what Ray raises.
 
     A local run leaves a token in `~/.ray/auth_token`, a head that is started later asks for it, and clients do not look there. So
@@ -174,37 +174,37 @@ def open_client(address: str, headers: dict[str, str] | None = None) -> Any:
     try:
         return JobSubmissionClient(address, headers=headers)
     except AuthenticationError:
-        if not _take_own_token(address):
+        if not _use_local_token(address):
             raise
         return JobSubmissionClient(address, headers=headers)
 
 
-def _take_own_token(address: str) -> bool:
+def _use_local_token(address: str) -> bool:
     """Have this process use the token that Ray keeps for its user. False if there is none, or it is not for that address."""
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-    host = _split(address).hostname or ""
-    if AUTH_MODE in os.environ or not (is_loopback(host) or host in _own_addresses()):
+    host = _split_address(address).hostname or ""
+    if AUTH_MODE_VARIABLE in os.environ or not (is_loopback_host(host) or host in _list_local_addresses()):
         return False
     if not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         return False
-    os.environ[AUTH_MODE] = "token"
+    os.environ[AUTH_MODE_VARIABLE] = "token"
     Config.initialize("")  # Ray has read the variable before
     return True
 
 
-def _own_addresses() -> set[str]:
+def _list_local_addresses() -> set[str]:
     return {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
 
 
-class Jobs:
+class ClusterJobs:
     """The jobs of one cluster. Every method may raise `SubmitError`."""
 
     def __init__(self, address: str = "", token_file: str = ""):
         if token_file:
             if not Path(token_file).is_file():
                 raise SubmitError(f"--token-file {token_file}: there is no such file")
-            os.environ |= {AUTH_MODE: "token", "RAY_AUTH_TOKEN_PATH": token_file}
+            os.environ |= {AUTH_MODE_VARIABLE: "token", "RAY_AUTH_TOKEN_PATH": token_file}
             os.environ.pop("RAY_AUTH_TOKEN", None)
         if address:
             # Ray prefers these to the address that it is given.
@@ -218,14 +218,14 @@ class Jobs:
         packaging = ("_private.runtime_env.packaging", "_private.runtime_env.working_dir")
         for noisy in ("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk", *packaging):
             logging.getLogger(f"ray.{noisy}").setLevel(logging.WARNING)
-        with self._explained():
+        with self._explain_errors():
             _check_port(self.address)
-            self._client = open_client(self.address)
+            self._client = open_job_client(self.address)
         # Ray's client hands further arguments on to `requests`, which without one waits for ever.
-        self._client._do_request = partial(self._client._do_request, timeout=REQUEST_SECONDS)
+        self._client._do_request = partial(self._client._do_request, timeout=REQUEST_TIMEOUT_SECONDS)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         from ray.exceptions import AuthenticationError
 
         try:
@@ -251,83 +251,86 @@ class Jobs:
             raise SubmitError(str(error)) from error
 
     @property
-    def dashboard(self) -> str:
+    def dashboard_address(self) -> str:
         """The http address that `address` stands for."""
         return str(self._client.get_address())
 
-    def submit(self, package: Package, name: str = "", say: Callable[[str], object] = lambda text: None) -> str:
+    def submit_job(
+        self, package: JobPackage, name: str = "", print_line: Callable[[str], object] = lambda text: None
+    ) -> str:
         """Package, upload, start. Returns the job's id; `name`, if given, is that. A cluster that was just started may take
         `AGENT_SECONDS` until it takes jobs."""
         deadline = time.monotonic() + AGENT_SECONDS
         while True:
             try:
-                with self._explained():
+                with self._explain_errors():
                     return self._client.submit_job(
                         entrypoint=package.entrypoint, runtime_env=package.runtime_env, submission_id=name or None
                     )
             except SubmitError as error:
-                if NO_AGENT not in str(error):
+                if NO_AGENT_MESSAGE not in str(error):
                     raise
                 if time.monotonic() > deadline:
                     raise SubmitError(
-                        f"{self.address} takes no jobs ({NO_AGENT!r} for {AGENT_SECONDS:.0f} s): its dashboard agent is not up. "
-                        "If another Ray runs on that host, it has the agent's port: give `ray start` "
+                        f"{self.address} takes no jobs ({NO_AGENT_MESSAGE!r} for {AGENT_SECONDS:.0f} s): its dashboard agent "
+                        "is not up. If another Ray runs on that host, it has the agent's port: give `ray start` "
                         "--dashboard-agent-listen-port=0"
                     ) from error
-                say("the cluster takes no jobs yet: waiting for its dashboard agent")
+                print_line("the cluster takes no jobs yet: waiting for its dashboard agent")
                 time.sleep(2.0)
 
-    def status(self, job: str) -> dict[str, Any]:
-        """`status` (PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED), `message`, `entrypoint`, `seconds` (0 before it runs)."""
-        with self._explained():
+    def get_status(self, job: str) -> dict[str, Any]:
+        """`get_status` (PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED), `message`, `make_entrypoint`, `seconds` (0 before it
+        runs)."""
+        with self._explain_errors():
             info = self._client.get_job_info(job)
         began, ended = info.start_time or 0, info.end_time or time.time() * 1000
         return {
             "job": job,
             "status": str(getattr(info.status, "value", info.status)),
             "message": info.message or "",
-            "entrypoint": command_of(info.entrypoint),
+            "entrypoint": extract_command(info.entrypoint),
             "seconds": (ended - began) / 1000 if began else 0.0,
         }
 
-    def list(self) -> list[dict[str, Any]]:
+    def list_jobs(self) -> list[dict[str, Any]]:
         """All submitted jobs, the oldest first."""
-        return [self.status(job.submission_id) for job in self._known()]
+        return [self.get_status(job.submission_id) for job in self._list_submitted()]
 
-    def find(self, job: str) -> str:
+    def find_job(self, job: str) -> str:
         """The id that `job` stands for: itself, or that of the newest job whose command has `name=JOB`, a run's name."""
-        known = self._known()
+        known = self._list_submitted()
         if job in {j.submission_id for j in known}:
             return job
         return next((j.submission_id for j in reversed(known) if f"name={job}" in j.entrypoint.split()), job)
 
-    def _known(self) -> Sequence[Any]:
-        with self._explained():
+    def _list_submitted(self) -> Sequence[Any]:
+        with self._explain_errors():
             jobs = self._client.list_jobs()
         return sorted((j for j in jobs if j.submission_id), key=lambda j: j.start_time or 0)
 
-    def logs(self, job: str) -> str:
+    def get_logs(self, job: str) -> str:
         """What the job has printed so far."""
-        with self._explained():
+        with self._explain_errors():
             return self._client.get_job_logs(job)
 
-    def stop(self, job: str) -> bool:
+    def stop_job(self, job: str) -> bool:
         """Ask the run to end in order: SIGTERM, and SIGKILL after the job's grace. False if it has ended already."""
-        if self.status(job)["status"] in EXIT_CODES:
+        if self.get_status(job)["status"] in STATUS_EXIT_CODES:
             return False
-        with self._explained():
+        with self._explain_errors():
             return bool(self._client.stop_job(job))
 
-    def wait(self, job: str, seconds: float) -> dict[str, Any]:
+    def wait_ended(self, job: str, seconds: float) -> dict[str, Any]:
         """Its status when it has ended. Raises `SubmitError` if it has not, `seconds` from now."""
         deadline = time.monotonic() + seconds
-        while (status := self.status(job))["status"] not in EXIT_CODES:
+        while (status := self.get_status(job))["status"] not in STATUS_EXIT_CODES:
             if time.monotonic() > deadline:
                 raise SubmitError(f"job {job} is still {status['status']} after {seconds:.0f} s")
             time.sleep(0.5)
         return status
 
-    def follow(self, job: str, write: Callable[[str], Any]) -> dict[str, Any]:
+    def follow_log(self, job: str, write: Callable[[str], Any]) -> dict[str, Any]:
         """Hand what the job prints to `write` until it ends; returns its status. A lost connection is made again, without
         a line twice. Ctrl-C leaves the job running and raises `KeyboardInterrupt`."""
         shown = lost = 0
@@ -339,29 +342,29 @@ class Jobs:
 
         while True:
             try:
-                asyncio.run(self._tail(job, shown, show))
+                asyncio.run(self._tail_log(job, shown, show))
                 break
             except TimeoutError:
                 pass  # nothing was printed for long: it may be computing, or the connection lost
             except (RuntimeError, OSError) as error:
                 lost += 1
-                if lost > RECONNECTS:
+                if lost > MAX_RECONNECTS:
                     raise SubmitError(
                         f"the log of job {job} broke off {lost} times ({error}); the job keeps running: "
                         f"`r3async submit logs {job}`"
                     ) from error
                 time.sleep(1.0)
-            if self.status(job)["status"] in EXIT_CODES:
-                show(self.logs(job)[shown:])
+            if self.get_status(job)["status"] in STATUS_EXIT_CODES:
+                show(self.get_logs(job)[shown:])
                 break
-        return self.wait(job, SETTLE_SECONDS)
+        return self.wait_ended(job, SETTLE_SECONDS)
 
-    async def _tail(self, job: str, shown: int, show: Callable[[str], None]) -> None:
-        """Follow once, without the first `shown` characters. Raises `TimeoutError` after `QUIET_SECONDS` of silence."""
+    async def _tail_log(self, job: str, shown: int, show: Callable[[str], None]) -> None:
+        """Follow once, without the first `shown` characters. Raises `TimeoutError` after `MAX_QUIET_SECONDS` of silence."""
         log = self._client.tail_job_logs(job)
         while True:
             try:
-                text = await asyncio.wait_for(anext(log), QUIET_SECONDS)
+                text = await asyncio.wait_for(anext(log), MAX_QUIET_SECONDS)
             except StopAsyncIteration:
                 return
             old, shown = min(shown, len(text)), max(0, shown - len(text))
@@ -371,7 +374,7 @@ class Jobs:
 
 def _check_port(address: str) -> None:
     """Raise `ConnectionError` if nobody listens there, after seconds and not after the minutes that TCP may take."""
-    url = _split(address)
+    url = _split_address(address)
     if url.hostname is None or (url.scheme not in ("http", "https") and url.port is None):
         return
     try:
@@ -380,7 +383,7 @@ def _check_port(address: str) -> None:
         raise ConnectionError(str(error)) from error
 
 
-def _split(address: str) -> urllib.parse.SplitResult:
+def _split_address(address: str) -> urllib.parse.SplitResult:
     return urllib.parse.urlsplit(address if "://" in address else f"ray://{address}")
 
 
@@ -392,5 +395,5 @@ def _last_line(text: str) -> str:
 
 def write_log(text: str) -> None:
     """To stdout, at once, without what a terminal would obey."""
-    sys.stdout.write(printable_log(text))
+    sys.stdout.write(clean_log_output(text))
     sys.stdout.flush()

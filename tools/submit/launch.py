@@ -11,11 +11,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-NOT_FOUND = 127
+NOT_FOUND_EXIT_CODE = 127
 """Exit code when no interpreter would do, as a shell has it for a command that it does not find."""
 
-_BEGIN = "set -- "
-_FIND = """
+_SET_ARGUMENTS = "set -- "
+_FIND_PYTHON = """
 ray= pid=$PPID
 while [ -z "$ray" ] && [ "${pid:-0}" -gt 1 ] && [ -r /proc/$pid/cmdline ]; do
   ray=$(tr "\\0" "\\n" < /proc/$pid/cmdline | sed -n "s/^--python_worker_command=\\"\\{0,1\\}\\([^ \\"]*\\).*/\\1/p")
@@ -34,24 +34,24 @@ echo "no Python on $(uname -n) can run this job (PATH=$PATH):$tried" >&2
 echo REMEDY >&2
 exit 127
 """
-REMEDY = (
+NO_PYTHON_REMEDY = (
     "the Python that Ray was started with on the head (its .venv/bin/ray) needs r3async installed, or submit from a checkout "
     "of r3async, whose code travels, to a cluster that has its dependencies"
 )
 
 
-def entrypoint(words: Sequence[str], *, needs: str = "pass", submitter: str = sys.executable) -> str:
+def make_entrypoint(words: Sequence[str], *, needs: str = "pass", submitter: str = sys.executable) -> str:
     """A line for `sh` that runs `python WORDS`, with the first interpreter that runs the statement `needs` without an error.
 
     `submitter`: the path of the interpreter here, which the cluster may or may not have. The line ends with exit code
-    `NOT_FOUND`, and says what it looked for, if there is none. After `exec` the job is the Python process itself, so signals
-    and exit codes are the command's own.
+    `NOT_FOUND_EXIT_CODE`, and says what it looked for, if there is none. After `exec` the job is the Python process itself,
+    so signals and exit codes are the command's own.
     """
-    find = _FIND.replace("SUBMITTER", shlex.quote(submitter)).replace("NEEDS", shlex.quote(needs))
-    return _BEGIN + shlex.join(words) + find.replace("REMEDY", shlex.quote(REMEDY)).rstrip("\n")
+    find = _FIND_PYTHON.replace("SUBMITTER", shlex.quote(submitter)).replace("NEEDS", shlex.quote(needs))
+    return _SET_ARGUMENTS + shlex.join(words) + find.replace("REMEDY", shlex.quote(NO_PYTHON_REMEDY)).rstrip("\n")
 
 
-def command_of(line: str) -> str:
-    """What `entrypoint` was given, as a person would type it after `python`; any other line unchanged."""
+def extract_command(line: str) -> str:
+    """What `make_entrypoint` was given, as a person would type it after `python`; any other line unchanged."""
     head, newline, _ = line.partition("\nray= pid=")
-    return head.removeprefix(_BEGIN) if newline else line
+    return head.removeprefix(_SET_ARGUMENTS) if newline else line

@@ -1,4 +1,4 @@
-"""How many runs this machine makes at once, from what a run needs of it. Pure, but for `here`."""
+"""How many runs this machine makes at once, from what a run needs of it. Pure, but for `measure_machine`."""
 
 from __future__ import annotations
 
@@ -9,79 +9,83 @@ from typing import NamedTuple
 
 from r3async.config import Config
 from r3async.tools.memory import GIB
-from r3async.tools.plan import PUBLISHED_VERSIONS, Plan
+from r3async.tools.plan import VERSIONS_IN_MEMORY, RunPlan
 
 PROCESS_BYTES = 0.9 * GIB
 """Of host memory that each of a run's processes takes before it holds a model, Ray's own shared among them."""
 
 
 class Machine(NamedTuple):
-    """`free`: bytes of memory that nobody uses. `gpus`: their names for `CUDA_VISIBLE_DEVICES`."""
+    """`free_bytes`: bytes of memory that nobody uses. `gpus`: their names for `CUDA_VISIBLE_DEVICES`."""
 
     cores: int
-    free: float
+    free_bytes: float
     gpus: list[str]
 
 
-class Need(NamedTuple):
+class RunNeeds(NamedTuple):
     """Of one run. Cores that are busy, and bytes of host memory, at most."""
 
     cores: int
-    memory: float
+    memory_bytes: float
     gpus: int
 
 
-class Capacity(NamedTuple):
-    """`why`: in words, which needs allow how many."""
+class SweepCapacity(NamedTuple):
+    """`reason`: in words, which needs allow how many."""
 
     runs: int
-    why: str
+    reason: str
 
 
-def here() -> Machine:
-    from r3async.tools.doctor import cores_here, memory_here
+def measure_machine() -> Machine:
+    from r3async.tools.doctor import count_cores, read_memory
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     numbers = sorted(int(path.name.removeprefix("nvidia")) for path in Path("/dev").glob("nvidia[0-9]*"))
     gpus = list(map(str, numbers)) if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
-    return Machine(cores_here(), memory_here()[0], gpus if numbers else [])
+    return Machine(count_cores(), read_memory()[0], gpus if numbers else [])
 
 
-def need(config: Config, plan: Plan, machine: Machine) -> Need:
+def compute_needs(config: Config, plan: RunPlan, machine: Machine) -> RunNeeds:
     """What one run takes on that machine. A small model uses a GPU where there is one."""
-    ranks, engines = config.learner.parallel.world, config.generator.count
+    ranks, engines = config.learner.parallel.world_size, config.generator.count
     gpus = plan.gpus or int(bool(machine.gpus) and config.generator.engine == "vllm")
     processes = sum(process.count for process in plan.processes)
-    memory = processes * PROCESS_BYTES + PUBLISHED_VERSIONS * plan.version_bytes
+    memory = processes * PROCESS_BYTES + VERSIONS_IN_MEMORY * plan.version_bytes
     if not gpus:
         cache = config.generator.kv_cache_gib * GIB if config.generator.engine == "vllm" else 0
-        memory += ranks * plan.rank.total + engines * (plan.engine.weights + cache)
-    return Need(ranks + engines, memory, gpus)
+        memory += ranks * plan.rank.total_bytes + engines * (plan.engine.weights + cache)
+    return RunNeeds(ranks + engines, memory, gpus)
 
 
-def largest(needs: Sequence[Need]) -> Need:
+def combine_needs(needs: Sequence[RunNeeds]) -> RunNeeds:
     """As much of everything as the runs need that need the most of it."""
-    return Need(*map(max, zip(*needs, strict=True)))
+    return RunNeeds(*map(max, zip(*needs, strict=True)))
 
 
-def at_once(most: Need, machine: Machine, runs: int, asked: int | None, cluster: str) -> Capacity:
-    """`most`: what the largest of the runs needs. `asked`: by the person, who may know better. `cluster`: the address of the one
-    that runs are on, if they are; then this machine says nothing."""
-    if asked is not None:
-        return Capacity(min(asked, runs), "as asked (--parallel)")
+def compute_capacity(
+    max_needs: RunNeeds, machine: Machine, runs: int, requested: int | None, cluster: str
+) -> SweepCapacity:
+    """`max_needs`: what the largest of the runs needs. `requested`: by the person, who may know better. `cluster`: the
+    address of the one that runs are on, if they are; then this machine says nothing."""
+    if requested is not None:
+        return SweepCapacity(min(requested, runs), "as asked (--parallel)")
     if cluster:
-        return Capacity(1, f"one after the other on the cluster at {cluster}; --parallel N for more")
+        return SweepCapacity(1, f"one after the other on the cluster at {cluster}; --parallel N for more")
     limits = {
-        f"{machine.cores} cores, {most.cores} a run": machine.cores // most.cores,
-        f"{machine.free / GIB:.1f} GiB of free memory, {most.memory / GIB:.1f} a run": int(machine.free // most.memory),
+        f"{machine.cores} cores, {max_needs.cores} a run": machine.cores // max_needs.cores,
+        f"{machine.free_bytes / GIB:.1f} GiB of free memory, {max_needs.memory_bytes / GIB:.1f} a run": int(
+            machine.free_bytes // max_needs.memory_bytes
+        ),
     }
-    if most.gpus:
-        limits[f"{len(machine.gpus)} GPUs, {most.gpus} a run"] = len(machine.gpus) // most.gpus
-    return Capacity(max(1, min([runs, *limits.values()])), "; ".join(limits))
+    if max_needs.gpus:
+        limits[f"{len(machine.gpus)} GPUs, {max_needs.gpus} a run"] = len(machine.gpus) // max_needs.gpus
+    return SweepCapacity(max(1, min([runs, *limits.values()])), "; ".join(limits))
 
 
-def devices_of(slot: int, most: Need, machine: Machine) -> dict[str, str]:
+def make_slot_environment(slot: int, max_needs: RunNeeds, machine: Machine) -> dict[str, str]:
     """Environment of the run in that slot, from 0: the GPUs that no other slot has."""
-    if not most.gpus or len(machine.gpus) < most.gpus * (slot + 1):
+    if not max_needs.gpus or len(machine.gpus) < max_needs.gpus * (slot + 1):
         return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[most.gpus * slot : most.gpus * (slot + 1)])}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[max_needs.gpus * slot : max_needs.gpus * (slot + 1)])}

@@ -13,19 +13,19 @@ import msgspec
 import typer
 
 from r3async.config import ConfigError
-from r3async.config.read import name_problem
-from r3async.tools.runs import RUNS, NewRuns
+from r3async.config.read import explain_bad_name
+from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption
 
 if TYPE_CHECKING:
-    from r3async.tools.sweep.capacity import Capacity, Machine, Need
+    from r3async.tools.sweep.capacity import Machine, RunNeeds, SweepCapacity
     from r3async.tools.sweep.plan import PlannedRun, SweepPlan
-    from r3async.views.sweeps import Results
+    from r3async.views.sweeps import SweepResults
 
-Say = Callable[[str], object]
+PrintLine = Callable[[str], object]
 
 
-class Asked(NamedTuple):
-    """What a command line says: a plan file, overrides, which of its runs (see `plan.chosen`), and how many at once."""
+class SweepRequest(NamedTuple):
+    """What a command line says: a plan file, overrides, which of its runs (see `plan.choose_runs`), and how many at once."""
 
     path: Path
     overrides: Sequence[str] = ()
@@ -35,13 +35,13 @@ class Asked(NamedTuple):
     parallel: int | None = None
 
 
-class Checked(NamedTuple):
+class CheckedSweep(NamedTuple):
     """The whole plan; the runs that were asked for, validated; what the largest of them needs; how many at once, and where."""
 
     plan: SweepPlan
     runs: list[PlannedRun]
-    most: Need
-    capacity: Capacity
+    max_needs: RunNeeds
+    capacity: SweepCapacity
     machine: Machine
 
 
@@ -66,23 +66,23 @@ def sweep(
         bool, typer.Option("--dry-run", help="validate every run, and list them; start nothing")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="the results as one JSON object on the last line")] = False,
-    runs: NewRuns = RUNS,
+    runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Make many runs from a plan: settings, seeds, initial models; then a report with intervals. Exit 1 if a run failed.
 
     The same command continues a sweep that was stopped; runs that are finished are not made again.
     """
-    asked = Asked(plan, overrides or [], seeds, models, only, parallel)
+    asked = SweepRequest(plan, overrides or [], seeds, models, only, parallel)
     if dry_run:
-        checked = check(asked, _note, imports=False)
+        checked = check_sweep(asked, _print_note, import_code=False)
         for run in checked.runs:
             typer.echo(shlex.join(["r3async", "train", run.preset, *run.overrides]))
-        typer.echo(described(checked))
+        typer.echo(describe_sweep(checked))
         return
-    if problem := name_problem(name or plan.stem):
+    if problem := explain_bad_name(name or plan.stem):
         raise ConfigError(f"--name {name or plan.stem!r} {problem}")
     directory = runs / (name or plan.stem)
-    complete, results = make(directory, asked, _note)
+    complete, results = run_sweep(directory, asked, _print_note)
     from r3async.views.sweeps import describe_results
 
     typer.echo(msgspec.json.encode(results).decode() if json else describe_results(results))
@@ -90,93 +90,97 @@ def sweep(
         raise typer.Exit(1)
 
 
-def check(asked: Asked, say: Say, imports: bool = True) -> Checked:
-    """Every run that is asked for, validated as by `r3async train --dry-run`; see `make_plan` for `imports`. Raises `ConfigError`
-    that names the run."""
-    from r3async.tools.plan import checked_plan
-    from r3async.tools.sweep.capacity import at_once, here, largest, need
-    from r3async.tools.sweep.plan import chosen, read_plan, runs_of
+def check_sweep(request: SweepRequest, print_line: PrintLine, import_code: bool = True) -> CheckedSweep:
+    """Every run that is asked for, validated as by `r3async train --dry-run`; see `make_plan` for `import_code`. Raises
+    `ConfigError` that names the run."""
+    from r3async.tools.plan import make_checked_plan
+    from r3async.tools.sweep.capacity import combine_needs, compute_capacity, compute_needs, measure_machine
+    from r3async.tools.sweep.plan import choose_runs, list_runs, read_sweep_plan
 
-    plan = read_plan(asked.path)
+    plan = read_sweep_plan(request.path)
     try:
-        planned = chosen(plan, runs_of(plan, asked.overrides), asked.seeds, asked.models, asked.only)
-        machine, needs, cluster = here(), [], os.environ.get("RAY_ADDRESS", "")
+        planned = choose_runs(plan, list_runs(plan, request.overrides), request.seeds, request.models, request.only)
+        machine, needs, cluster = measure_machine(), [], os.environ.get("RAY_ADDRESS", "")
         for at, run in enumerate(planned):
             if len(planned) > 20 and at % 20 == 0:
-                say(f"validating run {at + 1} of {len(planned)}")
-            config = run.config()
+                print_line(f"validating run {at + 1} of {len(planned)}")
+            config = run.make_config()
             cluster = config.cluster.address or cluster
             try:
-                needs.append(need(config, checked_plan(config, imports), machine))
+                needs.append(compute_needs(config, make_checked_plan(config, import_code), machine))
             except ConfigError as error:
                 raise ConfigError(f"run {run.name}: {error}") from error
     except ConfigError as error:
-        raise ConfigError(f"{asked.path}: {error}") from error
-    most = largest(needs)
-    return Checked(plan, planned, most, at_once(most, machine, len(planned), asked.parallel, cluster), machine)
+        raise ConfigError(f"{request.path}: {error}") from error
+    most = combine_needs(needs)
+    return CheckedSweep(
+        plan, planned, most, compute_capacity(most, machine, len(planned), request.parallel, cluster), machine
+    )
 
 
-def described(checked: Checked) -> str:
+def describe_sweep(checked: CheckedSweep) -> str:
     count, why = checked.capacity
     return f"{len(checked.runs)} runs, {count} at once ({why})"
 
 
-def make(directory: Path, asked: Asked, say: Say) -> tuple[bool, Results]:
+def run_sweep(directory: Path, asked: SweepRequest, print_line: PrintLine) -> tuple[bool, SweepResults]:
     """Make the runs that are asked for and missing in `directory`. Returns whether all of them are complete, and the results of
     all that are there. Raises `ConfigError` and, where somebody asked for the end, `KeyboardInterrupt`."""
     from r3async.checkpoint.directory import RunLock
-    from r3async.tools.run_dir import check_capacity
+    from r3async.tools.run_dir import check_disk_space
     from r3async.tools.sweep import record as records
-    from r3async.tools.sweep.capacity import devices_of
-    from r3async.tools.sweep.runner import Runner, starter
-    from r3async.tools.train import StopRequest, stop_signals
+    from r3async.tools.sweep.capacity import make_slot_environment
+    from r3async.tools.sweep.runner import SweepRunner, make_starter
+    from r3async.tools.train import StopRequest, handle_stop_signals
     from r3async.world.files import make_directory
 
-    checked = check(asked, say)
-    check_capacity(directory)
-    records.read_record(directory)  # is it free, or a sweep's?
+    checked = check_sweep(asked, print_line)
+    check_disk_space(directory)
+    records.read_sweep_record(directory)  # is it free, or a sweep's?
     make_directory(directory)
     lock = RunLock(directory)
     try:
-        if not asyncio.run(lock.alone(0.0)):
+        if not asyncio.run(lock.acquire_exclusive(0.0)):
             raise ConfigError(f"{directory} is in use by another sweep: wait for it, or choose another --name")
         at_once = checked.capacity.runs
-        facts = records.facts_of(
+        facts = records.collect_facts(
             shlex.join(["r3async", "sweep", str(asked.path), *asked.overrides]),
             f"{checked.machine.cores} cores, {len(checked.machine.gpus)} GPUs, {at_once} run{'s' * (at_once != 1)} at once",
         )
-        record = records.begin(directory, checked.plan, asked.overrides, checked.runs, facts)
-        say(f"{described(checked)}; directory: {directory}")
+        record = records.begin_sweep(directory, checked.plan, asked.overrides, checked.runs, facts)
+        print_line(f"{describe_sweep(checked)}; directory: {directory}")
         request = StopRequest()
-        request.loading = False
+        request.is_loading = False
 
         def ended(run: PlannedRun) -> None:
-            records.keep(directory, record, [run], facts)
-            records.report(directory, record)
+            records.save_finished_runs(directory, record, [run], facts)
+            records.write_sweep_report(directory, record)
 
-        runner = Runner(
+        runner = SweepRunner(
             directory,
             checked.runs,
             checked.capacity.runs,
-            starter(directory, lambda slot: devices_of(slot, checked.most, checked.machine)),
+            make_starter(directory, lambda slot: make_slot_environment(slot, checked.max_needs, checked.machine)),
             request,
-            say,
+            print_line,
             ended,
             metrics=checked.plan.metrics,
         )
-        with stop_signals(request):
-            complete = runner.make()
-        results = records.report(directory, record)
-        say(f"report: {directory / 'report.html'}")
+        with handle_stop_signals(request):
+            complete = runner.run_all()
+        results = records.write_sweep_report(directory, record)
+        print_line(f"report: {directory / 'report.html'}")
     finally:
         lock.close()
     if request.requested and not complete:
-        say("stopped: the same command continues with what is left")
+        print_line("stopped: the same command continues with what is left")
         raise KeyboardInterrupt
-    for name in runner.failed:
-        say(f"{name} failed; its output is in {directory / 'logs' / name}.txt, and the same command tries it again")
+    for name in runner.failed_names:
+        print_line(
+            f"{name} failed; its output is in {directory / 'logs' / name}.txt, and the same command tries it again"
+        )
     return complete, results
 
 
-def _note(line: str) -> None:
+def _print_note(line: str) -> None:
     typer.echo(line, err=True)

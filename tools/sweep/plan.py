@@ -11,15 +11,24 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from r3async.config import Config, ConfigError, Section, did_you_mean, flat, load_command, load_config, parse_override
-from r3async.config.places import beside
-from r3async.config.read import nested
+from r3async.config import (
+    Config,
+    ConfigError,
+    Section,
+    did_you_mean,
+    flatten_section,
+    load_command_config,
+    load_config,
+    parse_override,
+)
+from r3async.config.places import resolve_relative_paths
+from r3async.config.read import nest_overrides
 from r3async.config.section import Seed
-from r3async.config.short import SHORT
-from r3async.record.catalogue import METRICS, metric
-from r3async.untrusted import Malformed, decode_toml
+from r3async.config.short import SHORTHAND_KEYS
+from r3async.record.catalogue import METRICS, find_metric
+from r3async.untrusted import MalformedError, decode_toml
 
-TAKEN = {
+RESERVED_SETTINGS = {
     "name": "each run has a name of its own",
     "seed": "list them in `seeds`",
     "resume": "a sweep always resumes",
@@ -50,7 +59,7 @@ class SweepPlan(Section):
     grid: dict[str, list[Any]] = msgspec.field(default_factory=dict)
     """By setting, its values: each with each, and with each variant."""
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         for name, numbers in (("seeds", self.seeds), ("initial_models", self.initial_models)):
             if len(set(map(str, numbers))) < len(numbers):
                 raise ValueError(f"`{name}` = {numbers} has one twice")
@@ -73,7 +82,7 @@ class SweepPlan(Section):
             raise ValueError(f"`baseline` = {self.baseline!r} is no variant; {hint}")
         for name in self.metrics:
             groups = {known.partition("/")[0] for known in METRICS if "/" in known}
-            if name.partition("/")[0] in groups and metric(name).docs == name:
+            if name.partition("/")[0] in groups and find_metric(name).description == name:
                 raise ValueError(
                     f"`metrics`: no run has {name!r}; {did_you_mean(name, METRICS, 'see docs/observing.md')}"
                 )
@@ -82,12 +91,12 @@ class SweepPlan(Section):
                 raise ValueError(f"`grid.{key}` must be a list of values")
 
 
-class Point(NamedTuple):
-    """What of a sweep is repeated with every seed. `base`: the name of the point that it is compared with, its own for that one.
-    `settings`: those in which points differ, by dotted key."""
+class PlannedPoint(NamedTuple):
+    """What of a sweep is repeated with every seed. `base_point`: the name of the point that it is compared with, its own for
+    that one. `settings`: those in which points differ, by dotted key."""
 
     name: str
-    base: str
+    base_point: str
     variant: str
     settings: dict[str, Any]
 
@@ -103,7 +112,7 @@ class PlannedRun(NamedTuple):
     preset: str
     overrides: list[str]
 
-    def config(self) -> Config:
+    def make_config(self) -> Config:
         """Raises `ConfigError` that names the run."""
         try:
             path = load_config(self.preset, self.overrides, None).model.path
@@ -112,16 +121,16 @@ class PlannedRun(NamedTuple):
                     f"`initial_models` are numbers, for models that are made, and `model.path` = {path!r} is one that is there: "
                     "name directories in `initial_models` instead"
                 )
-            return load_command(self.preset, self.overrides)
+            return load_command_config(self.preset, self.overrides)
         except ConfigError as error:
             raise ConfigError(f"run {self.name}: {error}") from error
 
 
-def read_plan(path: Path) -> SweepPlan:
+def read_sweep_plan(path: Path) -> SweepPlan:
     """Raises `ConfigError` that names the file, the key and the fix."""
     try:
         data = decode_toml(path.read_bytes())
-    except Malformed as error:
+    except MalformedError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     names = SweepPlan.__struct_fields__
     for key in data:
@@ -139,31 +148,37 @@ def read_plan(path: Path) -> SweepPlan:
         if path.parent.resolve() != Path.cwd():
             plan = msgspec.structs.replace(
                 plan,
-                settings=beside(nested(plan.settings), path.parent),
-                variants={name: beside(nested(given), path.parent) for name, given in plan.variants.items()},
-                grid={key: [_beside(key, value, path.parent) for value in values] for key, values in plan.grid.items()},
-                initial_models=[_beside("model.path", each, path.parent) for each in plan.initial_models],
+                settings=resolve_relative_paths(nest_overrides(plan.settings), path.parent),
+                variants={
+                    name: resolve_relative_paths(nest_overrides(given), path.parent)
+                    for name, given in plan.variants.items()
+                },
+                grid={
+                    key: [_resolve_path(key, value, path.parent) for value in values]
+                    for key, values in plan.grid.items()
+                },
+                initial_models=[_resolve_path("model.path", each, path.parent) for each in plan.initial_models],
             )
-        points_of(plan)
-        for run in runs_of(plan)[:1]:
-            run.config()
+        list_points(plan)
+        for run in list_runs(plan)[:1]:
+            run.make_config()
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return plan
 
 
-def _beside(key: str, value: Any, directory: Path) -> Any:
+def _resolve_path(key: str, value: Any, directory: Path) -> Any:
     """A setting's value, as a plan in that directory means it."""
-    if key in SHORT and not isinstance(value, str):
+    if key in SHORTHAND_KEYS and not isinstance(value, str):
         return value
     long = {"data": "env.args.path", "reward": "env.args.reward"}.get(key, key)
-    return flat(beside(nested({key: value}), directory)).get(long, value)
+    return flatten_section(resolve_relative_paths(nest_overrides({key: value}), directory)).get(long, value)
 
 
-def points_of(plan: SweepPlan) -> list[Point]:
+def list_points(plan: SweepPlan) -> list[PlannedPoint]:
     """Each variant with each combination of the grid. Raises `ConfigError` for a setting that is not to be set here."""
-    variants = {name: _settings(f"variants.{name}", given) for name, given in plan.variants.items()} or {"": {}}
-    grid = [_values(key, values) for key, values in plan.grid.items()]
+    variants = {name: _flatten_settings(f"variants.{name}", given) for name, given in plan.variants.items()} or {"": {}}
+    grid = [_pair_values(key, values) for key, values in plan.grid.items()]
     first = plan.baseline or next(iter(variants))
     found = []
     for name, given in variants.items():
@@ -172,16 +187,16 @@ def points_of(plan: SweepPlan) -> list[Point]:
             if both := given.keys() & at.keys():
                 raise ConfigError(f"`{min(both)}` is in the grid, and in variants.{name}: leave it out of one")
             against = (first, at) if len(variants) > 1 else (name, dict(values[0] for values in grid))
-            found.append(Point(_named(name, at), _named(*against), name, given | at))
+            found.append(PlannedPoint(_name_point(name, at), _name_point(*against), name, given | at))
     return found
 
 
-def runs_of(plan: SweepPlan, overrides: Sequence[str] = ()) -> list[PlannedRun]:
+def list_runs(plan: SweepPlan, overrides: Sequence[str] = ()) -> list[PlannedRun]:
     """All runs, every point of the first seed and model before the next: what was made so far can be compared. `overrides`: over
     the plan's settings. Raises `ConfigError`."""
-    points = points_of(plan)
-    given = _settings("settings", plan.settings)
-    over = _settings("", nested(overrides))
+    points = list_points(plan)
+    given = _flatten_settings("settings", plan.settings)
+    over = _flatten_settings("", nest_overrides(overrides))
     for key in over:
         if any(key in point.settings for point in points):
             raise ConfigError(f"`{key}` is what the plan's runs differ in: it cannot be set for all of them")
@@ -189,80 +204,82 @@ def runs_of(plan: SweepPlan, overrides: Sequence[str] = ()) -> list[PlannedRun]:
     starts = list(product(enumerate(models), plan.seeds))
     if plan.model_per_seed:
         starts = list(zip(enumerate(models), plan.seeds, strict=True))
-    names = _directories([point.name for point in points])
+    names = _make_directory_names([point.name for point in points])
     runs = []
     for ((number, model), seed), point in product(starts, points):
         start = {} if model is None else {"model.init.seed" if isinstance(model, int) else "model.path": model}
         settings = {**given, **over, **point.settings, **start, "seed": seed}
         name = f"{names[point.name]}-s{seed}" + (f"-m{number}" if len(models) > 1 else "")
-        texts = [f"{key}={_text(key, value)}" for key, value in settings.items()]
+        texts = [f"{key}={_format_override(key, value)}" for key, value in settings.items()]
         runs.append(PlannedRun(name, point.name, seed, number, plan.preset, [f"name={json.dumps(name)}", *texts]))
     return runs
 
 
-def chosen(
+def choose_runs(
     plan: SweepPlan, runs: Sequence[PlannedRun], seeds: str = "", models: str = "", only: str = ""
 ) -> list[PlannedRun]:
     """Those of the plan's runs that have one of these seeds, numbers of initial models, and variants, with commas between; empty:
     all. Raises `ConfigError`."""
-    numbers = _among("--seeds", seeds, map(str, plan.seeds), "seed")
-    starts = _among("--models", models, map(str, range(len(plan.initial_models) or 1)), "initial model")
-    names = _among("--only", only, plan.variants, "variant")
-    wanted = {point.name for point in points_of(plan) if not plan.variants or point.variant in names}
+    numbers = _parse_choices("--seeds", seeds, map(str, plan.seeds), "seed")
+    starts = _parse_choices("--models", models, map(str, range(len(plan.initial_models) or 1)), "initial model")
+    names = _parse_choices("--only", only, plan.variants, "variant")
+    wanted = {point.name for point in list_points(plan) if not plan.variants or point.variant in names}
     return [run for run in runs if str(run.seed) in numbers and str(run.model) in starts and run.point in wanted]
 
 
-def _among(option: str, text: str, there: Iterable[str], what: str) -> list[str]:
+def _parse_choices(option: str, text: str, choices: Iterable[str], noun: str) -> list[str]:
     """Those that an option names. Raises `ConfigError` for one that the plan lacks."""
-    known = list(there)
+    known = list(choices)
     names = [name.strip() for name in text.split(",")] if text else known
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known, f"there are: {', '.join(known) or 'none'}")
-            raise ConfigError(f"{option} {text!r}: the plan has no {what} {name!r}; {hint}")
+            raise ConfigError(f"{option} {text!r}: the plan has no {noun} {name!r}; {hint}")
     return names
 
 
-def _settings(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_settings(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """By dotted key. Raises `ConfigError` for one that a plan's runs get otherwise."""
-    found = flat(nested(given))
-    for key, how in TAKEN.items():
+    found = flatten_section(nest_overrides(settings))
+    for key, how in RESERVED_SETTINGS.items():
         if key in found:
             raise ConfigError(f"`{where}.{key}`: {how}" if where else f"`{key}` cannot be set for a sweep: {how}")
     return found
 
 
-def _values(key: str, values: Sequence[Any]) -> list[tuple[str, Any]]:
+def _pair_values(key: str, values: Sequence[Any]) -> list[tuple[str, Any]]:
     """Of the grid: the setting with each of its values."""
     for value in values:
-        _settings("grid", {key: value})
+        _flatten_settings("grid", {key: value})
     return [(key, value) for value in values]
 
 
-def _named(variant: str, grid: Mapping[str, Any]) -> str:
+def _name_point(variant: str, grid: Mapping[str, Any]) -> str:
     ends = [key.rpartition(".")[2] for key in grid]
     short = [end if ends.count(end) == 1 else key for end, key in zip(ends, grid, strict=True)]
-    values = [f"{key}={_text(key, value).strip(chr(34))}" for key, value in zip(short, grid.values(), strict=True)]
+    values = [
+        f"{key}={_format_override(key, value).strip(chr(34))}" for key, value in zip(short, grid.values(), strict=True)
+    ]
     return ", ".join([variant, *values] if variant else values) or "run"
 
 
-def _directories(names: Sequence[str]) -> dict[str, str]:
+def _make_directory_names(names: Sequence[str]) -> dict[str, str]:
     """A plain name for each."""
     found: dict[str, str] = {}
     for name in names:
         plain = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[:80] or "point"
         taken = found.values()
-        found[name] = next(each for each in _numbered(plain) if each not in taken)
+        found[name] = next(each for each in _iter_numbered_names(plain) if each not in taken)
     return found
 
 
-def _numbered(name: str) -> Iterator[str]:
+def _iter_numbered_names(name: str) -> Iterator[str]:
     yield name
     for number in range(2, 10**6):
         yield f"{name}-{number}"
 
 
-def _text(key: str, value: Any) -> str:
+def _format_override(key: str, value: Any) -> str:
     """A value as an override has it: TOML, which JSON is, of what a setting may be. Raises `ConfigError`."""
     try:
         text = json.dumps(value, ensure_ascii=False)

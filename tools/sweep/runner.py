@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Protocol
 
 from r3async.config import ConfigError
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_json_objects
 from r3async.tools.sweep.plan import PlannedRun
-from r3async.views.summary import format_seconds, summarize
-from r3async.views.swept_runs import FINISHED, is_complete, read_finished
+from r3async.views.summary import format_seconds, summarize_run
+from r3async.views.swept_runs import FINISHED_FILE, is_run_complete, read_finished_runs
 
 POLL_SECONDS = 0.5
-SAY_SECONDS = 30.0
+PROGRESS_SECONDS = 30.0
 """Between two lines of progress."""
 KILL_SECONDS = 20.0
 """After which a run that was asked twice to end is killed."""
-REFUSED = 2
+REFUSED_EXIT_CODE = 2
 """Exit code of a run that cannot start with its settings."""
-LOGS = "logs"
+LOGS_DIRECTORY = "logs"
 
 
-class Process(Protocol):
+class RunProcess(Protocol):
     """What of `subprocess.Popen` is used."""
 
     def poll(self) -> int | None: ...
@@ -37,82 +37,82 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-Start = Callable[[PlannedRun, int], Process]
+StartRun = Callable[[PlannedRun, int], RunProcess]
 """Starts a run in a slot, from 0."""
 
 
-class Wanted(Protocol):
+class StopFlag(Protocol):
     """Whether a person, or the system, asked for the end."""
 
     requested: bool
 
 
-class Runner:
-    """`directory`: of the sweep. `ended`: called after each run that ended. `metrics`: what of a run is to be kept."""
+class SweepRunner:
+    """`directory`: of the sweep. `on_run_ended`: called after each run that ended. `metrics`: what of a run is to be kept."""
 
     def __init__(
         self,
         directory: Path,
         runs: Sequence[PlannedRun],
         slots: int,
-        start: Start,
-        stop: Wanted,
-        say: Callable[[str], object],
-        ended: Callable[[PlannedRun], object] = lambda run: None,
+        start_run: StartRun,
+        stop_flag: StopFlag,
+        print_line: Callable[[str], object],
+        on_run_ended: Callable[[PlannedRun], object] = lambda run: None,
         sleep: Callable[[float], object] = time.sleep,
         metrics: Sequence[str] = (),
     ):
-        self._directory, self._runs, self._start, self._stop = directory, runs, start, stop
-        self._say, self._ended, self._sleep = say, ended, sleep
-        self._kept = read_finished(directory / FINISHED, metrics).keys()
+        self._directory, self._runs, self._start, self._stop = directory, runs, start_run, stop_flag
+        self._say, self._ended, self._sleep = print_line, on_run_ended, sleep
+        self._finished_names = read_finished_runs(directory / FINISHED_FILE, metrics).keys()
         self._free = list(range(slots))
-        self._running: dict[int, tuple[PlannedRun, Process, float]] = {}
-        self._lasted: list[float] = []
-        self._told = False
-        self.failed: list[str] = []
+        self._running: dict[int, tuple[PlannedRun, RunProcess, float]] = {}
+        self._durations: list[float] = []
+        self._stop_sent = False
+        self.failed_names: list[str] = []
         """Names of runs that ended before they had made their steps, though nobody asked."""
 
-    def complete(self, run: PlannedRun) -> bool:
+    def is_complete(self, run: PlannedRun) -> bool:
         path = self._directory / run.name
-        return run.name in self._kept or (path.is_dir() and is_complete(summarize(path)))
+        return run.name in self._finished_names or (path.is_dir() and is_run_complete(summarize_run(path)))
 
-    def make(self) -> bool:
+    def run_all(self) -> bool:
         """Until all runs are made, or a stop is requested and those that run have ended. Returns whether all are complete. Raises
         `ConfigError` for a run that was refused, when the others have ended, and `KeyboardInterrupt`."""
-        waiting = deque(run for run in self._runs if not self.complete(run))
+        waiting = deque(run for run in self._runs if not self.is_complete(run))
         self._say(f"{len(self._runs) - len(waiting)} of {len(self._runs)} runs are finished")
         refused, spoke = "", time.monotonic()
         try:
             while self._running or (waiting and not self._stop.requested and not refused):
                 while waiting and self._free and not self._stop.requested and not refused:
-                    self._begin(waiting.popleft())
+                    self._start_next(waiting.popleft())
                 if self._stop.requested or refused:
-                    self._ask_to_end()
+                    self._request_stop()
                 self._sleep(POLL_SECONDS)
-                refused = self._collect() or refused
-                if self._running and time.monotonic() - spoke > SAY_SECONDS:
+                refused = self._collect_ended() or refused
+                if self._running and time.monotonic() - spoke > PROGRESS_SECONDS:
                     spoke = time.monotonic()
-                    self._say(self._progress(len(waiting)))
+                    self._say(self._describe_progress(len(waiting)))
         finally:
-            self._end_all()
+            self._stop_all()
         if refused:
             raise ConfigError(refused)
-        return all(map(self.complete, self._runs))
+        return all(map(self.is_complete, self._runs))
 
-    def _begin(self, run: PlannedRun) -> None:
+    def _start_next(self, run: PlannedRun) -> None:
         slot = self._free.pop(0)
         self._running[slot] = (run, self._start(run, slot), time.monotonic())
         self._say(f"{run.name}: started")
 
-    def _ask_to_end(self) -> None:
+    def _request_stop(self) -> None:
         """Once: each finishes its step, and writes a checkpoint."""
-        if not self._told:
-            self._told = True
+        if not self._stop_sent:
+            self._stop_sent = True
             self._say(f"stopping: {len(self._running)} runs finish their steps; once more ends them at once")
             for _, process, _ in self._running.values():
                 process.send_signal(signal.SIGTERM)
 
-    def _collect(self) -> str:
+    def _collect_ended(self) -> str:
         """Take note of runs that ended. Returns why one was refused, if one was."""
         refused = ""
         for slot, (run, process, began) in list(self._running.items()):
@@ -121,31 +121,35 @@ class Runner:
                 continue
             del self._running[slot]
             self._free = sorted([*self._free, slot])
-            summary = summarize(self._directory / run.name)
-            if is_complete(summary):
-                self._lasted.append(time.monotonic() - began)
-                self._say(f"{run.name}: {summary.status}, {summary.progress}")
-            elif not self._told:
-                why = summary.reason or last_line(self._directory / LOGS / f"{run.name}.txt") or f"exit code {code}"
-                self.failed.append(run.name)
+            summary = summarize_run(self._directory / run.name)
+            if is_run_complete(summary):
+                self._durations.append(time.monotonic() - began)
+                self._say(f"{run.name}: {summary.status}, {summary.progress_text}")
+            elif not self._stop_sent:
+                why = (
+                    summary.reason
+                    or read_last_line(self._directory / LOGS_DIRECTORY / f"{run.name}.txt")
+                    or f"exit code {code}"
+                )
+                self.failed_names.append(run.name)
                 self._say(f"{run.name}: failed: {why}")
-                refused = f"run {run.name} was refused: {why}" if code == REFUSED else refused
+                refused = f"run {run.name} was refused: {why}" if code == REFUSED_EXIT_CODE else refused
             self._ended(run)
         return refused
 
-    def _progress(self, waiting: int) -> str:
+    def _describe_progress(self, waiting: int) -> str:
         runs = [run for run, _, _ in self._running.values()]
         steps = ", ".join(
-            f"{run.name} step {len(read_objects(self._directory / run.name / 'metrics.jsonl'))}" for run in runs
+            f"{run.name} step {len(read_json_objects(self._directory / run.name / 'metrics.jsonl'))}" for run in runs
         )
-        done = sum(map(self.complete, self._runs))
+        done = sum(map(self.is_complete, self._runs))
         left = ""
-        if self._lasted:
-            mean, slots = sum(self._lasted) / len(self._lasted), len(self._running) + len(self._free)
+        if self._durations:
+            mean, slots = sum(self._durations) / len(self._durations), len(self._running) + len(self._free)
             left = f"; about {format_seconds(mean * (waiting + len(runs)) / slots)} left"
         return f"{done} of {len(self._runs)} finished; {steps}{left}"
 
-    def _end_all(self) -> None:
+    def _stop_all(self) -> None:
         """Nothing runs when this returns."""
         deadline = time.monotonic() + KILL_SECONDS
         for _, process, _ in self._running.values():
@@ -160,7 +164,7 @@ class Runner:
                     self._sleep(POLL_SECONDS)
 
 
-def last_line(log: Path) -> str:
+def read_last_line(log: Path) -> str:
     """Of what a run printed; "" if nothing."""
     try:
         lines = log.read_text(errors="replace").split("\n")
@@ -169,22 +173,22 @@ def last_line(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def starter(directory: Path, environment: Callable[[int], Mapping[str, str]]) -> Start:
-    """Starts `r3async train` for a run, with its output in a log. `environment`: of a slot, beside what this process has. The run
-    ends when this process does, however that happens."""
+def make_starter(directory: Path, slot_environment: Callable[[int], Mapping[str, str]]) -> StartRun:
+    """Starts `r3async train` for a run, with its output in a log. `slot_environment`: of a slot, beside what this process
+    has. The run ends when this process does, however that happens."""
 
-    def start(run: PlannedRun, slot: int) -> Process:
-        (directory / LOGS).mkdir(parents=True, exist_ok=True)
+    def start(run: PlannedRun, slot: int) -> RunProcess:
+        (directory / LOGS_DIRECTORY).mkdir(parents=True, exist_ok=True)
         # -P: a folder `tools` where the command was typed must not stand in for ours.
         command = [sys.executable, "-P", "-m", "r3async.tools.sweep.runner", str(os.getpid())]
         words = ["train", run.preset, *run.overrides, "--runs", str(directory)]
-        with (directory / LOGS / f"{run.name}.txt").open("ab") as log:
+        with (directory / LOGS_DIRECTORY / f"{run.name}.txt").open("ab") as log:
             return subprocess.Popen(
                 [*command, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **environment(slot)},
+                env={**os.environ, **slot_environment(slot)},
                 start_new_session=True,  # a Ctrl-C reaches the sweep only, which then ends its runs in order
             )
 
@@ -193,10 +197,10 @@ def starter(directory: Path, environment: Callable[[int], Mapping[str, str]]) ->
 
 def main(owner: int, words: Sequence[str]) -> None:
     """In a run's process."""
-    from r3async.rollout.engines.vllm_owner import exit_with
+    from r3async.rollout.engines.vllm_owner import exit_with_owner
     from r3async.tools.cli import main as command
 
-    exit_with(owner)
+    exit_with_owner(owner)
     sys.argv = ["r3async", *words]
     command()
 

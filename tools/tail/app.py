@@ -13,20 +13,20 @@ from textual.events import Resize
 from textual.widgets import Footer, Static
 
 from r3async.tools.tail import view
-from r3async.tools.terminal import safe
+from r3async.tools.terminal import escape_text
 from r3async.views.follow import FollowedRun
 
 POLL_SECONDS = 1.0
-BODY_SECONDS = 2.0
+BODY_REDRAW_SECONDS = 2.0
 """News are drawn this often at most; only the top moves every second. A large screen costs 25 ms."""
-WIDE, TALL = 130, 30
+MIN_CHARTS_WIDTH, MIN_CHARTS_HEIGHT = 130, 30
 """From this size on charts are shown beside the overview."""
-WINDOWS = (None, 200, 50, 20)
+STEP_WINDOWS = (None, 200, 50, 20)
 """Steps that the curves show; None: all."""
-EVENTS_SHOWN = 12
+MIN_EVENT_LINES = 12
 """Lines, beside charts; above them are metrics."""
 
-HELP = """\
+HELP_TEXT = """\
  r3async tail shows a run while it trains, or after it has ended. Closing it
  does nothing to the run.
 
@@ -62,11 +62,11 @@ class TailApp(App[None]):
 
     def __init__(self, run: FollowedRun):
         super().__init__(ansi_color=True)
-        self.run_followed = run
-        self.shown, self.window_index, self.held = "overview", 0, False
-        self._news, self._drawn_at = True, -BODY_SECONDS
-        self._top: list[Text] = []
-        self._lines: list[Text] = []
+        self.followed_run = run
+        self.shown_view, self.window_index, self.is_held = "overview", 0, False
+        self._has_changes, self._drawn_at = True, -BODY_REDRAW_SECONDS
+        self._header_lines: list[Text] = []
+        self._body_lines: list[Text] = []
 
     def compose(self) -> ComposeResult:
         yield Static(id="top")
@@ -76,89 +76,89 @@ class TailApp(App[None]):
 
     def on_mount(self) -> None:
         self.query_one("#body").focus()
-        self.news()
-        self.set_interval(POLL_SECONDS, self.news)
+        self.update_run()
+        self.set_interval(POLL_SECONDS, self.update_run)
 
     def on_resize(self, event: Resize) -> None:
-        self.redraw()
+        self.redraw_screen()
 
-    def news(self) -> None:
+    def update_run(self) -> None:
         """Take in what was written since the last time, and show it unless the screen is held."""
-        if self.held:
+        if self.is_held:
             return
-        rows, events = self.run_followed.poll()
-        self._news = self._news or bool(rows or events)
-        due = self._news and time.monotonic() - self._drawn_at >= BODY_SECONDS
-        self.redraw(body=due)
+        rows, events = self.followed_run.read_new()
+        self._has_changes = self._has_changes or bool(rows or events)
+        due = self._has_changes and time.monotonic() - self._drawn_at >= BODY_REDRAW_SECONDS
+        self.redraw_screen(draw_body=due)
 
     def action_show(self, what: str) -> None:
-        self.shown = "overview" if what == self.shown else what
-        self.redraw()
+        self.shown_view = "overview" if what == self.shown_view else what
+        self.redraw_screen()
         body = self.query_one("#body", VerticalScroll)
         # The size of the new text is known after it was laid out.
-        scroll = body.scroll_end if self.shown in ("events", "warnings") else body.scroll_home
+        scroll = body.scroll_end if self.shown_view in ("events", "warnings") else body.scroll_home
         self.call_after_refresh(scroll, animate=False, immediate=True)
 
     def action_zoom(self) -> None:
-        self.window_index = (self.window_index + 1) % len(WINDOWS)
-        self.redraw()
+        self.window_index = (self.window_index + 1) % len(STEP_WINDOWS)
+        self.redraw_screen()
 
     def action_hold(self) -> None:
-        self.held = not self.held
-        self.news()
-        self.redraw()
+        self.is_held = not self.is_held
+        self.update_run()
+        self.redraw_screen()
 
-    def redraw(self, *, body: bool = True) -> None:
-        """Only what differs from the screen is drawn again: over ssh every cell costs. Without `body`: only the top,
+    def redraw_screen(self, *, draw_body: bool = True) -> None:
+        """Only what differs from the screen is drawn again: over ssh every cell costs. Without `draw_body`: only the top,
         with the clock."""
         width, height = self.size.width, self.size.height - 3
         if width < 1 or height < 1:
             return
-        top = view.header(self.run_followed, width, held=self.held, window=WINDOWS[self.window_index])
-        if top != self._top:
-            self.query_one("#top", Static).update(safe(Text("\n").join(top)))
-            self._top = top
-        if not body:
+        top = view.render_header(self.followed_run, width, is_held=self.is_held, window=STEP_WINDOWS[self.window_index])
+        if top != self._header_lines:
+            self.query_one("#top", Static).update(escape_text(Text("\n").join(top)))
+            self._header_lines = top
+        if not draw_body:
             return
-        self._news, self._drawn_at = False, time.monotonic()
-        lines = self._body(width, height)
+        self._has_changes, self._drawn_at = False, time.monotonic()
+        lines = self._make_body(width, height)
         scroller = self.query_one("#body", VerticalScroll)
         follows = scroller.max_scroll_y - scroller.scroll_y < 1  # a reader at the end stays at the end
-        if lines != self._lines:
-            self.query_one("#text", Static).update(safe(Text("\n").join(lines)))
-            self._lines = lines
-            if self.shown in ("events", "warnings") and follows:
+        if lines != self._body_lines:
+            self.query_one("#text", Static).update(escape_text(Text("\n").join(lines)))
+            self._body_lines = lines
+            if self.shown_view in ("events", "warnings") and follows:
                 scroller.scroll_end(animate=False)
 
-    def _body(self, width: int, height: int) -> list[Text]:
-        run, window = self.run_followed, WINDOWS[self.window_index]
-        if self.shown == "help":
-            return [Text(line) for line in [*HELP.splitlines(), "", *view.gauge_help(min(width, 78))]]
-        if self.shown == "metrics":
-            return view.metric_lines(run, width - 1, window)
-        if self.shown in ("events", "warnings"):
-            loud = self.shown == "warnings"
-            shown = [e for e in run.events if not loud or e.get("level") in view.LEVELS]
-            title = view.rule(view.events_title(run, loud), width - 1)
-            lines = [view.event_line(run, event) for event in shown]
-            return [title, *(lines or view.event_lines(run, width, 1, loud=loud))]
-        return self._overview(run, width, height, window)
+    def _make_body(self, width: int, height: int) -> list[Text]:
+        run, window = self.followed_run, STEP_WINDOWS[self.window_index]
+        if self.shown_view == "help":
+            return [Text(line) for line in [*HELP_TEXT.splitlines(), "", *view.describe_gauges(min(width, 78))]]
+        if self.shown_view == "metrics":
+            return view.render_metrics(run, width - 1, window)
+        if self.shown_view in ("events", "warnings"):
+            loud = self.shown_view == "warnings"
+            shown = [e for e in run.events if not loud or e.get("level") in view.LEVEL_COLORS]
+            title = view.render_rule(view.format_events_title(run, loud), width - 1)
+            lines = [view.render_event(run, event) for event in shown]
+            return [title, *(lines or view.render_events(run, width, 1, warnings_only=loud))]
+        return self._make_overview(run, width, height, window)
 
-    def _overview(self, run: FollowedRun, width: int, height: int, window: int | None) -> list[Text]:
-        wide = width >= WIDE and height >= TALL
+    def _make_overview(self, run: FollowedRun, width: int, height: int, window: int | None) -> list[Text]:
+        wide = width >= MIN_CHARTS_WIDTH and height >= MIN_CHARTS_HEIGHT
         left = min(90, width // 2) if wide else width
-        lines = view.overview(run, left, window)
+        lines = view.render_overview(run, left, window)
         free = height - len(lines) - 1
-        if wide and run.metrics.rows:
-            metrics = view.metric_lines(run, left, window, max(0, free - EVENTS_SHOWN))
+        if wide and run.metrics.row_count:
+            metrics = view.render_metrics(run, left, window, max(0, free - MIN_EVENT_LINES))
             lines += metrics
             free -= len(metrics)
         if free > 0:
-            lines.append(view.rule(view.events_title(run), left))
-            lines += view.event_lines(run, left, free)
+            lines.append(view.render_rule(view.format_events_title(run), left))
+            lines += view.render_events(run, left, free)
         if not wide:
             return lines
-        charts = view.charts(run, width - left - 1, height, window)
+        charts = view.render_charts(run, width - left - 1, height, window)
         lines += [Text()] * (height - len(lines))
         for line in lines:
             line.pad_right(max(0, left + 1 - line.cell_len))

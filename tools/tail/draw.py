@@ -1,4 +1,4 @@
-"""Curves made of characters: one line high (`spark`), or a small chart of dots with its scale (`plot`)."""
+"""Curves made of characters: one line high (`draw_sparkline`), or a small chart of dots with its scale (`draw_plot`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.text import Text
 
 from r3async.views.summary import format_number
 
-BARS = "▁▂▃▄▅▆▇█"
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+SPARK_BARS = "▁▂▃▄▅▆▇█"
+_BRAILLE_BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of a braille character, by row and column of its dots."""
 
 
-def thin(values: np.ndarray, width: int) -> np.ndarray:
+def thin_values(values: np.ndarray, width: int) -> np.ndarray:
     """At most `width` means of equal parts, in order. NaN where a part has no finite value."""
     finite = np.isfinite(values)
     if len(values) <= width:
@@ -27,36 +27,36 @@ def thin(values: np.ndarray, width: int) -> np.ndarray:
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
-def spark(values: np.ndarray, width: int) -> str:
+def draw_sparkline(values: np.ndarray, width: int) -> str:
     """The curve in `width` cells, its lowest value the lowest bar; it begins at the left. A gap is a space."""
-    shown = thin(values, width)
+    shown = thin_values(values, width)
     known = shown[np.isfinite(shown)]
     if not len(known):
         return " " * width
     low, high = float(known.min()), float(known.max())
     # A constant is a calm line.
-    scale = (len(BARS) - 1) / (high - low) if high - low > 1e-9 * max(abs(high), abs(low), 1e-30) else 0.0
+    scale = (len(SPARK_BARS) - 1) / (high - low) if high - low > 1e-9 * max(abs(high), abs(low), 1e-30) else 0.0
     calm = 0 if scale else 2
-    cells = [" " if math.isnan(v) else BARS[calm + round((v - low) * scale)] for v in shown.tolist()]
+    cells = [" " if math.isnan(v) else SPARK_BARS[calm + round((v - low) * scale)] for v in shown.tolist()]
     return "".join(cells).ljust(width)
 
 
-def bar(share: float, width: int) -> str:
+def draw_bar(share: float, width: int) -> str:
     """A share of 0 to 1 as a bar of `width` cells."""
     filled = round(max(0.0, min(1.0, share)) * width)
     return "█" * filled + "░" * (width - filled)
 
 
-def plot(
+def draw_plot(
     curves: Sequence[tuple[np.ndarray, str]],
     width: int,
     height: int,
     *,
     log: bool = False,
     floor: float | None = None,
-    line: float | None = None,
+    threshold: float | None = None,
 ) -> list[Text]:
-    """`height` lines of `width` cells: curves (values, colour) with one scale, and a dashed `line` at that value.
+    """`height` lines of `width` cells: curves (values, colour) with one scale, and a dashed `threshold` at that value.
 
     `floor`: a value that the scale includes. `log`: decades; what is not positive is left out.
     """
@@ -65,12 +65,12 @@ def plot(
     shown = []
     for values, color in curves:
         kept = np.where(values > 0, values, np.nan) if log else values
-        shown.append((thin(kept, columns), color))
+        shown.append((thin_values(kept, columns), color))
     finite = [values[np.isfinite(values)] for values, _ in shown]
     everything = np.concatenate([*finite, np.zeros(0)])
     if not len(everything) or columns < 4:
         return [Text(" " * margin + ("no data yet" if i == height // 2 else "")) for i in range(height)]
-    extra = [value for value in (floor, line) if value is not None and not (log and value <= 0)]
+    extra = [value for value in (floor, threshold) if value is not None and not (log and value <= 0)]
     low, high = min(everything.min(), *extra, math.inf), max(everything.max(), *extra, -math.inf)
     if log:
         # A first step that is exactly on-policy has a drift of rounding errors, decades below all others.
@@ -85,7 +85,7 @@ def plot(
         return rows - 1 - round(min(1.0, max(0.0, share)) * (rows - 1))
 
     def dot(x: int, y: int, color: str) -> None:
-        dots[y // 4, x // 2] |= _DOTS[y % 4][x % 2]
+        dots[y // 4, x // 2] |= _BRAILLE_BITS[y % 4][x % 2]
         colors[y // 4, x // 2] = color
 
     def join(x: int, here: float, to_x: int, there: float, color: str) -> None:
@@ -94,9 +94,9 @@ def plot(
         for i in range(steps + 1):
             dot(x + round((to_x - x) * i / steps), from_y + round((to_y - from_y) * i / steps), color)
 
-    if line is not None and not (log and line <= 0):
+    if threshold is not None and not (log and threshold <= 0):
         for x in range(0, columns, 3):
-            dot(x, level(line), "red")
+            dot(x, level(threshold), "red")
     for values, color in shown:
         stretch = (columns - 1) / max(len(values) - 1, 1)
         for index, here in enumerate(values):

@@ -12,11 +12,11 @@ from typing import TextIO
 from r3async.record.events import format_event
 from r3async.tools.tail.live import describe_step
 from r3async.views.follow import FollowedRun
-from r3async.views.summary import NOT_TRAINED, failure_kind
-from r3async.world.processes import printable
+from r3async.views.summary import NOT_TRAINED, get_failure_key
+from r3async.world.processes import escape_control_characters
 
 POLL_SECONDS = 0.5
-FAILED, SILENT = 1, 3
+FAILED_EXIT_CODE, SILENT_EXIT_CODE = 1, 3
 """Exit codes: the run failed; it wrote nothing for as long as the reader was patient."""
 
 
@@ -24,7 +24,7 @@ class RemoteError(RuntimeError):
     """The cluster, or the run on it, could not be reached; the message says what to do."""
 
 
-def tail_here(run_dir: Path, *, follow: bool = True, plain: bool = False, patience: float = 1800.0) -> int:
+def tail_local(run_dir: Path, *, follow: bool = True, plain: bool = False, patience: float = 1800.0) -> int:
     """Show the run until the reader leaves; as lines (`plain`, or no terminal) until it ends. Returns the exit code."""
     run = FollowedRun(run_dir)
     if not plain and follow and all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
@@ -32,7 +32,7 @@ def tail_here(run_dir: Path, *, follow: bool = True, plain: bool = False, patien
 
         TailApp(run).run()
         return 0
-    return print_lines(run, sys.stdout, follow=follow, patience=patience)
+    return print_run_lines(run, sys.stdout, follow=follow, patience=patience)
 
 
 def tail_remote(
@@ -50,12 +50,12 @@ def tail_remote(
     with tempfile.TemporaryDirectory(prefix="r3async-tail-") as directory:
         remote = RemoteRun(address, name, Path(directory), job=job)
         try:
-            return tail_here(remote.wait(), follow=follow, plain=plain, patience=patience)
+            return tail_local(remote.wait_ready(), follow=follow, plain=plain, patience=patience)
         finally:
             remote.close()
 
 
-def print_lines(
+def print_run_lines(
     run: FollowedRun,
     out: TextIO,
     *,
@@ -67,40 +67,40 @@ def print_lines(
     """A line for every step and every warning so far; with `follow`, until the run ends or is silent for `patience` seconds. Each
     kind of failure is one line, with its count, and at the end once more if it was met again.
 
-    Returns 0, `FAILED` if the run failed or trained nothing, `SILENT` if nothing came. A reader who left
+    Returns 0, `FAILED_EXIT_CODE` if the run failed or trained nothing, `SILENT_EXIT_CODE` if nothing came. A reader who left
     (`| head`) ends it, with 0.
     """
     last_news, told = clock(), dict[str, str]()
     try:
         while True:
-            rows, events = run.poll()
+            rows, events = run.read_new()
             for event in events:
-                if kind := failure_kind(event):
+                if kind := get_failure_key(event):
                     if kind in run.history.failures and kind not in told:
-                        told[kind] = run.history.failures[kind].describe()
-                        out.write(printable(format_event(event, told[kind]).splitlines()[0]) + "\n")
+                        told[kind] = run.history.failures[kind].to_text()
+                        out.write(escape_control_characters(format_event(event, told[kind]).splitlines()[0]) + "\n")
                 elif event.get("level") in ("warning", "error", "critical"):
-                    out.write(printable(format_event(event).splitlines()[0]) + "\n")
+                    out.write(escape_control_characters(format_event(event).splitlines()[0]) + "\n")
             for row in rows:
                 of = f"/{run.planned_steps}" if run.planned_steps else ""
-                out.write(printable(f"{row.get('step', '?'):>4}{of}  {describe_step(row)}") + "\n")
+                out.write(escape_control_characters(f"{row.get('step', '?'):>4}{of}  {describe_step(row)}") + "\n")
             if rows or events:
                 last_news = clock()
-            if run.ended or not follow:
+            if run.has_ended or not follow:
                 for kind, failure in run.history.failures.items():
-                    if told.get(kind) != (in_all := failure.describe()):
-                        out.write(printable(in_all) + "\n")
-            if run.ended:
-                out.write(printable(f"{run.name}: {run.status} after {run.step} steps") + "\n")
+                    if told.get(kind) != (in_all := failure.to_text()):
+                        out.write(escape_control_characters(in_all) + "\n")
+            if run.has_ended:
+                out.write(escape_control_characters(f"{run.name}: {run.status} after {run.step} steps") + "\n")
             out.flush()
-            if run.ended or not follow:
-                return FAILED if run.status in ("failed", NOT_TRAINED) else 0
+            if run.has_ended or not follow:
+                return FAILED_EXIT_CODE if run.status in ("failed", NOT_TRAINED) else 0
             if clock() - last_news > patience:
                 sys.stderr.write(
                     f"{run.name} wrote nothing for {patience:.0f} s: its processes may be lost (see {run.run_dir}/logs); "
                     "--patience SECONDS waits longer\n"
                 )
-                return SILENT
+                return SILENT_EXIT_CODE
             sleep(POLL_SECONDS)
     except BrokenPipeError:
         # Python would complain once more when it closes the stream.

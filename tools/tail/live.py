@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from r3async.record.catalogue import finite
-from r3async.schedule.health import why_no_update
+from r3async.record.catalogue import finite_or_none
+from r3async.schedule.health import explain_no_update
 
 PLAIN_EVERY_SECONDS = 5.0
 
@@ -18,7 +18,7 @@ def describe_step(row: dict[str, Any]) -> str:
     """One readable line of a metrics row. `tok/s` is generated > trained; of a supervised run, answers trained."""
 
     def number(name: str) -> float:
-        value = finite(row.get(name))
+        value = finite_or_none(row.get(name))
         return float("nan") if value is None else value
 
     def thousands(name: str) -> str:
@@ -36,7 +36,7 @@ def describe_step(row: dict[str, Any]) -> str:
         + (f"agree {number('routing/agreement'):.2f}  " if "routing/agreement" in row else "")
         + f"tok/s {thousands('throughput/generated_tokens_per_second')}>"
         f"{thousands('throughput/trained_tokens_per_second')}"
-    ) + (f"  no update: {why}" if (why := why_no_update(row)) else "")
+    ) + (f"  no update: {why}" if (why := explain_no_update(row)) else "")
 
 
 def describe_evaluation(row: dict[str, Any]) -> str:
@@ -60,10 +60,10 @@ class LiveView:
     def __init__(self, console: Console, steps: int):
         self.console = console
         self._steps = steps
-        self.step = 0
+        self.shown_step = 0
         self._shown_phase, self._shown_at = "", 0.0
         self._restarts = 0
-        self._evaluated = 0.0
+        self._last_evaluation_time = 0.0
         """When the last evaluation that was shown had ended."""
         self._progress: Progress | None = None
         if console.is_terminal:
@@ -87,52 +87,52 @@ class LiveView:
         if self._progress:
             self._progress.stop()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """A line that stays, whatever the view."""
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def phase(self, text: str) -> None:
+    def show_phase(self, text: str) -> None:
         """What happens now, before the first step and after the last."""
         if self._progress:
             self._progress.update(self._task, description=text)
         now = time.monotonic()
         if not self._progress and (text != self._shown_phase or now - self._shown_at > PLAIN_EVERY_SECONDS):
-            self.say(f"[{time.strftime('%H:%M:%S')}] {text}")
+            self.print_line(f"[{time.strftime('%H:%M:%S')}] {text}")
             self._shown_phase, self._shown_at = text, now
 
-    def expect(self, steps: int) -> None:
+    def set_total_steps(self, steps: int) -> None:
         """The run has so many steps."""
         self._steps = steps
         if self._progress:
             self._progress.update(self._task, total=steps)
 
-    def rewind(self, step: int) -> None:
+    def rewind_to_step(self, step: int) -> None:
         """The run resumes from `step`, which was shown already, or from before it."""
-        self.step, self._restarts = step, 0
+        self.shown_step, self._restarts = step, 0
         if self._progress:
             self._progress.update(self._task, completed=step)
 
-    def show(self, status: dict[str, Any]) -> None:
+    def show_status(self, status: dict[str, Any]) -> None:
         """A status of the conductor."""
         restarts = sum(g["restarts"] for g in status["generators"])
         self._restarts = min(self._restarts, restarts)  # of some, the connection was lost, and not the process
         if restarts > self._restarts:
             self._restarts = restarts
-            self.say(f"a generator was lost and begins again (restarts so far: {restarts}); the run continues")
-        if status["phase"] != "training" or not self.step:
-            self.phase(status["phase"])
+            self.print_line(f"a generator was lost and begins again (restarts so far: {restarts}); the run continues")
+        if status["phase"] != "training" or not self.shown_step:
+            self.show_phase(status["phase"])
         for row in status["rows"]:
-            if row["step"] <= self.step:
+            if row["step"] <= self.shown_step:
                 continue
             self.show_row(row, describe_step(row), status["phase"])
         for row in status.get("evaluations", ()):
-            if row["time"] > self._evaluated:
-                self._evaluated = row["time"]
-                self.say(describe_evaluation(row))
+            if row["time"] > self._last_evaluation_time:
+                self._last_evaluation_time = row["time"]
+                self.print_line(describe_evaluation(row))
 
     def show_row(self, row: dict[str, Any], text: str, phase: str = "training") -> None:
         """A step was made; `text` says how it went."""
-        self.step = row["step"]
-        self.say(f"{row['step']:>4}/{self._steps}  {text}")
+        self.shown_step = row["step"]
+        self.print_line(f"{row['step']:>4}/{self._steps}  {text}")
         if self._progress:
             self._progress.update(self._task, completed=row["step"], description=phase)

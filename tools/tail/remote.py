@@ -3,7 +3,7 @@
 A small job on the cluster (the standard library alone; it reads, and asks for no CPU) prints the new lines of the run's
 files; they are appended to files of the same names here, which the view follows like those of any run. It is started in
 the environment of the job that trains, so `runs/latest` means what it means there. It ends with the view, and by itself
-when the run has ended or after `LIFE_SECONDS`.
+when the run has ended or after `MAX_LIFE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from r3async.record.reading import EVALUATION
-from r3async.tools.submit.launch import entrypoint
+from r3async.record.reading import EVALUATION_FILE
+from r3async.tools.submit.launch import make_entrypoint
 from r3async.tools.tail.lines import RemoteError
 
-MARK = "r3async-tail"
-LIFE_SECONDS = 24 * 3600
-ANSWER_SECONDS = 90.0
+LINE_MARK = "r3async-tail"
+MAX_LIFE_SECONDS = 24 * 3600
+ANSWER_TIMEOUT_SECONDS = 90.0
 
 _SCRIPT = """
 import base64, os, sys, time
@@ -73,16 +73,16 @@ class RemoteRun:
     def __init__(
         self, address: str, name: str, directory: Path, *, job: str | None = None, headers: dict[str, str] | None = None
     ):
-        from r3async.tools.submit.jobs import open_client
+        from r3async.tools.submit.jobs import open_job_client
 
         try:
-            self._client = open_client(address, headers)
-            environment = self._environment(job)
-            code = f"import base64;exec(base64.b64decode('{_encoded()}'))"
+            self._client = open_job_client(address, headers)
+            environment = self._find_job_environment(job)
+            code = f"import base64;exec(base64.b64decode('{_encode_script()}'))"
             self._id = self._client.submit_job(
-                entrypoint=entrypoint(["-c", code, MARK, name, str(LIFE_SECONDS)]),
+                entrypoint=make_entrypoint(["-c", code, LINE_MARK, name, str(MAX_LIFE_SECONDS)]),
                 runtime_env=environment,
-                metadata={"r3async": MARK},
+                metadata={"r3async": LINE_MARK},
             )
         except RemoteError:
             raise
@@ -95,13 +95,15 @@ class RemoteRun:
         self.directory = directory
         self.run_dir: Path | None = None
         self._problem = ""
-        self._known, self._over = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._mirror, daemon=True)
+        self._ready, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run_mirror, daemon=True)
         self._thread.start()
 
-    def _environment(self, job: str | None) -> dict[str, Any]:
+    def _find_job_environment(self, job: str | None) -> dict[str, Any]:
         """Of the job that trains: its working directory is where the run is."""
-        details = [d for d in self._client.list_jobs() if (d.metadata or {}).get("r3async") != MARK and d.submission_id]
+        details = [
+            d for d in self._client.list_jobs() if (d.metadata or {}).get("r3async") != LINE_MARK and d.submission_id
+        ]
         if job is not None:
             chosen = [d for d in details if job in (d.submission_id, d.job_id)]
             if not chosen:
@@ -111,11 +113,13 @@ class RemoteRun:
             chosen = sorted(details, key=lambda d: (d.status == "RUNNING", d.start_time or 0))
         return dict(chosen[-1].runtime_env or {}) if chosen else {}
 
-    def wait(self) -> Path:
+    def wait_ready(self) -> Path:
         """The mirrored run's directory, when all that was written so far is in it. Raises `RemoteError`."""
-        if not self._known.wait(ANSWER_SECONDS) and not self._problem:
-            self._problem = f"the job {self._id} did not answer within {ANSWER_SECONDS:.0f} s; is the cluster full?"
-        if self.run_dir is None or not self._known.is_set():
+        if not self._ready.wait(ANSWER_TIMEOUT_SECONDS) and not self._problem:
+            self._problem = (
+                f"the job {self._id} did not answer within {ANSWER_TIMEOUT_SECONDS:.0f} s; is the cluster full?"
+            )
+        if self.run_dir is None or not self._ready.is_set():
             raise RemoteError(self._problem or f"the job {self._id} ended without an answer; look at its log")
         return self.run_dir
 
@@ -124,39 +128,39 @@ class RemoteRun:
         with contextlib.suppress(Exception):
             self._client.stop_job(self._id)
 
-    def _mirror(self) -> None:
+    def _run_mirror(self) -> None:
         try:
-            asyncio.run(self._take())
+            asyncio.run(self._copy_lines())
         except Exception as error:
             self._problem = self._problem or f"the connection to the job broke: {_first_line(error)}"
         finally:
             self._over.set()
-            self._known.set()
+            self._ready.set()
 
-    async def _take(self) -> None:
+    async def _copy_lines(self) -> None:
         rest = ""
         async for text in self._client.tail_job_logs(self._id):
             *lines, rest = (rest + text).split("\n")
             for line in lines:
                 parts = line.split(" ")
-                if parts[0] == MARK and len(parts) == 3:
-                    self._write(parts[1], base64.b64decode(parts[2]))
+                if parts[0] == LINE_MARK and len(parts) == 3:
+                    self._handle_message(parts[1], base64.b64decode(parts[2]))
 
-    def _write(self, kind: str, data: bytes) -> None:
+    def _handle_message(self, kind: str, data: bytes) -> None:
         if kind == "missing":
             self._problem = data.decode(errors="replace")
-            self._known.set()
+            self._ready.set()
         elif kind == "name":
             self.run_dir = self.directory / Path(data.decode(errors="replace")).name
             self.run_dir.mkdir(parents=True, exist_ok=True)
-        elif kind in ("config.toml", "events.jsonl", "metrics.jsonl", EVALUATION) and self.run_dir is not None:
+        elif kind in ("config.toml", "events.jsonl", "metrics.jsonl", EVALUATION_FILE) and self.run_dir is not None:
             with (self.run_dir / kind).open("ab") as file:
                 file.write(data)
         elif kind == "whole":
-            self._known.set()
+            self._ready.set()
 
 
-def _encoded() -> str:
+def _encode_script() -> str:
     return base64.b64encode(_SCRIPT.encode()).decode()
 
 

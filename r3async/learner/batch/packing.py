@@ -9,11 +9,17 @@ from functools import cached_property
 import numpy as np
 
 from r3async.data.records import Sample, SchemaError, TokenTable
-from r3async.data.supports import Supports
-from r3async.learner.batch.planner import Cost, PackingError, lockstep, plan
-from r3async.learner.batch.prefixes import Likeness, capacity_and_cost, families, find_likeness, unfolded
+from r3async.data.supports import SupportSets
+from r3async.learner.batch.planner import CostModel, PackingError, plan_micro_batches, sum_lockstep_cost
+from r3async.learner.batch.prefixes import (
+    PrefixOverlap,
+    compute_size_and_cost,
+    expand_prefixes,
+    find_prefix_overlap,
+    merge_by_prefix,
+)
 
-PARTS = 4
+PARTS_PER_RANK = 4
 """Of a rank's work: families of no more than one part are tried where there are several ranks."""
 
 
@@ -36,21 +42,21 @@ class MicroBatch:
     prefixes: np.ndarray | None = None
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         return len(self.table)
 
     @property
-    def real_tokens(self) -> int:
+    def num_real_tokens(self) -> int:
         """Rows before the padding."""
         return int(self.cu_seqlens[len(self.sample_ids)])
 
     @property
-    def shared_tokens(self) -> int:
+    def num_shared_tokens(self) -> int:
         """Tokens of the samples that have no row of their own."""
         return 0 if self.prefixes is None else int(self.prefixes[:, 1].sum())
 
     @property
-    def lengths(self) -> np.ndarray:
+    def segment_lengths(self) -> np.ndarray:
         """Of the samples' own rows."""
         return np.diff(self.cu_seqlens)
 
@@ -58,38 +64,38 @@ class MicroBatch:
     def positions(self) -> np.ndarray:
         """int32 `[N]`: 0, 1, ... within each sample."""
         begins = self.cu_seqlens[:-1] if self.prefixes is None else self.cu_seqlens[:-1] - self.prefixes[:, 1]
-        return (np.arange(self.tokens) - np.repeat(begins, self.lengths)).astype(np.int32)
+        return (np.arange(self.num_tokens) - np.repeat(begins, self.segment_lengths)).astype(np.int32)
 
     @property
-    def firsts(self) -> np.ndarray:
+    def first_rows(self) -> np.ndarray:
         """int `[F]`: the rows of samples' first tokens, padding left out. A sample that shares them has none."""
         starts = self.cu_seqlens[: len(self.sample_ids)]
         return starts if self.prefixes is None else starts[self.prefixes[: len(starts), 1] == 0]
 
     @cached_property
-    def unfolded(self) -> tuple[np.ndarray, np.ndarray]:
-        """The whole samples: see `prefixes.unfolded`."""
+    def expanded_samples(self) -> tuple[np.ndarray, np.ndarray]:
+        """The whole samples: see `prefixes.expand_prefixes`."""
         if self.prefixes is None:
-            return np.arange(self.tokens), self.cu_seqlens.astype(np.int64)
-        return unfolded(self.cu_seqlens, self.prefixes)
+            return np.arange(self.num_tokens), self.cu_seqlens.astype(np.int64)
+        return expand_prefixes(self.cu_seqlens, self.prefixes)
 
-    def before(self, rows: np.ndarray) -> np.ndarray:
+    def previous_rows(self, rows: np.ndarray) -> np.ndarray:
         """int64 `[M]`: the rows of the tokens before those at `rows`, none a sample's first: their logits predict them."""
         if self.prefixes is None:
             return rows - 1
-        whole, edges = self.unfolded
-        previous = np.arange(-1, self.tokens - 1)
+        whole, edges = self.expanded_samples
+        previous = np.arange(-1, self.num_tokens - 1)
         (branches,) = np.nonzero(self.prefixes[:, 1])
         previous[self.cu_seqlens[branches]] = whole[edges[branches] + self.prefixes[branches, 1] - 1]
         return previous[rows]
 
     @cached_property
-    def times(self) -> np.ndarray | None:
+    def row_multiplicity(self) -> np.ndarray | None:
         """int64 `[N]`: of how many samples each row is a token; None if each is of one."""
-        return None if self.prefixes is None else np.bincount(self.unfolded[0], minlength=self.tokens)
+        return None if self.prefixes is None else np.bincount(self.expanded_samples[0], minlength=self.num_tokens)
 
     @property
-    def support(self) -> Supports | None:
+    def support(self) -> SupportSets | None:
         """Of all rows, see the column of that name."""
         table = self.table
         return table["support"] if "support" in table else None  # noqa: SIM401 - not a dictionary
@@ -97,10 +103,10 @@ class MicroBatch:
     @property
     def token_temperatures(self) -> np.ndarray:
         """float32 `[N]`."""
-        return np.repeat(self.temperatures, self.lengths)
+        return np.repeat(self.temperatures, self.segment_lengths)
 
 
-def collate(samples: Sequence[Sample], shared: np.ndarray | None = None) -> MicroBatch:
+def collate_samples(samples: Sequence[Sample], shared: np.ndarray | None = None) -> MicroBatch:
     """One micro-batch of all samples, in order. Raises `PackingError` naming the sample whose columns differ.
 
     `shared` int `[S]`: how many tokens of the sample before it each begins with, of which it gives its own rows up.
@@ -123,26 +129,26 @@ def collate(samples: Sequence[Sample], shared: np.ndarray | None = None) -> Micr
     )
 
 
-def padding_like(micro_batch: MicroBatch, tokens: int = 1) -> MicroBatch:
+def make_padding_batch(micro_batch: MicroBatch, tokens: int = 1) -> MicroBatch:
     """A micro-batch of nothing but padding, for a rank that has run out of samples: every column that `micro_batch` has."""
     m = micro_batch
-    return _with_padding(MicroBatch(m.table.slice(0, 0), np.zeros(1, np.int32), m.temperatures[:0], ()), tokens)
+    return _append_padding(MicroBatch(m.table.slice_rows(0, 0), np.zeros(1, np.int32), m.temperatures[:0], ()), tokens)
 
 
-def aligned(micro_batch: MicroBatch, multiple: int) -> MicroBatch:
+def pad_to_multiple(micro_batch: MicroBatch, multiple: int) -> MicroBatch:
     """The micro-batch with padding behind it, up to a multiple of `multiple` tokens."""
-    extra = -micro_batch.tokens % multiple
-    return _with_padding(micro_batch, extra) if extra else micro_batch
+    extra = -micro_batch.num_tokens % multiple
+    return _append_padding(micro_batch, extra) if extra else micro_batch
 
 
-def _with_padding(micro_batch: MicroBatch, tokens: int) -> MicroBatch:
-    m, total = micro_batch, micro_batch.tokens + tokens
+def _append_padding(micro_batch: MicroBatch, tokens: int) -> MicroBatch:
+    m, total = micro_batch, micro_batch.num_tokens + tokens
     edges, temperatures = np.append(m.cu_seqlens, np.int32(total)), np.append(m.temperatures, np.float32(1.0))
     prefixes = None if m.prefixes is None else np.append(m.prefixes, np.zeros((1, 2), np.int32), axis=0)
-    return MicroBatch(m.table.padded(total), edges, temperatures, m.sample_ids, prefixes)
+    return MicroBatch(m.table.pad_to(total), edges, temperatures, m.sample_ids, prefixes)
 
 
-def pack(
+def pack_samples(
     samples: Sequence[Sample], max_tokens: int, *, whole_episodes: bool = False, share_prefixes: bool = False
 ) -> list[MicroBatch]:
     """All samples in micro-batches of at most `max_tokens` tokens, for one rank."""
@@ -154,7 +160,7 @@ def pack_for_ranks(
     max_tokens: int,
     *,
     ranks: int = 1,
-    cost: Cost | None = None,
+    cost: CostModel | None = None,
     whole_episodes: bool = False,
     share_prefixes: bool = False,
 ) -> list[list[MicroBatch]]:
@@ -165,47 +171,47 @@ def pack_for_ranks(
     A rank that runs out is given padding of one row, because the others wait for it in every forward and backward pass.
     Raises `PackingError` for a sample longer than `max_tokens`, or for samples whose columns differ.
     """
-    cost = cost or Cost()
-    units = _episodes(samples, max_tokens) if whole_episodes else [[i] for i in range(len(samples))]
-    fits = all(len(s.table) <= max_tokens for s in samples)  # or `plan` says which does not
-    likeness = find_likeness(samples) if share_prefixes and fits else None
+    cost = cost or CostModel()
+    units = _group_by_episode(samples, max_tokens) if whole_episodes else [[i] for i in range(len(samples))]
+    fits = all(len(s.table) <= max_tokens for s in samples)  # or `plan_micro_batches` says which does not
+    likeness = find_prefix_overlap(samples) if share_prefixes and fits else None
     if likeness is None:
         lengths = [sum(len(samples[i].table) for i in unit) for unit in units]
         planned = [
             [[i for unit in m for i in units[unit]] for m in mine]
-            for mine in plan(lengths, max_tokens=max_tokens, ranks=ranks, cost=cost)
+            for mine in plan_micro_batches(lengths, max_tokens=max_tokens, ranks=ranks, cost=cost)
         ]
     else:
-        planned = _planned_together(units, likeness, max_tokens, ranks, cost)
+        planned = _plan_with_prefixes(units, likeness, max_tokens, ranks, cost)
     if not samples:
         return [[] for _ in range(ranks)]
     # No rows of every sample: that all have the same columns is found out here, not when ranks wait for each other.
-    padding = padding_like(collate([Sample(s.sample_id, s.table.slice(0, 0)) for s in samples]))
-    return [[_collated(samples, m, likeness) if m else padding for m in mine] for mine in planned]
+    padding = make_padding_batch(collate_samples([Sample(s.sample_id, s.table.slice_rows(0, 0)) for s in samples]))
+    return [[_collate_members(samples, m, likeness) if m else padding for m in mine] for mine in planned]
 
 
-def _collated(samples: Sequence[Sample], members: Sequence[int], likeness: Likeness | None) -> MicroBatch:
+def _collate_members(samples: Sequence[Sample], members: Sequence[int], likeness: PrefixOverlap | None) -> MicroBatch:
     """In the order in which they share most, if they share anything."""
     if likeness is not None:
-        order, shared = likeness.sorted(members)
+        order, shared = likeness.sort_members(members)
         if shared.any():
-            return collate([samples[i] for i in order], shared)
-    return collate([samples[i] for i in members])
+            return collate_samples([samples[i] for i in order], shared)
+    return collate_samples([samples[i] for i in members])
 
 
-def _planned_together(
-    units: Sequence[Sequence[int]], likeness: Likeness, max_tokens: int, ranks: int, cost: Cost
+def _plan_with_prefixes(
+    units: Sequence[Sequence[int]], likeness: PrefixOverlap, max_tokens: int, ranks: int, cost: CostModel
 ) -> list[list[list[int]]]:
     """For each rank its micro-batches, of indices of samples: those that share prefixes together as far as that makes the step
     shorter. Families are lumps that divide less evenly, so smaller ones are tried as well."""
-    share = max(1, int(likeness.lengths.sum()) // (PARTS * ranks))
+    share = max(1, int(likeness.lengths.sum()) // (PARTS_PER_RANK * ranks))
     best: tuple[float, int, list[list[list[int]]]] | None = None
     for capacity in (max_tokens, min(max_tokens, share), 0) if ranks > 1 else (max_tokens,):
-        joined = families(units, likeness, capacity)
-        sizes = [capacity_and_cost(unit, likeness, cost) for unit in joined]
+        joined = merge_by_prefix(units, likeness, capacity)
+        sizes = [compute_size_and_cost(unit, likeness, cost) for unit in joined]
         planned = [
             [[i for unit in m for i in joined[unit]] for m in mine]
-            for mine in plan(
+            for mine in plan_micro_batches(
                 [size for size, _ in sizes],
                 max_tokens=max_tokens,
                 ranks=ranks,
@@ -213,14 +219,14 @@ def _planned_together(
                 costs=[each for _, each in sizes],
             )
         ]
-        waited = lockstep([[capacity_and_cost(m, likeness, cost)[1] for m in mine] for mine in planned])
+        waited = sum_lockstep_cost([[compute_size_and_cost(m, likeness, cost)[1] for m in mine] for mine in planned])
         if best is None or (waited, len(planned[0])) < best[:2]:
             best = waited, len(planned[0]), planned
     assert best is not None
     return best[2]
 
 
-def _episodes(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
+def _group_by_episode(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
     """Indices of samples that stay together: those of an episode of at most `max_tokens` tokens; others each alone."""
     members: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):

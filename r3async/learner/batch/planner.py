@@ -7,8 +7,8 @@ Ranks wait for each other in every micro-batch, so a step takes the time of the 
 How it is raised, at the least number of micro-batches that the token cap allows. A *round* is the micro-batches of all
 ranks at one index; its *level* is the cost of its costliest one.
 
-1. `levels` finds levels whose sum is the least that any plan could have: a linear programme, solved by filling up
-   (see there). With a little more work to do than there is (`SLACK`), as nothing packs perfectly.
+1. `find_round_levels` finds levels whose sum is the least that any plan could have: a linear programme, solved by filling up
+   (see there). With a little more work to do than there is (`LEVEL_SLACKS`), as nothing packs perfectly.
 2. Rounds are filled under cap and level with the longest sample that fits, again and again: first-fit decreasing, one
    micro-batch after another (Johnson 1973), so that the micro-batches of one round are alike. The last round takes the
    rest, longest first, each to the rank with the least (LPT, Graham 1969).
@@ -31,17 +31,17 @@ from typing import Any
 
 import numpy as np
 
-from r3async.data.model_shape import ShapeError, read_shape
+from r3async.data.model_shape import ModelShapeError, parse_model_shape
 
 Bin = list[int]
 
-SLACK = (0.03, 0.08, 0.01, 0.05, 0.0, 0.02, 0.12, 0.2, 0.5)
+LEVEL_SLACKS = (0.03, 0.08, 0.01, 0.05, 0.0, 0.02, 0.12, 0.2, 0.5)
 """In order of what they gain where there are many samples. The more samples, the less the choice among them matters."""
-TRIED = 20_000
+PLANNING_BUDGET = 20_000
 """Samples and micro-batches that are packed under levels in one plan, over all slacks."""
-FEW_ROUNDS = 200
+EXACT_FIT_ROUNDS = 200
 """In more, a round that an exact fit might spare is less than half a percent."""
-PAIRS = 24
+MAX_PAIRS = 24
 """Pairs of samples that are tried to fill one micro-batch to the last token, when plain first-fit needs too many."""
 
 
@@ -49,7 +49,7 @@ PAIRS = 24
 
 
 @dataclass(frozen=True)
-class Cost:
+class CostModel:
     """A sample of `n` tokens costs `linear * n + quadratic * n²`, in any unit: only ratios matter."""
 
     linear: float = 1.0
@@ -59,13 +59,13 @@ class Cost:
         if not (self.linear > 0 and self.quadratic >= 0):
             raise ValueError(f"`linear` must be greater than 0 and `quadratic` not negative, got {self}")
 
-    def of(self, lengths: np.ndarray) -> np.ndarray:
+    def estimate_costs(self, lengths: np.ndarray) -> np.ndarray:
         """float64, of the shape of `lengths`."""
         n = np.asarray(lengths, np.float64)
         return (self.linear + self.quadratic * n) * n
 
 
-def cost_model(config: Mapping[str, Any]) -> Cost:
+def build_cost_model(config: Mapping[str, Any]) -> CostModel:
     """FLOPs of the forward pass over one sample, from a Hugging Face `config.json`. The backward pass is twice that.
 
     A multiply-add is 2 FLOPs. With `h` hidden size, `a` heads, `g` key-value heads, `d_qk` and `d_v` head dimensions:
@@ -82,21 +82,23 @@ def cost_model(config: Mapping[str, Any]) -> Cost:
     tokens: a plan is then less even, and as right.
     """
     try:
-        s = read_shape(config)
-    except ShapeError:
-        return Cost()
-    h, heads, d_qk, d_v = s.hidden, s.heads, s.qk_dim, s.value_dim
+        s = parse_model_shape(config)
+    except ModelShapeError:
+        return CostModel()
+    h, heads, d_qk, d_v = s.hidden_size, s.num_heads, s.qk_dim, s.value_dim
     if s.kv_rank:
         query = s.query_rank * (h + heads * d_qk) if s.query_rank else h * heads * d_qk
         projections = query + h * (s.kv_rank + s.rope_dim) + s.kv_rank * heads * (d_qk - s.rope_dim + d_v)
     else:
-        projections = h * (heads * d_qk + s.kv_heads * (d_qk + d_v))
+        projections = h * (heads * d_qk + s.num_kv_heads * (d_qk + d_v))
     projections += h * heads * d_v
-    moe, dense = 3 * h * s.expert_width * s.top_k + s.router, s.dense
+    moe, dense = 3 * h * s.expert_width * s.top_k + s.router_parameters, s.mlp_parameters
     mixtures = len(s.moe_layers)
-    weights = s.layers * projections + mixtures * moe + (s.layers - mixtures) * dense + s.embedding
+    weights = s.num_layers * projections + mixtures * moe + (s.num_layers - mixtures) * dense + s.embedding_parameters
     attention = heads * (d_qk + d_v)
-    return Cost(linear=2.0 * (weights + attention * s.windows), quadratic=float(attention * s.full_layers))
+    return CostModel(
+        linear=2.0 * (weights + attention * s.window_tokens), quadratic=float(attention * s.full_attention_layers)
+    )
 
 
 # -- which samples are trained together ---------------------------------------------------------------------------------
@@ -106,12 +108,12 @@ class PackingError(ValueError):
     """Samples that cannot be packed as asked."""
 
 
-def plan(
+def plan_micro_batches(
     lengths: Sequence[int],
     *,
     max_tokens: int,
     ranks: int = 1,
-    cost: Cost | None = None,
+    cost: CostModel | None = None,
     costs: Sequence[float] | None = None,
 ) -> list[list[Bin]]:
     """For each rank its micro-batches, each a list of indices into `lengths`, at most `max_tokens` tokens together.
@@ -132,20 +134,22 @@ def plan(
             f"sample {index} has {lengths[index]} tokens, more than learner.max_tokens_per_micro_batch = {max_tokens}: "
             "raise that, or lower episode.max_total_tokens"
         )
-    cost = cost or Cost()
-    each = cost.of(sizes) if costs is None else np.asarray(costs, np.float64)
-    work = _Work(sizes[order], each[order], max_tokens, ranks, cost)
+    cost = cost or CostModel()
+    each = cost.estimate_costs(sizes) if costs is None else np.asarray(costs, np.float64)
+    work = _StepPlanner(sizes[order], each[order], max_tokens, ranks, cost)
     of = order.tolist()
-    return [[sorted([of[s] for s in m]) for m in mine] for mine in work.in_lockstep()]
+    return [[sorted([of[s] for s in m]) for m in mine] for mine in work.plan_lockstep()]
 
 
-def lockstep(costs: Sequence[Sequence[float]]) -> float:
+def sum_lockstep_cost(costs: Sequence[Sequence[float]]) -> float:
     """What the ranks wait for in all, given the cost of each micro-batch of each of them."""
     return float(sum(max(of_rank) for of_rank in zip(*costs, strict=True)))
 
 
-def levels(lengths: np.ndarray, *, max_tokens: int, ranks: int, count: int, cost: Cost, work: float) -> np.ndarray:
-    """float64 `[count]`: the levels with the least sum under which micro-batches of cost `work` in all might exist.
+def find_round_levels(
+    lengths: np.ndarray, *, max_tokens: int, ranks: int, count: int, cost: CostModel, total_cost: float
+) -> np.ndarray:
+    """float64 `[count]`: the levels with the least sum under which micro-batches of cost `total_cost` in all might exist.
 
     Let y_1 >= y_2 >= ... be the costs of a plan's micro-batches. The i-th of them holds no more than `u_i`, the cost of a
     full one whose longest sample is the i-th longest of all (its quadratic part is convex, so greatest if the other samples
@@ -159,7 +163,7 @@ def levels(lengths: np.ndarray, *, max_tokens: int, ranks: int, count: int, cost
     for beyond the most possible is not done.
     """
     n = np.sort(np.asarray(lengths, np.float64))[::-1][: count * ranks]
-    alone, rest = cost.of(n), max_tokens - n
+    alone, rest = cost.estimate_costs(n), max_tokens - n
     crowded = 2 * n <= max_tokens
     most = cost.linear * max_tokens + cost.quadratic * np.where(crowded, n * max_tokens, n**2 + rest**2)
     least = np.where(crowded, 0.0, alone)
@@ -168,7 +172,7 @@ def levels(lengths: np.ndarray, *, max_tokens: int, ranks: int, count: int, cost
     level = np.pad(least, missing)[::ranks].copy()
     caps = np.pad(most, missing).reshape(count, ranks)
 
-    need = work - np.minimum(level[:, None], caps).sum()
+    need = total_cost - np.minimum(level[:, None], caps).sum()
     steps = np.diff(np.sort(np.maximum(caps, level[:, None]), axis=1), axis=1, prepend=level[:, None])
     for r in range(ranks):
         follow = ranks - r
@@ -180,7 +184,7 @@ def levels(lengths: np.ndarray, *, max_tokens: int, ranks: int, count: int, cost
     return level
 
 
-class _Pool:
+class _SamplePool:
     """Samples that are not placed yet, found by length in nearly constant time.
 
     `samples` ascend in length. `below[i + 1]` leads, over some steps, to `j + 1` of the last sample `j <= i` that is left
@@ -192,19 +196,19 @@ class _Pool:
         self.lengths, self.costs = [lengths[s] for s in samples], [costs[s] for s in samples]
         self._below = list(range(len(samples) + 1))
 
-    def last(self, end: int) -> int:
+    def find_last(self, end: int) -> int:
         """The index of the last sample left before `end`, or -1."""
         below = self._below
         while below[end] != end:
             below[end] = end = below[below[end]]
         return end - 1
 
-    def fitting(self, free: int, level: float, end: int) -> int:
+    def find_fitting(self, free: int, level: float, end: int) -> int:
         """The index, below `end`, of the longest that is not longer than `free` and costs no more than `level`; or -1."""
         end = bisect_right(self.lengths, free, 0, end)
-        return self.last(end if level == np.inf else bisect_right(self.costs, level, 0, end))
+        return self.find_last(end if level == np.inf else bisect_right(self.costs, level, 0, end))
 
-    def left(self) -> list[int]:
+    def list_remaining(self) -> list[int]:
         """The samples, in order of length."""
         return [s for i, s in enumerate(self.samples, 1) if self._below[i] == i]
 
@@ -212,77 +216,84 @@ class _Pool:
         for at in indices:
             self._below[at + 1] = at
 
-    def pair(self, free: int, slack: int, but: int) -> tuple[int, ...]:
-        """The indices of two, neither of them `but`, that leave less than `slack` of `free`: the best of about `PAIRS`
+    def find_pair(self, free: int, slack: int, excluded: int) -> tuple[int, ...]:
+        """The indices of two, neither of them `excluded`, that leave less than `slack` of `free`: the best of about `MAX_PAIRS`
         tried, or none."""
         best: tuple[int, ...] = ()
         end = bisect_right(self.lengths, free // 2)
-        for start in range(end, 0, -max(1, end // PAIRS)):
-            short = self.last(start)
-            if short >= 0 and short != but:
-                long = self.fitting(free - self.lengths[short], np.inf, len(self.samples))
-                long = self.last(long) if long == but else long
+        for start in range(end, 0, -max(1, end // MAX_PAIRS)):
+            short = self.find_last(start)
+            if short >= 0 and short != excluded:
+                long = self.find_fitting(free - self.lengths[short], np.inf, len(self.samples))
+                long = self.find_last(long) if long == excluded else long
                 left = free - self.lengths[short] - self.lengths[long]
                 if long > short and left < slack:
                     best, slack = (long, short), left
         return best
 
 
-class _Work:
+class _StepPlanner:
     """One step's samples, sorted by length, and the ways to divide them."""
 
-    def __init__(self, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, ranks: int, cost: Cost):
-        self.sorted, self.max_tokens, self.ranks, self.cost = lengths, max_tokens, ranks, cost
+    def __init__(self, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, ranks: int, cost: CostModel):
+        self.sorted_lengths, self.max_tokens, self.ranks, self.cost = lengths, max_tokens, ranks, cost
         self.lengths: list[int] = lengths.tolist()
         self.costs: list[float] = costs.tolist()
         # Looked for by cost as by length: none costs more than a longer one is taken to.
-        self._most: list[float] = np.maximum.accumulate(costs).tolist()
-        self.total = sum(self.costs)
+        self._cost_ceilings: list[float] = np.maximum.accumulate(costs).tolist()
+        self.total_cost = sum(self.costs)
 
-    def in_lockstep(self) -> list[list[Bin]]:
-        bins = self.fewest()
+    def plan_lockstep(self) -> list[list[Bin]]:
+        bins = self.pack_fewest()
         if self.ranks == 1:
-            return [sorted(bins, key=self.of, reverse=True)]
-        packed, apart = self.in_rounds(bins), self.apart()
+            return [sorted(bins, key=self.bin_cost, reverse=True)]
+        packed, apart = self.arrange_rounds(bins), self.pack_ranks_separately()
         # Of equals the first by number: one under levels is even where first-fit leaves ranks empty.
-        best = min((self.waited(packed), 1, packed), (self.waited(apart), 2, apart))
-        for slack in SLACK[: max(1, TRIED // (len(self.lengths) + len(bins)))] if bins else ():
-            found = self.under(self.levels(len(packed), slack), limit=best[0])
+        best = min((self.lockstep_cost(packed), 1, packed), (self.lockstep_cost(apart), 2, apart))
+        for slack in LEVEL_SLACKS[: max(1, PLANNING_BUDGET // (len(self.lengths) + len(bins)))] if bins else ():
+            found = self.pack_under_levels(self.find_levels(len(packed), slack), limit=best[0])
             if found is not None:
-                best = min(best, (self.waited(found), 0, found), key=itemgetter(0, 1))
-        return self.dealt(best[2])
+                best = min(best, (self.lockstep_cost(found), 0, found), key=itemgetter(0, 1))
+        return self.assign_to_ranks(best[2])
 
-    def levels(self, count: int, slack: float) -> list[float]:
-        work = self.total * (1 + slack)
-        return levels(
-            self.sorted, max_tokens=self.max_tokens, ranks=self.ranks, count=count, cost=self.cost, work=work
+    def find_levels(self, count: int, slack: float) -> list[float]:
+        work = self.total_cost * (1 + slack)
+        return find_round_levels(
+            self.sorted_lengths,
+            max_tokens=self.max_tokens,
+            ranks=self.ranks,
+            count=count,
+            cost=self.cost,
+            total_cost=work,
         ).tolist()
 
-    def of(self, members: Bin) -> float:
+    def bin_cost(self, members: Bin) -> float:
         return sum([self.costs[s] for s in members])
 
-    def waited(self, rounds: list[list[Bin]]) -> float:
-        return sum(max(map(self.of, bins)) for bins in rounds)
+    def lockstep_cost(self, rounds: list[list[Bin]]) -> float:
+        return sum(max(map(self.bin_cost, bins)) for bins in rounds)
 
-    def fewest(self) -> list[Bin]:
+    def pack_fewest(self) -> list[Bin]:
         """All samples in as few micro-batches as first-fit decreasing needs, or an exact fit if that spares a round of a few."""
-        bins = self.all_filled(self.pool())
+        bins = self.fill_all(self.make_pool())
         possible = max(-(-sum(self.lengths) // self.max_tokens), sum(2 * n > self.max_tokens for n in self.lengths))
-        if FEW_ROUNDS > -(-len(bins) // self.ranks) > -(-possible // self.ranks):
-            bins = min(bins, self.all_filled(self.pool(), exact=True), key=len)
+        if EXACT_FIT_ROUNDS > -(-len(bins) // self.ranks) > -(-possible // self.ranks):
+            bins = min(bins, self.fill_all(self.make_pool(), exact=True), key=len)
         return bins
 
-    def pool(self, samples: Iterable[int] | None = None) -> _Pool:
+    def make_pool(self, samples: Iterable[int] | None = None) -> _SamplePool:
         """Of all samples, or of some, in ascending order."""
-        return _Pool(list(range(len(self.lengths)) if samples is None else samples), self.lengths, self._most)
+        return _SamplePool(
+            list(range(len(self.lengths)) if samples is None else samples), self.lengths, self._cost_ceilings
+        )
 
-    def all_filled(self, pool: _Pool, *, exact: bool = False) -> list[Bin]:
+    def fill_all(self, pool: _SamplePool, *, exact: bool = False) -> list[Bin]:
         bins = []
-        while members := self.filled(pool, exact=exact):
+        while members := self.fill_bin(pool, exact=exact):
             bins.append(members)
         return bins
 
-    def filled(self, pool: _Pool, level: float = np.inf, *, exact: bool = False) -> Bin:
+    def fill_bin(self, pool: _SamplePool, level: float = np.inf, *, exact: bool = False) -> Bin:
         """A micro-batch of the longest sample in the pool, then always the longest one that fits under cap and `level`.
 
         With `exact` the last one may be replaced by two that leave fewer tokens free: small samples are what gaps are filled
@@ -290,23 +301,27 @@ class _Work:
         """
         found: list[int] = []  # descending indices in the pool
         free, end = self.max_tokens, len(pool.samples)
-        while (end := pool.fitting(free, level, end)) >= 0:
+        while (end := pool.find_fitting(free, level, end)) >= 0:
             found.append(end)
             free -= pool.lengths[end]
             level -= pool.costs[end]
         pool.remove(found[:-1])
-        pair = pool.pair(free + pool.lengths[found[-1]], free, but=found[-1]) if exact and free and found[1:] else ()
+        pair = (
+            pool.find_pair(free + pool.lengths[found[-1]], free, excluded=found[-1])
+            if exact and free and found[1:]
+            else ()
+        )
         found[-1:] = pair or found[-1:]
         pool.remove(found[-1 - bool(pair) :])
         return [pool.samples[i] for i in found]
 
-    def in_rounds(self, bins: list[Bin]) -> list[list[Bin]]:
+    def arrange_rounds(self, bins: list[Bin]) -> list[list[Bin]]:
         """Micro-batches of near cost at the same index; empty ones make up for what is missing."""
-        bins = sorted(bins, key=self.of, reverse=True)
+        bins = sorted(bins, key=self.bin_cost, reverse=True)
         bins += [[] for _ in range(-len(bins) % self.ranks)]
         return [bins[i : i + self.ranks] for i in range(0, len(bins), self.ranks)]
 
-    def apart(self) -> list[list[Bin]]:
+    def pack_ranks_separately(self) -> list[list[Bin]]:
         """Samples divided among the ranks for equal cost (LPT), each rank's packed first-fit decreasing, costliest first."""
         mine: list[list[int]] = [[] for _ in range(self.ranks)]
         loads = [(0.0, rank) for rank in range(self.ranks)]  # a heap
@@ -314,36 +329,36 @@ class _Work:
             load, rank = loads[0]
             heapq.heapreplace(loads, (load + self.costs[sample], rank))
             mine[rank].append(sample)
-        packed = [sorted(self.all_filled(self.pool(own[::-1])), key=self.of, reverse=True) for own in mine]
+        packed = [sorted(self.fill_all(self.make_pool(own[::-1])), key=self.bin_cost, reverse=True) for own in mine]
         return [list(bins) for bins in zip_longest(*packed, fillvalue=[])]
 
-    def under(self, least: list[float], limit: float) -> list[list[Bin]] | None:
+    def pack_under_levels(self, levels: list[float], limit: float) -> list[list[Bin]] | None:
         """All samples in rounds under these levels, the last of which is what it turns out to be; None if they do not fit, or
         if the ranks wait longer than `limit`."""
-        pool, rounds = self.pool(), []
-        waited, rest = 0.0, self.total
-        for level in least[:-1]:
+        pool, rounds = self.make_pool(), []
+        waited, rest = 0.0, self.total_cost
+        for level in levels[:-1]:
             # The longest sample that is left has to go somewhere.
-            longest = pool.last(len(self.lengths))
-            level = max(level, self._most[longest] if longest >= 0 else 0.0)
-            rounds.append([self.filled(pool, level) for _ in range(self.ranks)])
-            done = [self.of(m) for m in rounds[-1]]
+            longest = pool.find_last(len(self.lengths))
+            level = max(level, self._cost_ceilings[longest] if longest >= 0 else 0.0)
+            rounds.append([self.fill_bin(pool, level) for _ in range(self.ranks)])
+            done = [self.bin_cost(m) for m in rounds[-1]]
             waited, rest = waited + max(done), rest - sum(done)
             if waited + rest / self.ranks > limit * (1 + 1e-12):
                 return None
-        last = self.spread(pool)
+        last = self.fill_last_round(pool)
         if last is not None:
             return [*rounds, last]
-        rounds.append([self.filled(pool) for _ in range(self.ranks)])
-        return None if pool.left() else rounds
+        rounds.append([self.fill_bin(pool) for _ in range(self.ranks)])
+        return None if pool.list_remaining() else rounds
 
-    def spread(self, pool: _Pool) -> list[Bin] | None:
+    def fill_last_round(self, pool: _SamplePool) -> list[Bin] | None:
         """What is in the pool in one micro-batch per rank, longest sample first, each to the rank with the least cost of those
         with capacity for it. None if one fits nowhere."""
         divided: list[Bin] = [[] for _ in range(self.ranks)]
         free = [self.max_tokens] * self.ranks
         loads = [(0.0, rank) for rank in range(self.ranks)]  # a heap
-        samples = pool.left()
+        samples = pool.list_remaining()
         shortest = self.lengths[samples[0]] if samples else 0
         for sample in reversed(samples):
             length, full = self.lengths[sample], []
@@ -360,13 +375,13 @@ class _Work:
                     heapq.heappush(loads, entry)
         return divided
 
-    def dealt(self, rounds: list[list[Bin]]) -> list[list[Bin]]:
+    def assign_to_ranks(self, rounds: list[list[Bin]]) -> list[list[Bin]]:
         """Each round's micro-batches among the ranks, the costliest to the rank with the least so far. Costliest round
         first: memory that does not suffice is then found out at once."""
         divided: list[list[Bin]] = [[] for _ in range(self.ranks)]
         totals = [0.0] * self.ranks
         costed = [
-            sorted(zip(map(self.of, bins), bins, strict=True), key=itemgetter(0), reverse=True) for bins in rounds
+            sorted(zip(map(self.bin_cost, bins), bins, strict=True), key=itemgetter(0), reverse=True) for bins in rounds
         ]
         for bins in sorted(costed, key=lambda bins: bins[0][0], reverse=True):
             idle_first = sorted(range(self.ranks), key=totals.__getitem__)

@@ -17,39 +17,39 @@ from dataclasses import dataclass
 import numpy as np
 
 from r3async.data.records import Sample, TokenTable
-from r3async.data.routes import sorted_columns
-from r3async.learner.batch.planner import Cost
+from r3async.data.routes import iter_sorted_columns
+from r3async.learner.batch.planner import CostModel
 
 KEYS_PER_ROW = 8
 """Every sample attends to a copy of its prefix's keys and values. At most so many times the token budget exist at once."""
 
 
 @dataclass(frozen=True)
-class Likeness:
-    """Of some samples. `order` int64 `[S]`: their indices, sorted by tokens; `rank` its inverse. `alike` int64 `[S + 1]`: how
-    many of its first rows the sample at each place of that order can give up for those of the sample before it; 0 at both ends.
-    `lengths` int64 `[S]`, by index."""
+class PrefixOverlap:
+    """Of some samples. `order` int64 `[S]`: their indices, sorted by tokens; `sort_position` its inverse. `shared_rows` int64
+    `[S + 1]`: how many of its first rows the sample at each place of that order can give up for those of the sample before
+    it; 0 at both ends. `lengths` int64 `[S]`, by index."""
 
     order: np.ndarray
-    rank: np.ndarray
-    alike: np.ndarray
+    sort_position: np.ndarray
+    shared_rows: np.ndarray
     lengths: np.ndarray
 
-    def sorted(self, members: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def sort_members(self, members: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """`members` in this order, and what each shares with the one before it: int64 `[M]` each."""
-        at = np.sort(self.rank[np.asarray(members, np.int64)])
+        at = np.sort(self.sort_position[np.asarray(members, np.int64)])
         # The least of each part after one member up to the next.
         edges = np.append(at[:1], at[:-1] + 1)
-        shared = np.minimum.reduceat(self.alike, np.stack([edges, at + 1], axis=1).ravel())[::2]
+        shared = np.minimum.reduceat(self.shared_rows, np.stack([edges, at + 1], axis=1).ravel())[::2]
         shared[:1] = 0
         return self.order[at], shared
 
-    def least(self, first: int, last: int) -> int:
+    def min_shared_rows(self, first: int, last: int) -> int:
         """What the sample at place `last` can give up for the one at place `first` before it, at least."""
-        return int(self.alike[first + 1 : last + 1].min())
+        return int(self.shared_rows[first + 1 : last + 1].min())
 
 
-def find_likeness(samples: Sequence[Sample]) -> Likeness | None:
+def find_prefix_overlap(samples: Sequence[Sample]) -> PrefixOverlap | None:
     """None if nothing can be shared. A sample gives up rows before its first trained one, and keeps its last one."""
     tokens = [s.table["token_ids"] for s in samples]
     names = [t.tobytes() for t in tokens]
@@ -62,27 +62,27 @@ def find_likeness(samples: Sequence[Sample]) -> Likeness | None:
         first = int(mask[:most].argmax()) if most > 0 else 0
         most = first if first or (most > 0 and mask[0]) else most
         if most > 0 and tokens[before][0] == tokens[after][0]:
-            common = _common(tokens[before][:most] == tokens[after][:most])
-            alike[place] = _alike_routes(samples[before].table, samples[after].table, common)
+            common = _count_leading_true(tokens[before][:most] == tokens[after][:most])
+            alike[place] = _count_equal_routes(samples[before].table, samples[after].table, common)
     if not alike.any():
         return None
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    return Likeness(np.asarray(order), rank, alike, np.asarray([len(t) for t in tokens], np.int64))
+    return PrefixOverlap(np.asarray(order), rank, alike, np.asarray([len(t) for t in tokens], np.int64))
 
 
-def _common(same: np.ndarray) -> int:
+def _count_leading_true(same: np.ndarray) -> int:
     """How many there are before the first that is False."""
     first = int(same.argmin()) if len(same) else 0
     return first if first or (len(same) and not same[0]) else len(same)
 
 
-def _alike_routes(before: TokenTable, after: TokenTable, rows: int) -> int:
+def _count_equal_routes(before: TokenTable, after: TokenTable, rows: int) -> int:
     """Of the first `rows` rows, those before the first whose records differ. The order of a record carries nothing."""
     if "routed_experts" not in before or "routed_experts" not in after or "routing_recorded" not in after:
         return rows if "routed_experts" not in before and "routed_experts" not in after else 0
     recorded = before["routing_recorded"][:rows]
-    rows = _common(recorded == after["routing_recorded"][:rows])
+    rows = _count_leading_true(recorded == after["routing_recorded"][:rows])
     recorded = recorded[:rows]
     one, other = (t["routed_experts"][:rows] for t in (before, after))
     if not rows or np.array_equal(one, other):
@@ -91,30 +91,30 @@ def _alike_routes(before: TokenTable, after: TokenTable, rows: int) -> int:
         return 0
     same = ~recorded | (one == other).all(axis=(1, 2))
     (unsure,) = np.nonzero(~same)
-    one, other = (_as_sets(x[unsure]) for x in (one, other))
+    one, other = (_sort_experts(x[unsure]) for x in (one, other))
     same[unsure] = (one == other).all(axis=(1, 2))
-    return _common(same)
+    return _count_leading_true(same)
 
 
-def _as_sets(rows: np.ndarray) -> np.ndarray:
+def _sort_experts(rows: np.ndarray) -> np.ndarray:
     """`[n, L, K]`, each sorted."""
     out = np.empty((rows.shape[0] * rows.shape[1], rows.shape[2]), rows.dtype)
-    for part, columns in sorted_columns(rows.reshape(out.shape)):
+    for part, columns in iter_sorted_columns(rows.reshape(out.shape)):
         np.stack(columns, axis=1, out=out[part])
     return out.reshape(rows.shape)
 
 
-def families(units: Sequence[Sequence[int]], likeness: Likeness, capacity: int) -> list[list[int]]:
+def merge_by_prefix(units: Sequence[Sequence[int]], likeness: PrefixOverlap, capacity: int) -> list[list[int]]:
     """The units (indices of samples, each sample in one) joined with those that share their prefixes, as far as what they are
     together takes no more than `capacity`."""
-    first = [int(likeness.rank[np.asarray(unit)].min()) for unit in units]
+    first = [int(likeness.sort_position[np.asarray(unit)].min()) for unit in units]
     joined: list[list[int]] = []
     rows = keys = last = 0
     for at in np.argsort(first, kind="stable").tolist():
         unit, place = list(units[at]), first[at]
-        own, attended = _size(unit, likeness)
-        shared = likeness.least(last, place) if joined else 0
-        if shared and taken(rows + own - shared, keys + attended) <= capacity:
+        own, attended = _count_rows_and_keys(unit, likeness)
+        shared = likeness.min_shared_rows(last, place) if joined else 0
+        if shared and count_budget_tokens(rows + own - shared, keys + attended) <= capacity:
             joined[-1] += unit
             rows, keys = rows + own - shared, keys + attended
         else:
@@ -124,29 +124,29 @@ def families(units: Sequence[Sequence[int]], likeness: Likeness, capacity: int) 
     return joined
 
 
-def taken(rows: int, keys: int) -> int:
+def count_budget_tokens(rows: int, keys: int) -> int:
     """Of the token budget, by so many rows and the keys that they attend to."""
     return max(rows, -(-keys // KEYS_PER_ROW))
 
 
-def _size(members: Sequence[int], likeness: Likeness) -> tuple[int, int]:
+def _count_rows_and_keys(members: Sequence[int], likeness: PrefixOverlap) -> tuple[int, int]:
     """Rows that are fed forward, and keys that are attended to."""
     if len(members) == 1:
         return (length := int(likeness.lengths[members[0]])), length
     keys = int(likeness.lengths[np.asarray(members)].sum())
-    return keys - int(likeness.sorted(members)[1].sum()), keys
+    return keys - int(likeness.sort_members(members)[1].sum()), keys
 
 
-def capacity_and_cost(members: Sequence[int], likeness: Likeness, cost: Cost) -> tuple[int, float]:
+def compute_size_and_cost(members: Sequence[int], likeness: PrefixOverlap, cost: CostModel) -> tuple[int, float]:
     """What samples that are together take of the token budget, and what they cost: rows, and the keys before each."""
-    which, shared = likeness.sorted(members)
+    which, shared = likeness.sort_members(members)
     lengths = likeness.lengths[which]
     rows, keys = int((lengths - shared).sum()), int(lengths.sum())
     pairs = (lengths.astype(np.float64) ** 2 - shared.astype(np.float64) ** 2).sum()
-    return taken(rows, keys), cost.linear * rows + cost.quadratic * float(pairs)
+    return count_budget_tokens(rows, keys), cost.linear * rows + cost.quadratic * float(pairs)
 
 
-def unfolded(cu_seqlens: np.ndarray, prefixes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def expand_prefixes(cu_seqlens: np.ndarray, prefixes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where the tokens of each whole sample are: packed rows int64 `[T]`, and the edges int64 `[S + 1]` of the samples in them.
 
     Sample `s` is the first `prefixes[s, 1]` tokens of sample `prefixes[s, 0]`, which is an earlier one, and then rows

@@ -26,18 +26,18 @@ from torch import Tensor
 
 from r3async.checkpoint.state import TrustRegionState
 from r3async.config import CorrectionConfig, RolloutKLConfig
-from r3async.learner.losses.policy_loss import bounded_exp, episode_sums
+from r3async.learner.losses.policy_loss import bounded_exp, sum_by_episode
 
-TANGENT_FROM = 20.0
-SERIES_UP_TO = 1e-2
-PROBABILITY_LIMIT = 1e-6
-REACH_DOWN, REACH_UP = 0.7, 1.15
+K3_TANGENT_START = 20.0
+K3_SERIES_LIMIT = 1e-2
+MIN_PROBABILITY = 1e-6
+MAX_SHARE_DECAY, MAX_SHARE_GROWTH = 0.7, 1.15
 """Of what a step tries first: the least that it is multiplied with after a step that was shortened, and with after one that was
 not. It settles where about one step in four is shortened."""
-LEAST_REACH = 1 / 32
-VARIANCES = 4
+MAX_SHARE_FLOOR = 1 / 32
+VARIANCE_HISTORY = 4
 """Measurements that say what variance of the gap is usual. More of them hold no more, and are wider where drift falls."""
-ERROR_LIMIT = 3.0
+MAX_DRIFT_ERROR = 3.0
 """Errors that count: one wild step moves the coefficient no further than drift of 4 times the target does."""
 
 
@@ -56,21 +56,21 @@ def k3(delta: Tensor) -> Tensor:
     The branch that is not taken has a gradient too, times 0, which is 0 only if that is finite: so the series sees no more than
     it is for.
     """
-    bounded = delta.clamp(max=TANGENT_FROM)
-    tangent = torch.where(delta > TANGENT_FROM, math.expm1(TANGENT_FROM) * (delta - TANGENT_FROM), 0.0)
-    near = delta.clamp(-SERIES_UP_TO, SERIES_UP_TO)
+    bounded = delta.clamp(max=K3_TANGENT_START)
+    tangent = torch.where(delta > K3_TANGENT_START, math.expm1(K3_TANGENT_START) * (delta - K3_TANGENT_START), 0.0)
+    near = delta.clamp(-K3_SERIES_LIMIT, K3_SERIES_LIMIT)
     series = 0.5 * near.square() * (1 + near / 3 * (1 + near / 4))
-    return torch.where(delta.abs() < SERIES_UP_TO, series, torch.expm1(bounded) - bounded + tangent)
+    return torch.where(delta.abs() < K3_SERIES_LIMIT, series, torch.expm1(bounded) - bounded + tangent)
 
 
-def measured_k3(delta: Tensor, limit: float) -> Tensor:
+def clamped_k3(delta: Tensor, limit: float) -> Tensor:
     """k3, of one token no more than `limit` (`rollout_kl.token_limit`), so that one does not decide the mean of a step. What is
     not finite stays so."""
     values = k3(delta)
     return torch.where(values.isfinite(), values.clamp(max=limit), values)
 
 
-def bounded_k3(delta: Tensor, limit: float) -> Tensor:
+def tangent_k3(delta: Tensor, limit: float) -> Tensor:
     """k3, and above `delta` where it is `limit` its tangent there: so the gradient is bounded, and does not vanish. Below it k3
     is nearly a line by itself, of slope -1."""
     edge = min(math.sqrt(2 * limit), math.log1p(2 * limit) + 1)
@@ -80,21 +80,21 @@ def bounded_k3(delta: Tensor, limit: float) -> Tensor:
     return k3(delta - beyond) + math.expm1(edge) * beyond
 
 
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": torch.neg, "abs": torch.abs, "k2": k2, "k3": k3}
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": torch.neg, "abs": torch.abs, "k2": k2, "k3": k3}
 """By the names of `algorithm.rollout_kl.estimator`. Each maps a tensor of deltas to one of the same shape and dtype."""
 
 
 # -- which tokens the policy loss leaves out -----------------------------------------------------------------------------
 
 
-def correction_mask(
+def compute_correction_mask(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
-    ages: Tensor,
-    sequence: Tensor,
-    sequences: int,
+    staleness: Tensor,
+    episode_index: Tensor,
+    num_episodes: int,
     config: CorrectionConfig,
-    max_token_age: int | None = None,
+    max_token_staleness: int | None = None,
 ) -> Tensor:
     """bool `[M]`: the tokens that the policy loss keeps. Arguments as in `TokenBatch`; `logprobs` are pi's: the learner's now, or
     before the step with `correction.anchor = "recomputed"`, as in the sources of all but the last two of these.
@@ -112,37 +112,37 @@ def correction_mask(
     """
     logprobs, rollout_logprobs = logprobs.detach().double(), rollout_logprobs.double()
     delta = logprobs - rollout_logprobs
-    left_out = _outside(delta, config.icepop_low, config.icepop_high)
+    left_out = _is_outside_band(delta, config.icepop_low, config.icepop_high)
     if config.kpop is not None:
         left_out |= binary_kl(logprobs, rollout_logprobs) > config.kpop
         left_out |= binary_kl(rollout_logprobs, logprobs) > config.kpop
-    if max_token_age is not None:
-        left_out |= ages > max_token_age
-    if not judges_episodes(config):
+    if max_token_staleness is not None:
+        left_out |= staleness > max_token_staleness
+    if not corrects_by_episode(config):
         return ~left_out
-    total = episode_sums(delta, sequence, sequences)
-    mean = total / episode_sums(torch.ones_like(delta), sequence, sequences).clamp(min=1)
-    episodes = _outside(mean, config.geometric_low, config.geometric_high)
-    episodes |= _outside(total, config.product_low, config.product_high)
+    total = sum_by_episode(delta, episode_index, num_episodes)
+    mean = total / sum_by_episode(torch.ones_like(delta), episode_index, num_episodes).clamp(min=1)
+    episodes = _is_outside_band(mean, config.geometric_low, config.geometric_high)
+    episodes |= _is_outside_band(total, config.product_low, config.product_high)
     if config.max_token_kl is not None:
-        episodes |= torch.zeros_like(total).scatter_reduce_(0, sequence, k3(delta), "amax") > config.max_token_kl
-    return ~(left_out | episodes[sequence])
+        episodes |= torch.zeros_like(total).scatter_reduce_(0, episode_index, k3(delta), "amax") > config.max_token_kl
+    return ~(left_out | episodes[episode_index])
 
 
-def correction_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, sequence: Tensor, sequences: int, config: CorrectionConfig
+def compute_correction_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, episode_index: Tensor, num_episodes: int, config: CorrectionConfig
 ) -> Tensor:
     """`[M]`, without gradient, of the dtype of `old_logprobs`: what the policy loss of each token is multiplied by. `token`:
-    `min(e^delta, weight_cap)`; `sequence`: `min(e^sum(delta), weight_cap)` over the trained tokens of its episode, with
+    `min(e^delta, weight_cap)`; `episode_index`: `min(e^sum(delta), weight_cap)` over the trained tokens of its episode, with
     `delta = log pi_old - log mu` clamped to -20..20. Truncated importance sampling by token and by sequence: Liu, Li et al.,
     "When Speed Kills Stability", 2025, the `rollout_is` of verl."""
     delta = old_logprobs.detach().double() - rollout_logprobs.double()
     if config.weight == "sequence":
-        delta = episode_sums(delta, sequence, sequences)[sequence]
+        delta = sum_by_episode(delta, episode_index, num_episodes)[episode_index]
     return bounded_exp(delta).clamp(max=config.weight_cap).to(old_logprobs.dtype)
 
 
-def judges_episodes(config: CorrectionConfig) -> bool:
+def corrects_by_episode(config: CorrectionConfig) -> bool:
     """Whether what is left out, or a weight, depends on other tokens of the episode."""
     if config.weight == "sequence":
         return True
@@ -153,11 +153,11 @@ def judges_episodes(config: CorrectionConfig) -> bool:
 def binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     """`p log(p / q) + (1 - p) log((1 - p) / (1 - q))` for `p = e^logprobs`, `q = e^other_logprobs`, both within
     1e-6 .. 1 - 1e-6: KL between "this token" and "any other" under two policies."""
-    p, q = (x.double().exp().clamp(PROBABILITY_LIMIT, 1 - PROBABILITY_LIMIT) for x in (logprobs, other_logprobs))
+    p, q = (x.double().exp().clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY) for x in (logprobs, other_logprobs))
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
-def _outside(log_ratio: Tensor, low: float | None, high: float | None) -> Tensor:
+def _is_outside_band(log_ratio: Tensor, low: float | None, high: float | None) -> Tensor:
     """bool: `e^log_ratio` is below `low` or above `high`, where there is such a bound. NaN is not."""
     ratio = bounded_exp(log_ratio)
     return (ratio < (-math.inf if low is None else low)) | (ratio > (math.inf if high is None else high))
@@ -187,96 +187,98 @@ class TrustRegion:
 
     def __init__(self, config: RolloutKLConfig):
         self._config = config
-        self._error: float | None = None
-        self._gaps: list[float | None] = []
+        self._last_error: float | None = None
+        self._served_gaps: list[float | None] = []
         """By age: how far served drift was above the replayed one when it was last measured."""
-        self._variances: list[float] = []
+        self._gap_variances: list[float] = []
         """Of the gap over episodes, as the last measurements found it."""
         self.coef = config.coef
         """Of the next step."""
-        self.reach = 1.0
+        self.max_share = 1.0
         """Share of the next step that is tried first, with a `limit`."""
 
-    def went(self, share: float) -> None:
-        """Once after each step with a `limit`: this share of `reach` was made. The tokens that a step is judged by are of
+    def record_step_share(self, share: float) -> None:
+        """Once after each step with a `limit`: this share of `max_share` was made. The tokens that a step is judged by are of
         versions before it, and those that come next of versions that are in flight. So a whole step after a short one is seen too
         late: lengths that go up and down made an oscillation. What was too far once is tried again step by step."""
-        self.reach = min(1.0, max(LEAST_REACH, self.reach * (max(share, REACH_DOWN) if share < 1 else REACH_UP)))
+        self.max_share = min(
+            1.0, max(MAX_SHARE_FLOOR, self.max_share * (max(share, MAX_SHARE_DECAY) if share < 1 else MAX_SHARE_GROWTH))
+        )
 
-    def learn(self, gaps: Sequence[float | None], variance: float | None) -> None:
+    def record_served_gaps(self, gaps: Sequence[float | None], variance: float | None) -> None:
         """Once after each step that measured served drift: what the steps that do not are estimated by.
 
         `gaps`: of each age, how far served drift is above the replayed one; None for an age without probed tokens. `variance`:
-        `gap_variance`; None where too few episodes were probed.
+        `compute_gap_variance`; None where too few episodes were probed.
         """
-        before = self._gaps or [None] * len(gaps)
-        self._gaps = [
+        before = self._served_gaps or [None] * len(gaps)
+        self._served_gaps = [
             new if new is not None and math.isfinite(new) else old for new, old in zip(gaps, before, strict=True)
         ]
         if variance is not None and math.isfinite(variance):
-            self._variances = [*self._variances, variance][-VARIANCES:]
+            self._gap_variances = [*self._gap_variances, variance][-VARIANCE_HISTORY:]
 
     @property
-    def usual_variance(self) -> float:
+    def mean_gap_variance(self) -> float:
         """Mean of the last variances of the gap; 0 before the first measurement."""
-        return sum(self._variances) / max(len(self._variances), 1)
+        return sum(self._gap_variances) / max(len(self._gap_variances), 1)
 
-    def update(self, measured: float) -> None:
+    def update_coefficient(self, drift: float) -> None:
         """Once after each step. A measurement that is not finite changes nothing."""
         target = self._config.target
-        if target is None or not math.isfinite(measured):
+        if target is None or not math.isfinite(drift):
             return
-        error = min(max(measured, 0.0) / target - 1, ERROR_LIMIT)
-        speed = error + error - (error if self._error is None else self._error)
+        error = min(max(drift, 0.0) / target - 1, MAX_DRIFT_ERROR)
+        speed = error + error - (error if self._last_error is None else self._last_error)
         gain = self._config.gain if speed > 0 else self._config.gain_down
-        self.coef, self._error = self._bounded(self.coef * math.exp(gain * speed)), error
+        self.coef, self._last_error = self._clamp_coefficient(self.coef * math.exp(gain * speed)), error
 
-    def measured(self, replayed: float, served: float | None) -> float:
-        """What `update` and `breaks` are given, of a step's two drifts. `served`: as measured or estimated; None where nothing is
-        known of it."""
+    def select_drift(self, replayed: float, served: float | None) -> float:
+        """What `update_coefficient` and `exceeds_max_drift` are given, of a step's two drifts. `served`: as measured or
+        estimated; None where nothing is known of it."""
         return replayed if served is None or self._config.measure == "replayed" else served
 
-    def estimate(self, replayed: float, tokens_by_age: Sequence[float]) -> float | None:
+    def extrapolate_served_drift(self, replayed: float, tokens_by_staleness: Sequence[float]) -> float | None:
         """Estimate the served drift of a step that did not measure it, from its replayed drift and its trained tokens' ages.
 
         At each age it is as far above the replayed one as it was when that age was last measured, or the nearest age that was.
         What was measured at age 0 stands for age 0 alone: there engine and learner have the same weights, so it says nothing of
         what updates do to routers. None where nothing was measured that stands for all tokens.
         """
-        measured = {age: gap for age, gap in enumerate(self._gaps) if gap is not None}
+        measured = {age: gap for age, gap in enumerate(self._served_gaps) if gap is not None}
         if not measured:
             return None
         above = 0.0
-        for age, tokens in enumerate(tokens_by_age):
+        for age, tokens in enumerate(tokens_by_staleness):
             if not tokens:
                 continue
             near = {abs(other - age): gap for other, gap in measured.items() if other == age or other > 0}
             if not near:
                 return None
             above += tokens * near[min(near)]
-        return max(replayed + above / max(sum(tokens_by_age), 1.0), 0.0)
+        return max(replayed + above / max(sum(tokens_by_staleness), 1.0), 0.0)
 
-    def breaks(self, measured: float) -> bool:
+    def exceeds_max_drift(self, measured: float) -> bool:
         """Whether a step with that drift must make no optimizer update: above `max`, or not finite. Never without `max`."""
         limit = self._config.max
         return limit is not None and not (math.isfinite(measured) and measured <= limit)
 
-    def state(self) -> TrustRegionState:
-        """What `restore` reads."""
+    def state_dict(self) -> TrustRegionState:
+        """What `load_state_dict` reads."""
         return {
             "coef": self.coef,
-            "error": self._error,
-            "gaps": self._gaps,
-            "variances": self._variances,
-            "reach": self.reach,
+            "error": self._last_error,
+            "gaps": self._served_gaps,
+            "variances": self._gap_variances,
+            "reach": self.max_share,
         }
 
-    def restore(self, state: TrustRegionState) -> None:
+    def load_state_dict(self, state: TrustRegionState) -> None:
         """Continue from a `state`, within the bounds of this configuration; without a `target` its coefficient holds."""
-        self._gaps, self.reach = list(state.get("gaps", [])), state.get("reach", 1.0)
-        self._variances = list(state.get("variances", []))
+        self._served_gaps, self.max_share = list(state.get("gaps", [])), state.get("reach", 1.0)
+        self._gap_variances = list(state.get("variances", []))
         if self._config.target is not None:
-            self.coef, self._error = self._bounded(state["coef"]), state["error"]
+            self.coef, self._last_error = self._clamp_coefficient(state["coef"]), state["error"]
 
-    def _bounded(self, coef: float) -> float:
+    def _clamp_coefficient(self, coef: float) -> float:
         return min(max(coef, self._config.coef), self._config.coef_max)

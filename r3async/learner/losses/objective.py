@@ -3,11 +3,11 @@
 `loss = sum over tokens t of w_t (policy_t + coef KL(rollout || learner)_t + reference coef KL(learner || reference)_t
 - entropy coef entropy_t)`
 
-The weights `w_t` hold the denominators of the *whole step*, known before its first micro-batch (`loss_weights`): every
+The weights `w_t` hold the denominators of the *whole step*, known before its first micro-batch (`compute_loss_weights`): every
 term is a plain sum, so gradients of micro-batches add up to that of the step, however its samples were packed, ordered
 or spread over ranks. What a policy loss needs of a whole episode, it finds: tokens of the episode that are in other
-micro-batches come along as constants (`TokenBatch.own`). The loss is a function of all of them, so its gradient by this
-micro-batch's log-probs is that of the whole episode's loss; its value counts this micro-batch's tokens only.
+micro-batches come along as constants (`TokenBatch.in_micro_batch`). The loss is a function of all of them, so its gradient by
+this micro-batch's log-probs is that of the whole episode's loss; its value counts this micro-batch's tokens only.
 
 A log-prob that is not finite makes the measured drift (`k3`) not finite too: nothing hides it. (Tokens whose *rollout* log-prob
 is not finite are for the caller to leave out, and to count.)
@@ -25,24 +25,32 @@ from torch import Tensor
 
 from r3async.config import AlgorithmConfig, RolloutKLConfig
 from r3async.config.algorithm import ReferenceKLConfig
-from r3async.learner.figures import ObjectiveSums
+from r3async.learner.figures import LossSums
 from r3async.learner.losses.drift import (
-    ESTIMATORS,
-    bounded_k3,
-    correction_mask,
-    correction_weights,
-    judges_episodes,
+    KL_ESTIMATORS,
+    compute_correction_mask,
+    compute_correction_weights,
+    corrects_by_episode,
     k3,
+    tangent_k3,
 )
-from r3async.learner.losses.policy_loss import BY_TOKEN, LossInputs, bounded_exp, needs_old_logprobs, policy_loss
+from r3async.learner.losses.policy_loss import (
+    BY_TOKEN_ATTRIBUTE,
+    LossInputs,
+    bounded_exp,
+    needs_old_logprobs,
+    resolve_policy_loss,
+)
 
 
-def takes_episodes(config: AlgorithmConfig) -> bool:
-    """Whether a token's loss depends on other tokens of its episode, so that `objective` has to see whole episodes."""
-    return not getattr(policy_loss(config.policy_loss), BY_TOKEN, False) or judges_episodes(config.correction)
+def needs_whole_episodes(config: AlgorithmConfig) -> bool:
+    """Whether a token's loss depends on other tokens of its episode, so that `compute_loss` has to see whole episodes."""
+    return not getattr(resolve_policy_loss(config.policy_loss), BY_TOKEN_ATTRIBUTE, False) or corrects_by_episode(
+        config.correction
+    )
 
 
-def loss_weights(
+def compute_loss_weights(
     masks: Sequence[np.ndarray], episodes: Sequence[int], groups: Sequence[int], reduction: str, *, norm_length: int
 ) -> list[np.ndarray]:
     """float32 `[T_i]` for each sample of one optimizer step: the weights of its tokens, 0 where `masks[i]` is False.
@@ -64,7 +72,10 @@ def loss_weights(
     if not len(masks):
         return []
     tokens = np.asarray([np.count_nonzero(mask) for mask in masks], np.int64)
-    (played, of_episode), (groups_played, of_group) = _totals(tokens, episodes), _totals(tokens, groups)
+    (played, of_episode), (groups_played, of_group) = (
+        _count_tokens_by_owner(tokens, episodes),
+        _count_tokens_by_owner(tokens, groups),
+    )
     denominators = {
         "token_mean": np.full(len(masks), tokens.sum()),
         "sequence_mean": played * of_episode,
@@ -73,15 +84,15 @@ def loss_weights(
     }[reduction]
     lengths = [len(mask) for mask in masks]
     shares = np.repeat(1.0 / np.maximum(denominators.astype(np.float64), 1.0), lengths)
-    return divided(np.where(np.concatenate(masks), shares, 0.0).astype(np.float32), lengths)
+    return split_by_length(np.where(np.concatenate(masks), shares, 0.0).astype(np.float32), lengths)
 
 
-def divided(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+def split_by_length(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
     """Views of `values`, one of each length, which lie end to end in it."""
     return [values[start:stop] for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
 
 
-def _totals(tokens: np.ndarray, owners: Sequence[int]) -> tuple[int, np.ndarray]:
+def _count_tokens_by_owner(tokens: np.ndarray, owners: Sequence[int]) -> tuple[int, np.ndarray]:
     """How many owners have a token, and int64, for each sample, all tokens of its owner."""
     names, member = np.unique(np.asarray(owners, np.int64), return_inverse=True)
     totals = np.zeros(len(names), np.int64)
@@ -93,7 +104,8 @@ def _totals(tokens: np.ndarray, owners: Sequence[int]) -> tuple[int, np.ndarray]
 class TokenBatch:
     """The trained tokens of one micro-batch: M of them, of S episodes; tensors on one device.
 
-    If `takes_episodes(config)`, they are all of the episodes' tokens in the step, and `own` says which are this micro-batch's.
+    If `needs_whole_episodes(config)`, they are all of the episodes' tokens in the step, and `in_micro_batch` says which are
+    this micro-batch's.
     """
 
     rollout_logprobs: Tensor
@@ -102,37 +114,37 @@ class TokenBatch:
     """float32 `[M]`."""
     weights: Tensor
     """float32 `[M]`: what each token's terms are multiplied by, 1 / the denominator of the reduction."""
-    sequence: Tensor
+    episode_index: Tensor
     """int64 `[M]`: which of the S episodes each token is of."""
-    sequences: int
+    num_episodes: int
     """S."""
-    ages: Tensor
+    staleness: Tensor
     """int32 `[M]`: the learner's version minus the token's."""
     old_logprobs: Tensor | None = None
     """float32 `[M]`: log-probs of the learner before the step's first update."""
     reference_logprobs: Tensor | None = None
     """float32 `[M]`: log-probs of the frozen reference model."""
-    own: Tensor | None = None
+    in_micro_batch: Tensor | None = None
     """bool `[M]`: tokens of this micro-batch; the others are another's, and in no figure of this one. None: all."""
-    open: Tensor | None = None
+    split_episode_ids: Tensor | None = None
     """int64 `[S]`: the number in the step of an episode that other micro-batches have tokens of as well, else -1. Their
-    figures are finished when all are known, see `ObjectiveSums.open`. None: every episode is only here."""
+    figures are finished when all are known, see `LossSums.split_episode_parts`. None: every episode is only here."""
 
 
-def objective(
+def compute_loss(
     batch: TokenBatch,
     logprobs: Tensor,
     entropies: Tensor,
     config: AlgorithmConfig,
     *,
     rollout_kl_coef: float,
-    max_token_age: int | None = None,
-) -> tuple[Tensor, ObjectiveSums]:
+    max_token_staleness: int | None = None,
+) -> tuple[Tensor, LossSums]:
     """Scalar loss of one micro-batch, and its sums.
 
     `logprobs` float32 `[M]`: the learner's log-probs of the tokens. `entropies` float32 `[M]`: of its distributions at
     them; they need a gradient only if `config.entropy_coef` is not 0. Nothing else receives gradient. Tokens older than
-    `max_token_age` are left out as a correction leaves tokens out. Without tokens the loss is a 0 that can be propagated
+    `max_token_staleness` are left out as a correction leaves tokens out. Without tokens the loss is a 0 that can be propagated
     back.
 
     Raises `ValueError` if log-probs that the configuration needs are missing.
@@ -145,47 +157,47 @@ def objective(
         if needs and getattr(batch, name) is None:
             raise ValueError(f"the configured loss needs `{name}`, and the batch has none")
 
-    correction, old, episodes = config.correction, batch.old_logprobs, (batch.sequence, batch.sequences)
-    compared = old if old is not None and correction.looks_back else logprobs
-    kept = correction_mask(compared, rollout, batch.ages, *episodes, correction, max_token_age)
-    inputs = _loss_inputs(logprobs, batch, kept, config)
-    policy = policy_loss(config.policy_loss)(inputs)
+    correction, old, episodes = config.correction, batch.old_logprobs, (batch.episode_index, batch.num_episodes)
+    compared = old if old is not None and correction.needs_old_logprobs else logprobs
+    kept = compute_correction_mask(compared, rollout, batch.staleness, *episodes, correction, max_token_staleness)
+    inputs = _build_loss_inputs(logprobs, batch, kept, config)
+    policy = resolve_policy_loss(config.policy_loss)(inputs)
     value = policy.value
     if correction.weight != "none":
-        value = value * correction_weights(compared, rollout, *episodes, correction)
+        value = value * compute_correction_weights(compared, rollout, *episodes, correction)
     terms = {"policy": torch.where(kept, value, 0.0)}
     if rollout_kl_coef:
-        terms["rollout_kl"] = rollout_kl_coef * rollout_kl(logprobs - rollout, config.rollout_kl)
+        terms["rollout_kl"] = rollout_kl_coef * compute_rollout_kl(logprobs - rollout, config.rollout_kl)
     if reference is not None and config.reference_kl.coef:
-        terms["reference_kl"] = config.reference_kl.coef * reference_kl(
+        terms["reference_kl"] = config.reference_kl.coef * compute_reference_kl(
             logprobs, rollout, reference, config.reference_kl
         )
     if config.entropy_coef:
         terms["entropy_bonus"] = -config.entropy_coef * torch.where(kept, entropies, 0.0)
 
-    own = torch.ones_like(kept) if batch.own is None else batch.own
+    own = torch.ones_like(kept) if batch.in_micro_batch is None else batch.in_micro_batch
     weighted = {name: batch.weights * value for name, value in terms.items()}
     here = {name: torch.where(own, value, 0.0).sum() for name, value in weighted.items()}
     loss = torch.stack(list(here.values())).sum()
-    if batch.own is not None:
+    if batch.in_micro_batch is not None:
         # What this micro-batch's log-probs do to the loss of the episode's other tokens: a gradient, and no value.
         others = torch.where(own, 0.0, weighted["policy"]).sum()
         loss = loss + (others - others.detach())
 
     clipped = policy.clipped & kept & own
     high = inputs.logprobs.detach() > inputs.anchor_logprobs if policy.high is None else policy.high
-    sums = ObjectiveSums.of_batch(
+    sums = LossSums.from_micro_batch(
         logprobs.detach(),
         rollout,
         reference,
         entropies.detach(),
-        own=own,
-        kept=kept & own,
+        counted=own,
+        trained=kept & own,
         clipped=clipped,
         clipped_high=clipped & high,
-        sequence=batch.sequence,
-        sequences=batch.sequences,
-        open=batch.open,
+        episode_index=batch.episode_index,
+        num_episodes=batch.num_episodes,
+        split_episode_ids=batch.split_episode_ids,
         token_limit=config.rollout_kl.token_limit,
     )
     for name, value in weighted.items():
@@ -193,14 +205,14 @@ def objective(
     return loss, sums
 
 
-def rollout_kl(delta: Tensor, config: RolloutKLConfig) -> Tensor:
+def compute_rollout_kl(delta: Tensor, config: RolloutKLConfig) -> Tensor:
     """`[M]`: the estimate of KL(rollout || learner) at each token, for `delta = log pi - log mu` `[M]`; see `drift`."""
     if config.estimator == "k3":
-        return bounded_k3(delta, config.token_limit)
-    return ESTIMATORS[config.estimator](delta)
+        return tangent_k3(delta, config.token_limit)
+    return KL_ESTIMATORS[config.estimator](delta)
 
 
-def reference_kl(logprobs: Tensor, rollout: Tensor, reference: Tensor, config: ReferenceKLConfig) -> Tensor:
+def compute_reference_kl(logprobs: Tensor, rollout: Tensor, reference: Tensor, config: ReferenceKLConfig) -> Tensor:
     """`[M]`: the estimate of KL(pi || reference) at each token, sampled from mu: `min(r, weight_cap) k3(log ref - log pi)` with
     `r = e^clamp(log pi - log mu, -20, 20)`.
 
@@ -213,7 +225,7 @@ def reference_kl(logprobs: Tensor, rollout: Tensor, reference: Tensor, config: R
     return bounded_exp(logprobs - rollout).clamp(max=config.weight_cap) * distance if config.weighted else distance
 
 
-def _loss_inputs(logprobs: Tensor, batch: TokenBatch, kept: Tensor, config: AlgorithmConfig) -> LossInputs:
+def _build_loss_inputs(logprobs: Tensor, batch: TokenBatch, kept: Tensor, config: AlgorithmConfig) -> LossInputs:
     """What the policy loss sees: 0 wherever it does not train."""
     rollout, old = torch.where(kept, batch.rollout_logprobs, 0.0), batch.old_logprobs
     old = None if old is None else torch.where(kept, old, 0.0)
@@ -226,7 +238,7 @@ def _loss_inputs(logprobs: Tensor, batch: TokenBatch, kept: Tensor, config: Algo
         old_logprobs=old,
         advantages=torch.where(kept, batch.advantages, 0.0),
         mask=kept,
-        sequence=batch.sequence,
-        sequences=batch.sequences,
+        episode_index=batch.episode_index,
+        num_episodes=batch.num_episodes,
         config=config,
     )

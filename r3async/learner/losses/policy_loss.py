@@ -14,8 +14,8 @@ It must treat an episode alike whatever others are in its micro-batch, and not d
 reduction's denominators) are the caller's. Then its gradient does not depend on packing.
 
 It sees whole episodes, and may use what it likes of them (`LossInputs.episode_sum`, `episode_mean`). Where an episode's
-samples are in several micro-batches that takes one more forward pass: see `trainer.backward`. A loss at a token that depends
-on that token's own columns alone says so with `@by_token`, and is spared it.
+samples are in several micro-batches that takes one more forward pass: see `trainer.accumulate_gradients`. A loss at a token
+that depends on that token's own columns alone says so with `@by_token`, and is spared it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from r3async.config import AlgorithmConfig, ClipConfig, ConfigError, import_poli
 from r3async.config.algorithm import PPOConfig
 
 LOG_RATIO_LIMIT = 20.0
-CLIPPED_BY_ROUNDING = 0.1
+MAX_ROUNDING_CLIPPED = 0.1
 """Share of clipped tokens in the first step above which GSPO's range is too narrow."""
 
 
@@ -55,9 +55,9 @@ class LossInputs:
     advantages: Tensor
     mask: Tensor
     """bool `[M]`: tokens that the policy loss trains."""
-    sequence: Tensor
+    episode_index: Tensor
     """int64 `[M]`: which of the S episodes each token is of."""
-    sequences: int
+    num_episodes: int
     """S. Episodes are whole: all trained tokens of each are here (not with a loss that is marked `by_token`)."""
     config: AlgorithmConfig
 
@@ -67,7 +67,9 @@ class LossInputs:
 
     def episode_sum(self, values: Tensor) -> Tensor:
         """float64 `[M]`, with gradient: at each token the sum of `values` `[M]` over its episode's tokens in `mask`."""
-        return episode_sums(torch.where(self.mask, values, 0), self.sequence, self.sequences)[self.sequence]
+        return sum_by_episode(torch.where(self.mask, values, 0), self.episode_index, self.num_episodes)[
+            self.episode_index
+        ]
 
     def episode_mean(self, values: Tensor) -> Tensor:
         """float64 `[M]`, with gradient: `episode_sum` over the number of those tokens; 0 for an episode without any."""
@@ -84,14 +86,14 @@ class PolicyLoss(NamedTuple):
 
 
 PolicyLossFunction = Callable[[LossInputs], PolicyLoss]
-Loss = TypeVar("Loss", bound=PolicyLossFunction)
+PolicyLossT = TypeVar("PolicyLossT", bound=PolicyLossFunction)
 
-BY_TOKEN = "by_token"
+BY_TOKEN_ATTRIBUTE = "by_token"
 
 
-def by_token(function: Loss) -> Loss:
+def by_token(function: PolicyLossT) -> PolicyLossT:
     """Mark a policy loss whose value at a token depends on no other token: it is right without whole episodes."""
-    setattr(function, BY_TOKEN, True)
+    setattr(function, BY_TOKEN_ATTRIBUTE, True)
     return function
 
 
@@ -100,44 +102,44 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def episode_sums(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
-    """float64 `[S]`, with gradient: sums of `values` `[M]` over each of the S episodes; 0 for one without tokens. `sequence`
+def sum_by_episode(values: Tensor, episode_index: Tensor, num_episodes: int) -> Tensor:
+    """float64 `[S]`, with gradient: sums of `values` `[M]` over each of the S episodes; 0 for one without tokens. `episode_index`
     int64 `[M]`: which episode each token is of."""
-    sums = torch.zeros(sequences, dtype=torch.float64, device=values.device)
-    return sums.index_add_(0, sequence, values.double())
+    sums = torch.zeros(num_episodes, dtype=torch.float64, device=values.device)
+    return sums.index_add_(0, episode_index, values.double())
 
 
 @by_token
-def truncated_pg(inputs: LossInputs) -> PolicyLoss:
+def truncated_pg_loss(inputs: LossInputs) -> PolicyLoss:
     """The policy gradient with truncated importance weights: `-sg(min(r, cap)) A log pi`.
 
     Weights capped from above bound the variance and leave the sign of every token's gradient alone (IMPALA's truncated rho, arXiv
-    1802.01561). The same as `cispo` with `clip_low` = 1 and `clip_high` = cap - 1.
+    1802.01561). The same as `cispo_loss` with `clip_low` = 1 and `clip_high` = cap - 1.
     """
     ratio, cap = inputs.ratio().detach(), inputs.config.truncated_pg.cap
     return PolicyLoss(-ratio.clamp(max=cap) * inputs.advantages * inputs.logprobs, ratio > cap)
 
 
 @by_token
-def ppo(inputs: LossInputs) -> PolicyLoss:
+def ppo_loss(inputs: LossInputs) -> PolicyLoss:
     """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`: PPO (arXiv 1707.06347, eq. 7), with the two bounds apart (DAPO,
     arXiv 2503.14476, eq. 10). With `dual_clip` = c, where A < 0, `-max(min(...), c A)` (dual-clip PPO, arXiv 1912.09729).
     """
     settings = inputs.config.ppo
-    return _clipped(inputs.ratio(), inputs.advantages, settings, settings.dual_clip)
+    return _clip_by_settings(inputs.ratio(), inputs.advantages, settings, settings.dual_clip)
 
 
 @by_token
-def tis(inputs: LossInputs) -> PolicyLoss:
+def tis_loss(inputs: LossInputs) -> PolicyLoss:
     """Truncated importance sampling: `-sg(min(pi_old / mu, cap)) min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)` with
     `u = pi / pi_old`, the ratio to the learner before the step, whatever `algorithm.anchor`. F. Yao et al., "Your Efficient RL
     Framework Secretly Brings You Off-Policy RL Training", 2025: PPO as the trainer would make it alone, and a capped weight
-    for the engine's part. `decoupled_ppo` has the same formula from another source, with another cap.
+    for the engine's part. `decoupled_ppo_loss` has the same formula from another source, with another cap.
     """
-    return _behaviour_weighted(inputs, inputs.config.tis, inputs.config.tis.cap)
+    return _behavior_weighted_ppo(inputs, inputs.config.tis, inputs.config.tis.cap)
 
 
-def gspo(inputs: LossInputs) -> PolicyLoss:
+def gspo_loss(inputs: LossInputs) -> PolicyLoss:
     """PPO's clip on the length-normalised ratio of the episode: `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` with
     `log s = clamp(mean over the episode's tokens of (log pi - log pi_a), -20, 20)`. GSPO, arXiv 2507.18071, section 4.
 
@@ -153,13 +155,13 @@ def gspo(inputs: LossInputs) -> PolicyLoss:
     ratio = bounded_exp(log_ratio).to(inputs.logprobs.dtype)
     ratio = ratio * (inputs.logprobs - inputs.logprobs.detach()).exp()
     least = 3 * settings.noise * inputs.episode_sum(inputs.mask).clamp(min=1).rsqrt().to(ratio.dtype)
-    return _clipped_to(
+    return _clip_to_bounds(
         ratio, inputs.advantages, 1 - least.clamp(min=settings.clip_low), 1 + least.clamp(min=settings.clip_high)
     )
 
 
 @by_token
-def cispo(inputs: LossInputs) -> PolicyLoss:
+def cispo_loss(inputs: LossInputs) -> PolicyLoss:
     """`-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi`: no token's gradient is dropped. CISPO, arXiv 2506.13585, eq. 4
     and 5, without a lower bound (`clip_low` = 1) as there; an upper bound on r of about 5 is ScaleRL's, arXiv 2510.13786.
     """
@@ -170,7 +172,7 @@ def cispo(inputs: LossInputs) -> PolicyLoss:
 
 
 @by_token
-def sapo(inputs: LossInputs) -> PolicyLoss:
+def sapo_loss(inputs: LossInputs) -> PolicyLoss:
     """`-sigmoid(tau (r - 1)) (4 / tau) A` with `tau = tau_positive` where A > 0, else `tau_negative`: a soft gate in place
     of a clip, with the gradient of `-r A` at r = 1. SAPO, arXiv 2511.20347."""
     settings = inputs.config.sapo
@@ -181,7 +183,7 @@ def sapo(inputs: LossInputs) -> PolicyLoss:
 
 
 @by_token
-def dppo(inputs: LossInputs) -> PolicyLoss:
+def dppo_loss(inputs: LossInputs) -> PolicyLoss:
     """`-M r A`, with `M = 0` where `|pi - pi_a|` (the total variation between "this token" and "any other" under the two)
     is above `threshold_high` and A > 0 and r > 1, or above `threshold_low` and A < 0 and r < 1; else 1.
     DPPO with the binary-TV divergence, arXiv 2602.04879, eq. 11 to 13. Its authors anchor on the rollout policy.
@@ -195,35 +197,37 @@ def dppo(inputs: LossInputs) -> PolicyLoss:
 
 
 @by_token
-def decoupled_ppo(inputs: LossInputs) -> PolicyLoss:
+def decoupled_ppo_loss(inputs: LossInputs) -> PolicyLoss:
     """`-w min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)`: the ratio `u = pi / pi_old` that is clipped is to the learner
     before the step, whatever `algorithm.anchor`, and `w = min(exp(clamp(log pi_old - log mu, -20, 20)), behaviour_cap)`
     corrects for the policy mu that sampled. Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, section 5.2.
     """
-    return _behaviour_weighted(inputs, inputs.config.decoupled_ppo, inputs.config.decoupled_ppo.behaviour_cap)
+    return _behavior_weighted_ppo(inputs, inputs.config.decoupled_ppo, inputs.config.decoupled_ppo.behaviour_cap)
 
 
-def _behaviour_weighted(inputs: LossInputs, settings: PPOConfig, cap: float) -> PolicyLoss:
+def _behavior_weighted_ppo(inputs: LossInputs, settings: PPOConfig, cap: float) -> PolicyLoss:
     """PPO with the ratio to the learner before the step, times `min(pi_old / mu, cap)`."""
     assert inputs.old_logprobs is not None
     behaviour = bounded_exp(inputs.old_logprobs - inputs.rollout_logprobs)
     ratio = bounded_exp(inputs.logprobs - inputs.old_logprobs)
-    surrogate, high = _clipped(ratio, inputs.advantages, settings, settings.dual_clip), ratio.detach() > 1
+    surrogate, high = _clip_by_settings(ratio, inputs.advantages, settings, settings.dual_clip), ratio.detach() > 1
     capped = behaviour > cap
     return PolicyLoss(behaviour.clamp(max=cap) * surrogate.value, surrogate.clipped | capped, high | capped)
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, settings: ClipConfig, dual_clip: float | None = None) -> PolicyLoss:
+def _clip_by_settings(
+    ratio: Tensor, advantages: Tensor, settings: ClipConfig, dual_clip: float | None = None
+) -> PolicyLoss:
     """`-min(r A, clip(r) A)`, where A < 0 at most `-dual_clip A`; without gradient where a bound is what counts."""
     low, high = (torch.full_like(ratio, bound) for bound in (1 - settings.clip_low, 1 + settings.clip_high))
-    loss = _clipped_to(ratio, advantages, low, high)
+    loss = _clip_to_bounds(ratio, advantages, low, high)
     if dual_clip is None:
         return loss
     cut = (advantages < 0) & (ratio > dual_clip)
     return PolicyLoss(torch.where(cut, -dual_clip * advantages, loss.value), loss.clipped | cut, loss.high)
 
 
-def _clipped_to(ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> PolicyLoss:
+def _clip_to_bounds(ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> PolicyLoss:
     """`-min(r A, clip(r, low, high) A)`, bounds `[M]`."""
     clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
     bounded = torch.minimum(torch.maximum(ratio.detach(), low), high)
@@ -231,25 +235,25 @@ def _clipped_to(ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor) ->
 
 
 POLICY_LOSSES: dict[str, PolicyLossFunction] = {
-    "truncated_pg": truncated_pg,
-    "ppo": ppo,
-    "tis": tis,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "dppo": dppo,
-    "decoupled_ppo": decoupled_ppo,
+    "truncated_pg": truncated_pg_loss,
+    "ppo": ppo_loss,
+    "tis": tis_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "dppo": dppo_loss,
+    "decoupled_ppo": decoupled_ppo_loss,
 }
 
 
-def policy_loss(name: str) -> PolicyLossFunction:
+def resolve_policy_loss(name: str) -> PolicyLossFunction:
     """The loss that `algorithm.policy_loss` names; the configuration has checked it."""
     return POLICY_LOSSES.get(name) or import_policy_loss(name)
 
 
-def check_own_loss(config: AlgorithmConfig) -> None:
+def check_custom_loss(config: AlgorithmConfig) -> None:
     """Raise `ConfigError` if a loss of the user's own returns something else than its type says, for four made up tokens."""
-    function, tokens = policy_loss(config.policy_loss), torch.zeros(4)
+    function, tokens = resolve_policy_loss(config.policy_loss), torch.zeros(4)
     inputs = LossInputs(
         logprobs=torch.full((4,), -1.0, requires_grad=True),
         anchor_logprobs=tokens - 1,
@@ -257,8 +261,8 @@ def check_own_loss(config: AlgorithmConfig) -> None:
         old_logprobs=tokens - 1 if needs_old_logprobs(config) else None,
         advantages=tokens + 1,
         mask=torch.ones(4, dtype=torch.bool),
-        sequence=torch.tensor([0, 0, 1, 1]),
-        sequences=2,
+        episode_index=torch.tensor([0, 0, 1, 1]),
+        num_episodes=2,
         config=config,
     )
     said = f"`algorithm.policy_loss` = {config.policy_loss!r}"
@@ -282,11 +286,11 @@ def needs_old_logprobs(config: AlgorithmConfig) -> bool:
     return "recomputed" in (config.anchor, config.correction.anchor) or config.policy_loss in ("tis", "decoupled_ppo")
 
 
-def rounding_clips(algorithm: AlgorithmConfig, metrics: Mapping[str, float]) -> str:
+def explain_gspo_clipping(algorithm: AlgorithmConfig, metrics: Mapping[str, float]) -> str:
     """Of the first step, where engine and learner have equal weights and ratios are 1 but for rounding: why GSPO's range is too
     narrow, and what to set; empty if it is not, or with another loss. The noise of a token's log-ratio is `sqrt(2 k3)`."""
     clipped = metrics["rollout_corr/clipped_fraction"]
-    if algorithm.policy_loss != "gspo" or algorithm.anchor != "rollout" or clipped <= CLIPPED_BY_ROUNDING:
+    if algorithm.policy_loss != "gspo" or algorithm.anchor != "rollout" or clipped <= MAX_ROUNDING_CLIPPED:
         return ""
     noise = math.sqrt(2 * metrics.get("rollout_kl/k3_age_0", 0.0))
     return (

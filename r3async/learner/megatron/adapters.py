@@ -12,70 +12,72 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from r3async.config import Config
-from r3async.learner.lora import Adapters, Candidate, Divided, targeted
-from r3async.learner.megatron.links import Link, held
+from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim, select_targets
+from r3async.learner.megatron.links import ParameterMapping, locate_shard
 from r3async.learner.megatron.modules import HiddenStatesModel
 
 
-def adapt(model: HiddenStatesModel, linked: Sequence[Link], config: Config) -> Adapters | None:
+def build_adapters(
+    model: HiddenStatesModel, mappings: Sequence[ParameterMapping], config: Config
+) -> LoraAdapters | None:
     """Leave gradients to what is trained, and make the adapters, if there are any. Collective. Raises `LearnerError` for targets
     that name nothing on any rank."""
-    learner, routers = config.learner, _routers(model)
+    learner, routers = config.learner, _router_parameter_ids(model)
     if learner.freeze_router:
-        for link in linked:
+        for link in mappings:
             link.parameter.requires_grad_(id(link.parameter) not in routers)
     if not learner.lora.rank:
         return None
     matrices = [
-        Candidate(
+        AdapterCandidate(
             link.parameter,
-            held(link, sharded=learner.shard_optimizer),
-            _divided(link),
+            locate_shard(link, sharded=learner.shard_optimizer),
+            _sharded_dim(link),
             id(link.parameter) in routers,
         )
-        for link in linked
+        for link in mappings
         # Only the vocabulary has padded rows.
-        if link.parameter.ndim >= 2 and link.rows is None and link.parameter.requires_grad
+        if link.parameter.ndim >= 2 and link.unpadded_rows is None and link.parameter.requires_grad
     ]
-    names = {(name, one.router) for one in matrices for name in one.names}
-    if learner.parallel.world > 1:  # a rank has the layers of its stage, and its experts
-        everywhere: list[set[tuple[str, bool]]] = [set()] * learner.parallel.world
+    names = {(name, one.is_router) for one in matrices for name in one.module_names}
+    if learner.parallel.world_size > 1:  # a rank has the layers of its stage, and its experts
+        everywhere: list[set[tuple[str, bool]]] = [set()] * learner.parallel.world_size
         dist.all_gather_object(everywhere, names)
         names = set().union(*everywhere)
-    chosen = targeted(learner.lora, names)
-    adapted = {id(one.parameter) for one in matrices if chosen & set(one.names)}
-    for link in linked:
+    chosen = select_targets(learner.lora, names)
+    adapted = {id(one.parameter) for one in matrices if chosen & set(one.module_names)}
+    for link in mappings:
         link.parameter.requires_grad_(id(link.parameter) in adapted)
     if model.pre_process:
         # Recomputed layers are fed forward again only if their input has a gradient.
-        model.embedding.register_forward_hook(_with_gradient)
-    return Adapters(matrices, chosen, learner.lora, seed=config.seed, dtype=getattr(torch, learner.dtype))
+        model.embedding.register_forward_hook(_require_gradient)
+    return LoraAdapters(matrices, chosen, learner.lora, seed=config.seed, dtype=getattr(torch, learner.dtype))
 
 
-def _with_gradient(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
+def _require_gradient(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
     return output.detach().requires_grad_(torch.is_grad_enabled())
 
 
-def _routers(model: HiddenStatesModel) -> set[int]:
+def _router_parameter_ids(model: HiddenStatesModel) -> set[int]:
     layers = [layer for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)]
     return {id(p) for layer in layers for p in layer.mlp.router.parameters()}
 
 
-def _divided(link: Link) -> Divided:
-    return None if link.dim is None else ("rows", "columns")[link.dim]
+def _sharded_dim(link: ParameterMapping) -> ShardedDim:
+    return None if link.tp_dim is None else ("rows", "columns")[link.tp_dim]
 
 
-def trained_links(linked: Sequence[Link]) -> list[Link]:
+def select_trained_mappings(linked: Sequence[ParameterMapping]) -> list[ParameterMapping]:
     """Those whose parameters are not frozen."""
     return [link for link in linked if link.parameter.requires_grad]
 
 
-def adapter_links(adapters: Adapters, linked: Sequence[Link]) -> list[Link]:
+def build_adapter_mappings(adapters: LoraAdapters, linked: Sequence[ParameterMapping]) -> list[ParameterMapping]:
     """As if adapters were parameters: over which ranks their gradients are summed. What all of a weight's ranks have whole is
     summed like a weight that is not divided."""
     of = {id(link.parameter): link for link in linked}
     out = []
-    for parameter, _, candidate, shared in adapters.trained():
+    for parameter, _, candidate, shared in adapters.list_parameters():
         link = of[id(candidate.parameter)]
-        out.append(replace(link, parameter=parameter, dim=None if shared else link.dim))
+        out.append(replace(link, parameter=parameter, tp_dim=None if shared else link.tp_dim))
     return out

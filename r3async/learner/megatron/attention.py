@@ -19,52 +19,52 @@ from torch import Tensor
 
 from r3async.learner.attention import AttentionPlan, packed_attention, plan_attention
 from r3async.learner.batch.packing import MicroBatch
-from r3async.learner.megatron.context import Context
-from r3async.learner.trained import Rotary, TrainedShape
+from r3async.learner.megatron.context import ContextParallelGroup
+from r3async.learner.trained import MegatronModelShape, RotarySettings
 
 
 @dataclass
-class PackedPlan(PackedSeqParams):
+class PackedAttentionParams(PackedSeqParams):
     """What every attention layer needs for one micro-batch: how it attends, and the rotary angles.
 
     `cos`, `sin`: `[n, 1, R / 2]` in the compute dtype, where the first `R` values of a head turn, of the tokens that this rank
-    has; with `context` other ranks have the others.
+    has; with `context_parallel` other ranks have the others.
     """
 
     attention: AttentionPlan | None = None
-    context: Context | None = None
+    context_parallel: ContextParallelGroup | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
 
 
-def make_plan(
+def build_attention_params(
     micro_batch: MicroBatch,
     *,
-    rotary: Rotary,
+    rotary: RotarySettings,
     dtype: torch.dtype,
     device: torch.device,
-    context: Context | None = None,
-) -> PackedPlan:
+    context: ContextParallelGroup | None = None,
+) -> PackedAttentionParams:
     """Plan for the samples of a micro-batch."""
     frequency = torch.tensor(rotary.frequencies, dtype=torch.float32)
-    here = context.part(micro_batch.tokens) if context else slice(None)
+    here = context.local_rows(micro_batch.num_tokens) if context else slice(None)
     angle = torch.from_numpy(micro_batch.positions[here]).float()[:, None, None] * frequency
     cu = torch.from_numpy(micro_batch.cu_seqlens.astype(np.int32)).to(device)
-    longest = int(micro_batch.lengths.max())
-    return PackedPlan(
+    longest = int(micro_batch.segment_lengths.max())
+    return PackedAttentionParams(
         qkv_format="thd",
         cu_seqlens_q=cu,
         cu_seqlens_kv=cu,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         attention=plan_attention(micro_batch.cu_seqlens, device, micro_batch.prefixes),
-        context=context,
+        context_parallel=context,
         cos=(angle.cos() * rotary.scale).to(device, dtype),
         sin=(angle.sin() * rotary.scale).to(device, dtype),
     )
 
 
-class _Rotate(torch.autograd.Function):
+class _RotaryEmbedding(torch.autograd.Function):
     """Rotary embedding of `x [N, heads, D]`, halves convention: the pair (x[i], x[i + D/2]) turns by the angle.
 
     The gradient turns back, so nothing but the angles is kept for the backward pass.
@@ -73,15 +73,15 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
+        return _rotate_halves(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turned(grads[0], cos, -sin), None, None
+        return _rotate_halves(grads[0], cos, -sin), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     left, right = out.chunk(2, dim=-1)
@@ -92,20 +92,22 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def rotated(x: Tensor, plan: PackedPlan) -> Tensor:
+def apply_rotary(x: Tensor, plan: PackedAttentionParams) -> Tensor:
     """`x [N, heads, D]` with its first `R` values turned."""
     assert plan.cos is not None
     turning = 2 * plan.cos.shape[-1]
     if turning == x.shape[-1]:
-        return _Rotate.apply(x, plan.cos, plan.sin)
-    return torch.cat([_Rotate.apply(x[..., :turning], plan.cos, plan.sin), x[..., turning:]], dim=-1)
+        return _RotaryEmbedding.apply(x, plan.cos, plan.sin)
+    return torch.cat([_RotaryEmbedding.apply(x[..., :turning], plan.cos, plan.sin), x[..., turning:]], dim=-1)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, plan: PackedPlan, scale: float | None) -> Tensor:
+def attend_across_ranks(
+    query: Tensor, key: Tensor, value: Tensor, plan: PackedAttentionParams, scale: float | None
+) -> Tensor:
     """Attention over the whole micro-batch, of this rank's tokens: `query [n, heads, D]`, `key` and `value` `[n, groups, D]` ->
     `[n, heads, D]`."""
     assert plan.attention is not None
-    context = plan.context
+    context = plan.context_parallel
     if context is None:
         return packed_attention(query, key, value, plan.attention, scale)
     query, key, value = (context.to_heads(x) for x in (query, key, value))
@@ -132,16 +134,16 @@ class PackedAttention(torch.nn.Module):
         value: Tensor,
         attention_mask: Tensor | None,
         *args: Any,
-        packed_seq_params: PackedPlan | None = None,
+        packed_seq_params: PackedAttentionParams | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """`query [N, heads, D]`, `key` and `value` `[N, groups, D]` -> `[N, heads, D]`. Masks are implied by the plan."""
         plan = packed_seq_params
-        assert isinstance(plan, PackedPlan), "samples are packed; their plan goes in packed_seq_params"
-        return attend(rotated(query, plan), rotated(key, plan), value, plan, self._scale)
+        assert isinstance(plan, PackedAttentionParams), "samples are packed; their plan goes in packed_seq_params"
+        return attend_across_ranks(apply_rotary(query, plan), apply_rotary(key, plan), value, plan, self._scale)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNormFunction(torch.autograd.Function):
     """RMSNorm of float32 on CPU, where torch's own backward pass is a chain of eight operations.
 
     With mean 0 and `r = 1 / rms(x)` in their place, LayerNorm's backward kernel gives RMSNorm's gradient but for the term
@@ -177,11 +179,11 @@ class TorchRMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]`, normalised over the last dimension."""
         if x.device.type == "cpu" and x.dtype == torch.float32:
-            return _RMSNorm.apply(x.contiguous(), self.weight, self.eps)
+            return _RMSNormFunction.apply(x.contiguous(), self.weight, self.eps)
         return super().forward(x)
 
 
-class NormOfHeads(TorchRMSNorm):
+class AllHeadsRMSNorm(TorchRMSNorm):
     """RMSNorm over all `heads` of a token together, where Megatron normalises each by itself."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, heads: int, **kwargs: Any):
@@ -192,7 +194,7 @@ class NormOfHeads(TorchRMSNorm):
         return super().forward(x.flatten(-2)).view_as(x)
 
 
-LATENT_EPS = 1e-6
+LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention, whatever `config.json` says of the others: as transformers has them."""
 
 
@@ -204,23 +206,25 @@ class LatentAttention(torch.nn.Module):
     tensor-parallel ranks. The last `rope_dim` values of a head turn, and those of a key are the same for all heads.
     """
 
-    def __init__(self, config: TransformerConfig, *, shape: TrainedShape, layer_number: int, **_: Any):
+    def __init__(self, config: TransformerConfig, *, shape: MegatronModelShape, layer_number: int, **_: Any):
         super().__init__()
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        self._shape, self._heads, self._divided = shape, shape.heads // ranks, ranks > 1
+        self._shape, self._num_local_heads, self._is_tensor_parallel = shape, shape.num_heads // ranks, ranks > 1
         low = {"bias": False, "dtype": config.params_dtype}
         up = {"config": config, "init_method": config.init_method, "bias": False}
         if shape.query_rank:
-            self.linear_q_down_proj = torch.nn.Linear(shape.hidden, shape.query_rank, **low)
-            self.q_layernorm = TorchRMSNorm(config, shape.query_rank, LATENT_EPS)
-        wide = shape.heads * shape.qk_dim
-        self.linear_q_up_proj = ColumnParallelLinear(shape.query_rank or shape.hidden, wide, gather_output=False, **up)
-        self.linear_kv_down_proj = torch.nn.Linear(shape.hidden, shape.kv_rank + shape.rope_dim, **low)
-        self.kv_layernorm = TorchRMSNorm(config, shape.kv_rank, LATENT_EPS)
-        wide = shape.heads * (shape.qk_dim - shape.rope_dim + shape.value_dim)
+            self.linear_q_down_proj = torch.nn.Linear(shape.hidden_size, shape.query_rank, **low)
+            self.q_layernorm = TorchRMSNorm(config, shape.query_rank, LATENT_NORM_EPS)
+        wide = shape.num_heads * shape.qk_dim
+        self.linear_q_up_proj = ColumnParallelLinear(
+            shape.query_rank or shape.hidden_size, wide, gather_output=False, **up
+        )
+        self.linear_kv_down_proj = torch.nn.Linear(shape.hidden_size, shape.kv_rank + shape.rope_dim, **low)
+        self.kv_layernorm = TorchRMSNorm(config, shape.kv_rank, LATENT_NORM_EPS)
+        wide = shape.num_heads * (shape.qk_dim - shape.rope_dim + shape.value_dim)
         self.linear_kv_up_proj = ColumnParallelLinear(shape.kv_rank, wide, gather_output=False, **up)
         self.linear_proj = RowParallelLinear(
-            shape.heads * shape.value_dim, shape.hidden, input_is_parallel=True, skip_bias_add=True, **up
+            shape.num_heads * shape.value_dim, shape.hidden_size, input_is_parallel=True, skip_bias_add=True, **up
         )
 
     def forward(
@@ -228,28 +232,28 @@ class LatentAttention(torch.nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        packed_seq_params: PackedPlan | None = None,
+        packed_seq_params: PackedAttentionParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """`hidden_states [N / tp, 1, hidden]` -> the same shape, and no bias."""
         plan, s = packed_seq_params, self._shape
-        assert isinstance(plan, PackedPlan), "samples are packed; their plan goes in packed_seq_params"
+        assert isinstance(plan, PackedAttentionParams), "samples are packed; their plan goes in packed_seq_params"
         low = self.q_layernorm(self.linear_q_down_proj(hidden_states)) if s.query_rank else hidden_states
-        query = self.linear_q_up_proj(low)[0].view(-1, self._heads, s.qk_dim)
+        query = self.linear_q_up_proj(low)[0].view(-1, self._num_local_heads, s.qk_dim)
         latent, turning = self.linear_kv_down_proj(hidden_states).split([s.kv_rank, s.rope_dim], dim=-1)
-        if self._divided:
+        if self._is_tensor_parallel:
             turning = gather_from_sequence_parallel_region(turning)
         fixed = s.qk_dim - s.rope_dim
-        both = self.linear_kv_up_proj(self.kv_layernorm(latent))[0].view(-1, self._heads, fixed + s.value_dim)
+        both = self.linear_kv_up_proj(self.kv_layernorm(latent))[0].view(-1, self._num_local_heads, fixed + s.value_dim)
         key, value = both.split([fixed, s.value_dim], dim=-1)
-        alike = self._turned(turning, plan).expand(-1, self._heads, -1)
+        alike = self._apply_rotary(turning, plan).expand(-1, self._num_local_heads, -1)
         key = torch.cat([key, alike], dim=-1)
-        query = torch.cat([query[..., :fixed], self._turned(query[..., fixed:], plan)], dim=-1)
-        out = attend(query, key, value.contiguous(), plan, s.attention_scale)
+        query = torch.cat([query[..., :fixed], self._apply_rotary(query[..., fixed:], plan)], dim=-1)
+        out = attend_across_ranks(query, key, value.contiguous(), plan, s.attention_scale)
         return self.linear_proj(out.flatten(1)[:, None])[0], None
 
-    def _turned(self, x: Tensor, plan: PackedPlan) -> Tensor:
+    def _apply_rotary(self, x: Tensor, plan: PackedAttentionParams) -> Tensor:
         """`x [N, heads, R]`, turned. Neighbours that turn together are put half a head apart first, of queries and keys alike."""
         if self._shape.rotary.interleaved:
             x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return rotated(x, plan)
+        return apply_rotary(x, plan)

@@ -15,78 +15,80 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from r3async.learner.backend import Scores
+from r3async.learner.backend import TokenScores
 
 
 @dataclass(frozen=True)
-class Context:
-    """The ranks that share a micro-batch's tokens: this is `rank` of `ranks`, in `group`."""
+class ContextParallelGroup:
+    """The ranks that share a micro-batch's tokens: this is `rank` of `num_ranks`, in `group`."""
 
     rank: int
-    ranks: int
+    num_ranks: int
     group: dist.ProcessGroup
 
-    def part(self, tokens: int) -> slice:
+    def local_rows(self, tokens: int) -> slice:
         """This rank's, of so many packed tokens, which divide evenly."""
-        each = tokens // self.ranks
+        each = tokens // self.num_ranks
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def to_heads(self, x: Tensor) -> Tensor:
         """`[n, heads, D]` of this rank's tokens -> `[N, heads / ranks, D]` of all tokens. Where there are fewer heads than ranks,
         several ranks get the same one."""
-        return _ToHeads.apply(x.repeat_interleave(max(1, self.ranks // x.shape[1]), dim=1), self)
+        return _ToHeads.apply(x.repeat_interleave(max(1, self.num_ranks // x.shape[1]), dim=1), self)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Undoes `to_heads`, of heads that are divided."""
         return _ToTokens.apply(x, self)
 
-    def joined(self, scores: Scores, mine: np.ndarray, total: int, *, entropy_gradient: bool) -> Scores:
+    def all_reduce_scores(
+        self, scores: TokenScores, mine: np.ndarray, total: int, *, entropy_gradient: bool
+    ) -> TokenScores:
         """Of `total` tokens, from each rank's own `scores` of those at `mine` (int64). Every rank gets all of them, and its own
         part of the gradient."""
         at = torch.from_numpy(mine).to(scores[0].device)
-        return _Joined.apply(*scores, at, total, self.group, entropy_gradient)
+        return _AllReduceScores.apply(*scores, at, total, self.group, entropy_gradient)
 
 
-def _exchanged(x: Tensor, context: Context) -> Tensor:
+def _all_to_all(x: Tensor, context: ContextParallelGroup) -> Tensor:
     """`[ranks, ...]`: what each rank sends this one, from what it sends each."""
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=context.group)
     return out
 
 
-def _heads(x: Tensor, context: Context) -> Tensor:
+def _exchange_to_heads(x: Tensor, context: ContextParallelGroup) -> Tensor:
     """`[n, heads, D]` -> `[N, heads / ranks, D]`."""
-    return _exchanged(x.unflatten(1, (context.ranks, -1)).transpose(0, 1).contiguous(), context).flatten(0, 1)
+    return _all_to_all(x.unflatten(1, (context.num_ranks, -1)).transpose(0, 1).contiguous(), context).flatten(0, 1)
 
 
-def _tokens(x: Tensor, context: Context) -> Tensor:
+def _exchange_to_tokens(x: Tensor, context: ContextParallelGroup) -> Tensor:
     """`[N, heads / ranks, D]` -> `[n, heads, D]`."""
-    return _exchanged(x.contiguous().unflatten(0, (context.ranks, -1)), context).transpose(0, 1).flatten(1, 2)
+    return _all_to_all(x.contiguous().unflatten(0, (context.num_ranks, -1)), context).transpose(0, 1).flatten(1, 2)
 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, context: Context) -> Tensor:
+    def forward(ctx: Any, x: Tensor, context: ContextParallelGroup) -> Tensor:
         ctx.context = context
-        return _heads(x, context)
+        return _exchange_to_heads(x, context)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _tokens(grads[0], ctx.context), None
+        return _exchange_to_tokens(grads[0], ctx.context), None
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, context: Context) -> Tensor:
+    def forward(ctx: Any, x: Tensor, context: ContextParallelGroup) -> Tensor:
         ctx.context = context
-        return _tokens(x, context)
+        return _exchange_to_tokens(x, context)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _heads(grads[0], ctx.context), None
+        return _exchange_to_heads(grads[0], ctx.context), None
 
 
-class _Joined(torch.autograd.Function):
+class _AllReduceScores(torch.autograd.Function):
     """Ranks compute the same loss of all tokens, so none sends its gradient."""
 
     @staticmethod

@@ -1,7 +1,7 @@
 """What megatron-core 0.16 needs to run where there is no CUDA, and where there is no TransformerEngine.
 
-`prepare` changes names inside `torch.cuda` and Megatron, once and for the whole process; on a CUDA machine it only supplies the
-names that Megatron leaves unbound without TransformerEngine.
+`patch_megatron` changes names inside `torch.cuda` and Megatron, once and for the whole process; on a CUDA machine it only
+supplies the names that Megatron leaves unbound without TransformerEngine.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 
-class _Stream:
+class _StubStream:
     """Stands for a CUDA stream or event: on CPU all work is done when the call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    record = wait = synchronize = wait_stream = wait_event = _nothing
+    record = wait = synchronize = wait_stream = wait_event = _do_nothing
 
-    def record_event(self, *args: Any, **kwargs: Any) -> _Stream:
+    def record_event(self, *args: Any, **kwargs: Any) -> _StubStream:
         return self
 
 
-class _NoFp8:
+class _StubFp8State:
     @staticmethod
     def is_fp8_enabled() -> bool:
         return False
@@ -62,14 +62,14 @@ def _skip_compilation(function: Callable[..., Any] | None = None, **settings: An
 
 
 @cache
-def prepare() -> None:
+def patch_megatron() -> None:
     """Make Megatron usable on this machine. Call before building a model; calling again does nothing."""
-    _bind_names_of_transformer_engine()
+    _stub_transformer_engine()
     if not torch.cuda.is_available():
-        _stand_in_for_cuda()
+        _stub_cuda()
 
 
-def _bind_names_of_transformer_engine() -> None:
+def _stub_transformer_engine() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
@@ -78,11 +78,11 @@ def _bind_names_of_transformer_engine() -> None:
         moe_utils.te_general_gemm = None
     # Activation recompute of norms asks whether FP8 is on through names with the same defect.
     if not hasattr(random, "FP8GlobalStateManager"):
-        random.FP8GlobalStateManager = _NoFp8
+        random.FP8GlobalStateManager = _StubFp8State
         random.activation_recompute_forward = random.fp8_autocast = lambda *a, **k: contextlib.nullcontext()
 
 
-def _stand_in_for_cuda() -> None:
+def _stub_cuda() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -90,8 +90,8 @@ def _stand_in_for_cuda() -> None:
     # The router moves its weight to the current device; the tensor-parallel mappings allocate on it.
     cuda.current_device = lambda: cpu
     # The all-to-all dispatcher makes a side stream when it is built.
-    stream = _Stream()
-    cuda.Stream = cuda.Event = _Stream
+    stream = _StubStream()
+    cuda.Stream = cuda.Event = _StubStream
     cuda.current_stream = cuda.default_stream = lambda *a, **k: stream
     cuda.stream = lambda s: contextlib.nullcontext()
     # A stage that shares the embedding with another moves it to the device before they agree on it.
@@ -109,7 +109,7 @@ def _stand_in_for_cuda() -> None:
     random._set_cuda_rng_state = lambda *a, **k: None
 
 
-class _CudaMeansCpu(TorchFunctionMode):
+class _CudaToCpuMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("device") == "cuda":
@@ -117,6 +117,6 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def cuda_means_cpu() -> contextlib.AbstractContextManager[Any]:
+def map_cuda_to_cpu() -> contextlib.AbstractContextManager[Any]:
     """In this block, where there is no CUDA, `device="cuda"` means the CPU: Megatron's schedules have it as a literal."""
-    return contextlib.nullcontext() if torch.cuda.is_available() else _CudaMeansCpu()
+    return contextlib.nullcontext() if torch.cuda.is_available() else _CudaToCpuMode()

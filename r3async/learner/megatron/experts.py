@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from r3async.learner.experts import GatedUnit, Sent, grouped_linear
+from r3async.learner.experts import ExpertDispatch, WeightedSwiGLU, grouped_linear
 
 
 class GroupedExperts(torch.nn.Module):
@@ -28,10 +28,10 @@ class GroupedExperts(torch.nn.Module):
         self.weight1 = Parameter(torch.empty(num_local_experts, 2 * width, hidden, dtype=config.params_dtype))
         self.weight2 = Parameter(torch.empty(num_local_experts, hidden, width, dtype=config.params_dtype))
 
-    def forward(self, tokens: Tensor, counts: Tensor, shares: Tensor) -> tuple[Tensor, None]:
-        """`tokens [P, hidden]` in the order of experts, `counts` int64 `[E]` of each, `shares [P]`: their gates. No bias."""
+    def forward(self, tokens: Tensor, counts: Tensor, gates: Tensor) -> tuple[Tensor, None]:
+        """`tokens [P, hidden]` in the order of experts, `counts` int64 `[E]` of each, `gates [P]`: their gates. No bias."""
         wide = grouped_linear(tokens, self.weight1, counts)
-        return grouped_linear(GatedUnit.apply(wide, shares), self.weight2, counts), None
+        return grouped_linear(WeightedSwiGLU.apply(wide, gates), self.weight2, counts), None
 
 
 class LocalDispatcher(MoETokenDispatcher):
@@ -41,17 +41,19 @@ class LocalDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """`[n, 1, hidden]`, `[n, E]` twice -> the sent rows and their gates."""
         self._shape = hidden_states.shape
-        self._sent = Sent(routing_map, self.config.moe_router_topk)
-        return self._sent.rows(hidden_states.reshape(-1, self._shape[-1])), self._sent.shares(probs)
+        self._dispatch = ExpertDispatch(routing_map, self.config.moe_router_topk)
+        return self._dispatch.dispatch_rows(hidden_states.reshape(-1, self._shape[-1])), self._dispatch.gather_gates(
+            probs
+        )
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return hidden_states, self._sent.counts, probs
+        return hidden_states, self._dispatch.expert_counts, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        return self._sent.sums(hidden_states)
+        return self._dispatch.combine_outputs(hidden_states)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
@@ -61,7 +63,7 @@ class LocalDispatcher(MoETokenDispatcher):
         return hidden_states.view(self._shape)
 
 
-def send_locally(layers: Iterable[Any], config: TransformerConfig) -> None:
+def use_local_dispatcher(layers: Iterable[Any], config: TransformerConfig) -> None:
     """Give the mixtures among `layers` our dispatcher, unless experts are divided among ranks."""
     for layer in layers:
         if isinstance(layer.mlp, MoELayer) and config.expert_model_parallel_size == 1:

@@ -15,118 +15,123 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 from torch.nn import Parameter
 
-from r3async.checkpoint.tensors import Place
-from r3async.data.architectures import CHOICE_BIAS
+from r3async.checkpoint.tensors import TensorSlice
+from r3async.data.architectures import EXPERT_BIAS_SUFFIX
 from r3async.learner import LearnerError
 from r3async.learner.megatron.modules import HiddenStatesModel
-from r3async.learner.state import Held
-from r3async.learner.trained import TrainedShape, check_tensors, shapes_of
+from r3async.learner.state import ShardSlice
+from r3async.learner.trained import MegatronModelShape, check_tensor_shapes, read_tensor_shapes
 
 
 @dataclass(frozen=True)
-class Link:
+class ParameterMapping:
     """One Megatron parameter of this rank and the checkpoint tensors it is made of.
 
-    `dim`: along which the tensors, each of them, are divided among the tensor-parallel ranks; None if every rank has all of
-    them. `join` makes the parameter of this rank's parts of the tensors, and `split` undoes it. `rows`: number of rows of the
-    whole tensor, where ranks pad it with zeros to share it evenly. `expert`: it belongs to an expert. `twice`: two pipeline
-    stages have it (an embedding that is also the output matrix), and `copy` that this is the second.
+    `tp_dim`: along which the tensors, each of them, are divided among the tensor-parallel ranks; None if every rank has all of
+    them. `join` makes the parameter of this rank's parts of the tensors, and `split` undoes it. `unpadded_rows`: number of
+    rows of the whole tensor, where ranks pad it with zeros to share it evenly. `is_expert`: it belongs to an expert.
+    `is_on_two_stages`: two pipeline stages have it (an embedding that is also the output matrix), and `is_second_copy` that
+    this is the second.
     """
 
     parameter: Parameter
-    names: tuple[str, ...]
+    tensor_names: tuple[str, ...]
     join: Callable[[list[Tensor]], Tensor]
     split: Callable[[Tensor], list[Tensor]]
-    dim: int | None = None
-    rows: int | None = None
-    expert: bool = False
-    twice: bool = False
-    copy: bool = False
+    tp_dim: int | None = None
+    unpadded_rows: int | None = None
+    is_expert: bool = False
+    is_on_two_stages: bool = False
+    is_second_copy: bool = False
 
-    def part(self, tensor: Tensor) -> Tensor:
+    def local_part(self, tensor: Tensor) -> Tensor:
         """This rank's part of a whole checkpoint tensor."""
-        if self.dim is None:
+        if self.tp_dim is None:
             return tensor
         ranks = ps.get_tensor_model_parallel_world_size()
-        if self.rows is not None and self.rows % ranks:
-            tensor = F.pad(tensor, (0, 0, 0, -self.rows % ranks))
-        if tensor.shape[self.dim] % ranks:
+        if self.unpadded_rows is not None and self.unpadded_rows % ranks:
+            tensor = F.pad(tensor, (0, 0, 0, -self.unpadded_rows % ranks))
+        if tensor.shape[self.tp_dim] % ranks:
             raise LearnerError(
-                f"{self.names[0]}: {tensor.shape[self.dim]} rows or columns cannot be divided among {ranks} ranks"
+                f"{self.tensor_names[0]}: {tensor.shape[self.tp_dim]} rows or columns cannot be divided among {ranks} ranks"
             )
-        return tensor.chunk(ranks, self.dim)[ps.get_tensor_model_parallel_rank()]
+        return tensor.chunk(ranks, self.tp_dim)[ps.get_tensor_model_parallel_rank()]
 
-    def whole(self, part: Tensor) -> Tensor:
+    def gather_full(self, part: Tensor) -> Tensor:
         """The whole tensor from every tensor-parallel rank's part: a collective operation, if it is divided."""
-        if self.dim is None:
+        if self.tp_dim is None:
             return part
         if ps.get_tensor_model_parallel_world_size() == 1:
-            return part[: self.rows]
+            return part[: self.unpadded_rows]
         parts = [torch.empty_like(part) for _ in range(ps.get_tensor_model_parallel_world_size())]
         dist.all_gather(parts, part.contiguous(), group=ps.get_tensor_model_parallel_group())
-        return torch.cat(parts, self.dim)[: self.rows]
+        return torch.cat(parts, self.tp_dim)[: self.unpadded_rows]
 
 
-def held(link: Link, *, sharded: bool = False) -> Held:
+def locate_shard(link: ParameterMapping, *, sharded: bool = False) -> ShardSlice:
     """Where the parts of that parameter of this rank lie in the tensors of a checkpoint. `sharded`: each data-parallel copy hands
     in its share, and not the first one everything."""
     rank, ranks = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
     places = []
-    for name, part in zip(link.names, link.split(link.parameter.detach()), strict=True):
+    for name, part in zip(link.tensor_names, link.split(link.parameter.detach()), strict=True):
         shape, offset, size = list(part.shape), [0] * part.ndim, list(part.shape)
-        if link.dim is not None:
-            shape[link.dim] = link.rows or size[link.dim] * ranks
-            offset[link.dim] = min(rank * size[link.dim], shape[link.dim])
+        if link.tp_dim is not None:
+            shape[link.tp_dim] = link.unpadded_rows or size[link.tp_dim] * ranks
+            offset[link.tp_dim] = min(rank * size[link.tp_dim], shape[link.tp_dim])
             # Rows that only pad the ranks' share are in no checkpoint.
-            size[link.dim] = min(size[link.dim], shape[link.dim] - offset[link.dim])
-        places.append(Place(name, tuple(shape), tuple(offset), tuple(size)))
-    divided = link.dim is not None
-    copy = ps.get_expert_data_parallel_rank() if link.expert else ps.get_data_parallel_rank(with_context_parallel=True)
-    mine = (sharded or copy == 0) and (divided or link.expert or rank == 0)
-    return Held(tuple(places), split=link.split, join=link.join, writes=mine and not link.copy)
+            size[link.tp_dim] = min(size[link.tp_dim], shape[link.tp_dim] - offset[link.tp_dim])
+        places.append(TensorSlice(name, tuple(shape), tuple(offset), tuple(size)))
+    divided = link.tp_dim is not None
+    copy = (
+        ps.get_expert_data_parallel_rank() if link.is_expert else ps.get_data_parallel_rank(with_context_parallel=True)
+    )
+    mine = (sharded or copy == 0) and (divided or link.is_expert or rank == 0)
+    return ShardSlice(tuple(places), split=link.split, join=link.join, is_writer=mine and not link.is_second_copy)
 
 
-def same(parameter: Parameter, name: str, **how: Any) -> Link:
+def map_tensor(parameter: Parameter, name: str, **how: Any) -> ParameterMapping:
     """A parameter that is one tensor of the checkpoint."""
-    return Link(parameter, (name,), lambda tensors: tensors[0], lambda weight: [weight], **how)
+    return ParameterMapping(parameter, (name,), lambda tensors: tensors[0], lambda weight: [weight], **how)
 
 
-def stacked(parameter: Parameter, prefix: str, **how: Any) -> Link:
+def map_gate_up(parameter: Parameter, prefix: str, **how: Any) -> ParameterMapping:
     """fc1 is the gate projection over the up projection."""
     names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
-    return Link(parameter, names, torch.cat, lambda weight: list(weight.chunk(2)), **how)
+    return ParameterMapping(parameter, names, torch.cat, lambda weight: list(weight.chunk(2)), **how)
 
 
-def links(model: HiddenStatesModel, shape: TrainedShape) -> Iterator[Link]:
+def map_parameters(model: HiddenStatesModel, shape: MegatronModelShape) -> Iterator[ParameterMapping]:
     """Every parameter of this rank's part of the model, once, with layer names by global layer number."""
     pipeline = ps.get_pipeline_model_parallel_world_size()
-    vocabulary = {"dim": 0, "rows": shape.vocab}
+    vocabulary = {"tp_dim": 0, "unpadded_rows": shape.vocab_size}
     if model.pre_process:
-        twice = shape.tied and pipeline > 1
-        yield same(model.embedding.word_embeddings.weight, "model.embed_tokens.weight", twice=twice, **vocabulary)
+        twice = shape.tied_embeddings and pipeline > 1
+        yield map_tensor(
+            model.embedding.word_embeddings.weight, "model.embed_tokens.weight", is_on_two_stages=twice, **vocabulary
+        )
     for layer in model.decoder.layers:
         prefix = f"model.layers.{layer.layer_number - 1}."
-        yield same(layer.input_layernorm.weight, f"{prefix}input_layernorm.weight")
-        attention = _latent if shape.kv_rank else _grouped
+        yield map_tensor(layer.input_layernorm.weight, f"{prefix}input_layernorm.weight")
+        attention = _map_latent_attention if shape.kv_rank else _map_attention
         yield from attention(layer.self_attention, f"{prefix}self_attn.", shape)
-        yield same(layer.pre_mlp_layernorm.weight, f"{prefix}post_attention_layernorm.weight")
+        yield map_tensor(layer.pre_mlp_layernorm.weight, f"{prefix}post_attention_layernorm.weight")
         if isinstance(layer.mlp, MoELayer):
-            yield from _mixture(layer.mlp, f"{prefix}{shape.architecture.mixture}.", shape)
+            yield from _map_moe(layer.mlp, f"{prefix}{shape.architecture.moe_module}.", shape)
         else:
-            yield from _gated(layer.mlp, f"{prefix}mlp.")
+            yield from _map_mlp(layer.mlp, f"{prefix}mlp.")
     if model.post_process:
-        yield same(model.decoder.final_layernorm.weight, "model.norm.weight")
-        if not shape.tied:
-            yield same(model.output_layer.weight, "lm_head.weight", **vocabulary)
+        yield map_tensor(model.decoder.final_layernorm.weight, "model.norm.weight")
+        if not shape.tied_embeddings:
+            yield map_tensor(model.output_layer.weight, "lm_head.weight", **vocabulary)
         elif pipeline > 1:
-            copy = {"twice": True, "copy": True}
-            yield same(model.output_layer.weight, "model.embed_tokens.weight", **copy, **vocabulary)
+            copy = {"is_on_two_stages": True, "is_second_copy": True}
+            yield map_tensor(model.output_layer.weight, "model.embed_tokens.weight", **copy, **vocabulary)
 
 
-def _grouped(attention: Any, prefix: str, shape: TrainedShape) -> Iterator[Link]:
+def _map_attention(attention: Any, prefix: str, shape: MegatronModelShape) -> Iterator[ParameterMapping]:
     """Attention with grouped queries."""
     ranks = ps.get_tensor_model_parallel_world_size()
-    groups, per_group, dim = shape.kv_heads // ranks, shape.heads // shape.kv_heads, shape.head_dim
+    groups, per_group, dim = shape.num_kv_heads // ranks, shape.num_heads // shape.num_kv_heads, shape.head_dim
 
     def join_qkv(tensors: list[Tensor]) -> Tensor:
         """Megatron keeps the query heads of a group next to its key and value head."""
@@ -138,81 +143,86 @@ def _grouped(attention: Any, prefix: str, shape: TrainedShape) -> Iterator[Link]
 
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         names = tuple(f"{prefix}{x}_proj.{kind}" for x in "qkv")
-        yield Link(getattr(attention.linear_qkv, kind), names, join_qkv, split_qkv, dim=0)
+        yield ParameterMapping(getattr(attention.linear_qkv, kind), names, join_qkv, split_qkv, tp_dim=0)
     if shape.query_norm:
-        yield same(attention.q_layernorm.weight, f"{prefix}q_norm.weight")
-        yield same(attention.k_layernorm.weight, f"{prefix}k_norm.weight")
-    yield same(attention.linear_proj.weight, f"{prefix}o_proj.weight", dim=1)
+        yield map_tensor(attention.q_layernorm.weight, f"{prefix}q_norm.weight")
+        yield map_tensor(attention.k_layernorm.weight, f"{prefix}k_norm.weight")
+    yield map_tensor(attention.linear_proj.weight, f"{prefix}o_proj.weight", tp_dim=1)
 
 
-def _latent(attention: Any, prefix: str, shape: TrainedShape) -> Iterator[Link]:
+def _map_latent_attention(attention: Any, prefix: str, shape: MegatronModelShape) -> Iterator[ParameterMapping]:
     """Multi-head latent attention: every rank has the projections to low ranks."""
     if shape.query_rank:
-        yield same(attention.linear_q_down_proj.weight, f"{prefix}q_a_proj.weight")
-        yield same(attention.q_layernorm.weight, f"{prefix}q_a_layernorm.weight")
-        yield same(attention.linear_q_up_proj.weight, f"{prefix}q_b_proj.weight", dim=0)
+        yield map_tensor(attention.linear_q_down_proj.weight, f"{prefix}q_a_proj.weight")
+        yield map_tensor(attention.q_layernorm.weight, f"{prefix}q_a_layernorm.weight")
+        yield map_tensor(attention.linear_q_up_proj.weight, f"{prefix}q_b_proj.weight", tp_dim=0)
     else:
-        yield same(attention.linear_q_up_proj.weight, f"{prefix}q_proj.weight", dim=0)
-    yield same(attention.linear_kv_down_proj.weight, f"{prefix}kv_a_proj_with_mqa.weight")
-    yield same(attention.kv_layernorm.weight, f"{prefix}kv_a_layernorm.weight")
-    yield same(attention.linear_kv_up_proj.weight, f"{prefix}kv_b_proj.weight", dim=0)
-    yield same(attention.linear_proj.weight, f"{prefix}o_proj.weight", dim=1)
+        yield map_tensor(attention.linear_q_up_proj.weight, f"{prefix}q_proj.weight", tp_dim=0)
+    yield map_tensor(attention.linear_kv_down_proj.weight, f"{prefix}kv_a_proj_with_mqa.weight")
+    yield map_tensor(attention.kv_layernorm.weight, f"{prefix}kv_a_layernorm.weight")
+    yield map_tensor(attention.linear_kv_up_proj.weight, f"{prefix}kv_b_proj.weight", tp_dim=0)
+    yield map_tensor(attention.linear_proj.weight, f"{prefix}o_proj.weight", tp_dim=1)
 
 
-def _gated(mlp: Any, prefix: str) -> Iterator[Link]:
-    yield stacked(mlp.linear_fc1.weight, prefix, dim=0)
-    yield same(mlp.linear_fc2.weight, f"{prefix}down_proj.weight", dim=1)
+def _map_mlp(mlp: Any, prefix: str) -> Iterator[ParameterMapping]:
+    yield map_gate_up(mlp.linear_fc1.weight, prefix, tp_dim=0)
+    yield map_tensor(mlp.linear_fc2.weight, f"{prefix}down_proj.weight", tp_dim=1)
 
 
-def _mixture(mlp: MoELayer, prefix: str, shape: TrainedShape) -> Iterator[Link]:
+def _map_moe(mlp: MoELayer, prefix: str, shape: MegatronModelShape) -> Iterator[ParameterMapping]:
     a = shape.architecture
-    gate, up, down = a.projections
-    yield same(mlp.router.weight, f"{prefix}gate.weight")
+    gate, up, down = a.expert_projections
+    yield map_tensor(mlp.router.weight, f"{prefix}gate.weight")
     here = [f"{prefix}experts.{e}." for e in mlp.local_expert_indices]
-    yield Link(
+    yield ParameterMapping(
         mlp.experts.weight1,
         tuple(f"{expert}{name}.weight" for expert in here for name in (gate, up)),
         lambda tensors: torch.cat(tensors).view(len(here), -1, tensors[0].shape[-1]),
         lambda weight: list(weight.flatten(0, 1).chunk(2 * len(here))),
-        expert=True,
+        is_expert=True,
     )
     names = tuple(f"{expert}{down}.weight" for expert in here)
-    yield Link(mlp.experts.weight2, names, torch.stack, lambda weight: list(weight.unbind()), expert=True)
+    yield ParameterMapping(
+        mlp.experts.weight2, names, torch.stack, lambda weight: list(weight.unbind()), is_expert=True
+    )
     if mlp.shared_experts is not None:
-        yield from _gated(mlp.shared_experts, f"{prefix}{a.shared}.")
-        if shape.shared_gate:
-            yield same(mlp.shared_experts.gate_weight, f"{prefix}{a.shared_gate}.weight")
+        yield from _map_mlp(mlp.shared_experts, f"{prefix}{a.shared_experts_module}.")
+        if shape.has_shared_gate:
+            yield map_tensor(mlp.shared_experts.gate_weight, f"{prefix}{a.shared_gate_module}.weight")
 
 
-def choice_biases(model: HiddenStatesModel, shape: TrainedShape) -> list[Link]:
+def map_expert_biases(model: HiddenStatesModel, shape: MegatronModelShape) -> list[ParameterMapping]:
     """The bias of each expert that decides who is chosen, of this rank's routers: it has no gradient, and stays float32."""
-    if not shape.biased_choice:
+    if not shape.has_expert_biases:
         return []
     mixtures = {layer.layer_number - 1: layer.mlp for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)}
-    where = shape.architecture.mixture
-    return [same(m.router.expert_bias, f"model.layers.{i}.{where}.gate.{CHOICE_BIAS}") for i, m in mixtures.items()]
+    where = shape.architecture.moe_module
+    return [
+        map_tensor(m.router.expert_bias, f"model.layers.{i}.{where}.gate.{EXPERT_BIAS_SUFFIX}")
+        for i, m in mixtures.items()
+    ]
 
 
 @torch.no_grad()
-def load_weights(plan: Sequence[Link], shape: TrainedShape, files: Mapping[str, Any]) -> None:
-    """Fill every parameter from `checkpoint_files`. Raises `LearnerError` naming tensors that are missing, misshapen or not of
+def load_weights(mappings: Sequence[ParameterMapping], shape: MegatronModelShape, files: Mapping[str, Any]) -> None:
+    """Fill every parameter from `open_model_files`. Raises `LearnerError` naming tensors that are missing, misshapen or not of
     this model."""
-    check_tensors(shape, shapes_of(files))
-    for link in plan:
+    check_tensor_shapes(shape, read_tensor_shapes(files))
+    for link in mappings:
         try:
-            weight = link.join([link.part(files[name].get_tensor(name)) for name in link.names])
+            weight = link.join([link.local_part(files[name].get_tensor(name)) for name in link.tensor_names])
         except RuntimeError as error:
-            raise LearnerError(f"{' + '.join(link.names)} do not fit together: {error}") from error
+            raise LearnerError(f"{' + '.join(link.tensor_names)} do not fit together: {error}") from error
         if weight.shape != link.parameter.shape:
             raise LearnerError(
-                f"{' + '.join(link.names)}: shape {tuple(weight.shape)}, config.json means {tuple(link.parameter.shape)}"
+                f"{' + '.join(link.tensor_names)}: shape {tuple(weight.shape)}, config.json means {tuple(link.parameter.shape)}"
             )
         link.parameter.copy_(weight)
 
 
 @torch.no_grad()
-def own_weights(
-    plan: Sequence[Link], value: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach()
+def iter_owned_weights(
+    mappings: Sequence[ParameterMapping], value: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach()
 ) -> Iterator[tuple[str, Tensor]]:
     """Of all weights, or of `value` of them, those that this rank hands in, whole: on all ranks together each once. Where tensor-
     and data-parallel ranks have a parameter, they take turns. Views of the parameters where these can be. Collective."""
@@ -221,23 +231,23 @@ def own_weights(
     tensors = ps.get_tensor_model_parallel_world_size()
     datas = ps.get_data_parallel_world_size(with_context_parallel=True)
     turn = 0
-    for link in plan:
-        if link.copy:
+    for link in mappings:
+        if link.is_second_copy:
             continue
-        if not link.expert:
+        if not link.is_expert:
             turn += 1
             if turn // tensors % datas != data:
                 continue  # for all ranks that a tensor is divided among
-        mine = expert if link.expert else turn % tensors == tensor
-        for name, part in zip(link.names, link.split(value(link.parameter)), strict=True):
-            whole = link.whole(part)
+        mine = expert if link.is_expert else turn % tensors == tensor
+        for name, part in zip(link.tensor_names, link.split(value(link.parameter)), strict=True):
+            whole = link.gather_full(part)
             if mine:
                 yield name, whole
 
 
 @torch.no_grad()
 def gather_weights(
-    plan: Sequence[Link],
+    mappings: Sequence[ParameterMapping],
     value: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach(),
     *,
     copy: bool = True,
@@ -248,11 +258,11 @@ def gather_weights(
     of the parameters where these can be.
     """
     form = torch.contiguous_format
-    mine = {n: t.clone(memory_format=form) if copy else t for n, t in own_weights(plan, value)}
-    return mine if dist.get_world_size() == 1 else _collect(mine)
+    mine = {n: t.clone(memory_format=form) if copy else t for n, t in iter_owned_weights(mappings, value)}
+    return mine if dist.get_world_size() == 1 else _gather_to_first_rank(mine)
 
 
-def _collect(mine: dict[str, Tensor]) -> dict[str, Tensor]:
+def _gather_to_first_rank(mine: dict[str, Tensor]) -> dict[str, Tensor]:
     rank, world = dist.get_rank(), dist.get_world_size()
     described: list[list[tuple[str, torch.Size, torch.dtype]]] = [[] for _ in range(world)]
     dist.all_gather_object(described, [(name, t.shape, t.dtype) for name, t in mine.items()])

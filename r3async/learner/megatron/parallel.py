@@ -16,15 +16,15 @@ from torch import Tensor
 
 from r3async.config import ParallelConfig
 from r3async.learner import LearnerError
-from r3async.learner.backend import Ranks
-from r3async.learner.megatron.context import Context
-from r3async.learner.megatron.links import Link
+from r3async.learner.backend import RankGroup
+from r3async.learner.megatron.context import ContextParallelGroup
+from r3async.learner.megatron.links import ParameterMapping
 from r3async.learner.optimizer import Gradients
-from r3async.learner.shares import WHOLE, Share, buckets, gather_shares, sum_into_shares
+from r3async.learner.shares import UNSHARDED, RowShare, all_gather_shares, iter_buckets, reduce_scatter_shares
 
 
 @dataclass(frozen=True)
-class Layout(Ranks):
+class MegatronRankGroup(RankGroup):
     """This rank's place. Megatron's order of ranks: tp varies fastest, then cp, dp and pp."""
 
     parallel: ParallelConfig
@@ -32,46 +32,46 @@ class Layout(Ranks):
     cp_rank: int
     dp_rank: int
     pp_rank: int
-    owns_group: bool
-    made: tuple[dist.ProcessGroup, ...]
+    owns_default_group: bool
+    created_groups: tuple[dist.ProcessGroup, ...]
     """Groups that were made for this layout, if it was not there before."""
 
     @property
-    def is_first_copy(self) -> bool:
+    def is_batch_reporter(self) -> bool:
         return self.tp_rank == self.cp_rank == self.pp_rank == 0
 
     @property
-    def holds_loss(self) -> bool:
+    def is_loss_reporter(self) -> bool:
         return self.pp_rank == self.parallel.pp - 1 and self.tp_rank == self.cp_rank == 0
 
     @property
-    def context(self) -> Context | None:
+    def context_parallel(self) -> ContextParallelGroup | None:
         """The ranks that divide each micro-batch's tokens, if they do."""
         p = self.parallel
-        return Context(self.cp_rank, p.cp, ps.get_context_parallel_group()) if p.cp > 1 else None
+        return ContextParallelGroup(self.cp_rank, p.cp, ps.get_context_parallel_group()) if p.cp > 1 else None
 
     def close(self) -> None:
-        """Undo what `start` did."""
+        """Undo what `init_model_parallel` did."""
         if not dist.is_initialized():
             return
-        if self.made and ps.model_parallel_is_initialized():
+        if self.created_groups and ps.model_parallel_is_initialized():
             ps.destroy_model_parallel()
-        if self.owns_group:
+        if self.owns_default_group:
             dist.destroy_process_group()
             return
         # Megatron only forgets its groups; each of gloo's keeps threads and sockets until it is destroyed.
-        for group in self.made:
-            if group in _groups():
+        for group in self.created_groups:
+            if group in _list_process_groups():
                 dist.destroy_process_group(group)
 
 
-def _groups() -> list[dist.ProcessGroup]:
+def _list_process_groups() -> list[dist.ProcessGroup]:
     """Every process group of this process."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 @contextlib.contextmanager
-def _one_group_of_the_same_ranks(device: torch.device) -> Iterator[None]:
+def _reuse_equal_groups(device: torch.device) -> Iterator[None]:
     """Inside, on CPU, a process group that has the ranks of an earlier one is that one.
 
     Megatron makes twenty, most of them alike. Each of gloo's has two threads that wake up a hundred times a second: together
@@ -96,7 +96,7 @@ def _one_group_of_the_same_ranks(device: torch.device) -> Iterator[None]:
         dist.new_group = make
 
 
-def start(parallel: ParallelConfig, device: torch.device) -> Layout:
+def init_model_parallel(parallel: ParallelConfig, device: torch.device) -> MegatronRankGroup:
     """Set up Megatron's groups over the default process group, which is made here if there is none: a world of one, over a
     store in memory, without any port.
 
@@ -107,15 +107,15 @@ def start(parallel: ParallelConfig, device: torch.device) -> Layout:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        if dist.get_world_size() != parallel.world:
+        if dist.get_world_size() != parallel.world_size:
             p = parallel
             raise LearnerError(
-                f"learner.parallel wants dp {p.dp} x cp {p.cp} x tp {p.tp} x pp {p.pp} = {p.world} ranks, but there "
+                f"learner.parallel wants dp {p.dp} x cp {p.cp} x tp {p.tp} x pp {p.pp} = {p.world_size} ranks, but there "
                 f"{'is' if dist.get_world_size() == 1 else 'are'} {dist.get_world_size()}"
             )
-        before = _groups()
+        before = _list_process_groups()
         if not ps.model_parallel_is_initialized():
-            with _one_group_of_the_same_ranks(device):
+            with _reuse_equal_groups(device):
                 ps.initialize_model_parallel(
                     tensor_model_parallel_size=parallel.tp,
                     pipeline_model_parallel_size=parallel.pp,
@@ -130,9 +130,9 @@ def start(parallel: ParallelConfig, device: torch.device) -> Layout:
         if owns_group:
             dist.destroy_process_group()
         raise
-    return Layout(
+    return MegatronRankGroup(
         dist.get_rank(),
-        parallel.world,
+        parallel.world_size,
         torch.device("cpu"),
         parallel,
         ps.get_tensor_model_parallel_rank(),
@@ -140,11 +140,11 @@ def start(parallel: ParallelConfig, device: torch.device) -> Layout:
         ps.get_data_parallel_rank(),
         ps.get_pipeline_model_parallel_rank(),
         owns_group,
-        tuple(group for group in _groups() if group not in before),
+        tuple(group for group in _list_process_groups() if group not in before),
     )
 
 
-class GradientSum:
+class GradientReducer:
     """Sums gradients over the ranks that hold a copy of a parameter.
 
     Losses are divided by global denominators, so sums, not means, are the gradient of the whole step. Sequence-parallel
@@ -152,69 +152,71 @@ class GradientSum:
     copied among all ranks of a stage that do not divide them.
 
     Data-parallel copies divide the rows of a gradient among them (`shares`): each sums its own, over all who have some of it.
-    With `sharded` that is all, and `gather` gives a rank the parameters that others update. Without, every copy is given the
-    whole sum. So both have the same sums, bit by bit, on any number of ranks.
+    With `sharded` that is all, and `gather_parameters` gives a rank the parameters that others update. Without, every copy is
+    given the whole sum. So both have the same sums, bit by bit, on any number of ranks.
     """
 
-    def __init__(self, links: Sequence[Link], layout: Layout, *, sharded: bool = False):
+    def __init__(self, links: Sequence[ParameterMapping], layout: MegatronRankGroup, *, sharded: bool = False):
         p = layout.parallel
         tp, dp = ps.get_tensor_model_parallel_group(), ps.get_data_parallel_group(with_context_parallel=True)
         copies = p.dp * p.cp
         expert_dp = ps.get_expert_data_parallel_group()
-        self._world, self._sharded = p.world, sharded
-        self._data: list[dist.ProcessGroup | None] = []
+        self._world, self._sharded = p.world_size, sharded
+        self._dp_groups: list[dist.ProcessGroup | None] = []
         """Of each link: the data-parallel ranks that hold copies, if there are several."""
-        self._others: list[list[dist.ProcessGroup]] = []
+        self._extra_groups: list[list[dist.ProcessGroup]] = []
         """Of each link: over whose ranks its gradient is summed after that, one group after the other."""
-        self._weights: list[float] = []
+        self._norm_weights: list[float] = []
         """Of each link: one divided by how many ranks hold the same rows of it."""
         for link in links:
-            groups = [(expert_dp, copies * p.tp // p.ep) if link.expert else (dp, copies)]
-            if not link.expert and link.dim is None:
+            groups = [(expert_dp, copies * p.tp // p.ep) if link.is_expert else (dp, copies)]
+            if not link.is_expert and link.tp_dim is None:
                 groups.append((tp, p.tp))
-            if link.twice:
+            if link.is_on_two_stages:
                 groups.append((ps.get_embedding_group(), 2))
             (first, several), *rest = groups
-            self._data.append(first if several > 1 else None)
-            self._others.append([g for g, n in rest if n > 1])
-            self._weights.append(1.0 / math.prod(n for _, n in rest))
-        self._own = [WHOLE if g is None else Share(dist.get_rank(g), dist.get_world_size(g)) for g in self._data]
-        self.shares = self._own if sharded else [WHOLE] * len(self._own)
+            self._dp_groups.append(first if several > 1 else None)
+            self._extra_groups.append([g for g, n in rest if n > 1])
+            self._norm_weights.append(1.0 / math.prod(n for _, n in rest))
+        self._local_shares = [
+            UNSHARDED if g is None else RowShare(dist.get_rank(g), dist.get_world_size(g)) for g in self._dp_groups
+        ]
+        self.shares = self._local_shares if sharded else [UNSHARDED] * len(self._local_shares)
 
-    def reduce(self, gradients: Gradients) -> None:
+    def reduce_gradients(self, gradients: Gradients) -> None:
         """In place; `gradients` in the order of the links, all of them there."""
-        for group, some in _by_group(gradients, self._data):
-            sum_into_shares(some, group)
-        parts = [share.of(gradient) for share, gradient in zip(self._own, gradients, strict=True)]
-        for depth in range(max(map(len, self._others), default=0)):
-            there = [groups[depth] if len(groups) > depth else None for groups in self._others]
-            for group, some in _by_group(parts, there):
-                _sum(some, group)
+        for group, some in _iter_by_group(gradients, self._dp_groups):
+            reduce_scatter_shares(some, group)
+        parts = [share.select_rows(gradient) for share, gradient in zip(self._local_shares, gradients, strict=True)]
+        for depth in range(max(map(len, self._extra_groups), default=0)):
+            there = [groups[depth] if len(groups) > depth else None for groups in self._extra_groups]
+            for group, some in _iter_by_group(parts, there):
+                _all_reduce_buckets(some, group)
         if not self._sharded:
-            self._gather(gradients)
+            self._gather_shares(gradients)
 
-    def gather(self, parameters: Sequence[Tensor]) -> None:
+    def gather_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Each rank's rows of them, in the order of the links, on all ranks that hold copies. Collective, if `sharded`."""
         if self._sharded:
-            self._gather(parameters)
+            self._gather_shares(parameters)
 
-    def _gather(self, tensors: Sequence[Tensor]) -> None:
-        for group, some in _by_group(tensors, self._data):
-            gather_shares(some, group)
+    def _gather_shares(self, tensors: Sequence[Tensor]) -> None:
+        for group, some in _iter_by_group(tensors, self._dp_groups):
+            all_gather_shares(some, group)
 
-    def squared_norm(self, gradients: Gradients) -> float:
+    def compute_squared_norm(self, gradients: Gradients) -> float:
         """Sum of squares over the whole model, from gradients that have been reduced: what is held by several ranks counts
         once. Of this rank's rows alone, so that it does not depend on who has the others."""
-        parts = [share.of(gradient) for share, gradient in zip(self._own, gradients, strict=True)]
+        parts = [share.select_rows(gradient) for share, gradient in zip(self._local_shares, gradients, strict=True)]
         norms = torch.stack(torch._foreach_norm(parts)).double().cpu() if parts else torch.zeros(0, dtype=torch.float64)
-        weights = torch.tensor(self._weights, dtype=torch.float64)
+        weights = torch.tensor(self._norm_weights, dtype=torch.float64)
         total = (norms.square() * weights).sum()
         if self._world > 1:
             dist.all_reduce(total)
         return float(total)
 
 
-def _by_group(
+def _iter_by_group(
     tensors: Sequence[Tensor], groups: Sequence[dist.ProcessGroup | None]
 ) -> Iterator[tuple[dist.ProcessGroup, list[Tensor]]]:
     """The tensors of each group that there is. Every rank of a group has the same parameters, so the order of groups is the only
@@ -227,8 +229,8 @@ def _by_group(
         yield group, found[group]
 
 
-def _sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    for bucket in buckets(tensors):
+def _all_reduce_buckets(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    for bucket in iter_buckets(tensors):
         flat = torch.cat([t.reshape(-1) for t in bucket])
         dist.all_reduce(flat, group=group)
         for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):

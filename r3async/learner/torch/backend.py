@@ -15,21 +15,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from r3async.checkpoint.tensors import Place
+from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import Config, LearnerConfig
-from r3async.data.architectures import declared
+from r3async.data.architectures import find_architecture
 from r3async.learner import LearnerError
-from r3async.learner.backend import ALONE, LearnerBackend, Ranks, Scores
+from r3async.learner.backend import SINGLE_RANK, LearnerBackend, RankGroup, TokenScores
 from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.expert_biases import ExpertBias
-from r3async.learner.logprobs import supports_of
-from r3async.learner.lora import Adapters, Candidate, Divided, targeted
-from r3async.learner.optimizer import Gradients, MasterAdamW, local, squared_norm, total_updates
+from r3async.learner.logprobs import select_supports
+from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim, select_targets
+from r3async.learner.optimizer import Gradients, MasterAdamW, compute_squared_norm, count_updates, to_local
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
-from r3async.learner.state import Held
-from r3async.learner.taken import Taken
-from r3async.learner.torch.described import read_config
-from r3async.learner.torch.model import Packed, PackedModel, load_model
+from r3async.learner.state import ShardSlice
+from r3async.learner.taken import DeterministicGather
+from r3async.learner.torch.described import read_model_config
+from r3async.learner.torch.model import PackedInputs, PackedModel, load_model
 from r3async.learner.torch.routers import attach_replay
 
 
@@ -46,85 +46,91 @@ class TorchLearner(LearnerBackend):
     def __init__(
         self,
         config: Config,
-        source: Path,
-        ranks: Ranks,
+        model_path: Path,
+        ranks: RankGroup,
         model: PackedModel,
         replay: RoutingReplay,
-        adapters: Adapters | None = None,
+        adapters: LoraAdapters | None = None,
     ):
         self.model = model
-        trained = adapters.trained() if adapters else []
-        shared = [one.shared for one in trained]
+        trained = adapters.list_parameters() if adapters else []
+        shared = [one.is_replicated for one in trained]
         super().__init__(
             config,
-            source,
+            model_path,
             ranks,
             vocab_size=model.vocab_size,
             replay=replay,
             optimizer=MasterAdamW(
                 [one.parameter for one in trained] or model.parameters(),
                 config.learner,
-                total=total_updates(config),
-                reduce_gradients=partial(sum_shared, shared) if any(shared) else None,
-                squared_norm=partial(sharded_norm, ranks, shared),
-                changed=adapters.merge if adapters else lambda: None,
+                updates_total=count_updates(config),
+                reduce_gradients=partial(all_reduce_replicated, shared) if any(shared) else None,
+                squared_norm=partial(compute_sharded_norm, ranks, shared),
+                on_change=adapters.merge_weights if adapters else lambda: None,
             ),
             parameters=model.parameters(),
             adapters=adapters,
-            biases=[
+            expert_biases=[
                 ExpertBias(name, column, tensor, ranks.rank == 0)
-                for column, (name, tensor) in enumerate(model.choice_biases())
+                for column, (name, tensor) in enumerate(model.find_expert_biases())
             ],
         )
 
     @classmethod
-    def load(cls, config: Config, model_path: Path, *, frozen: bool = False) -> TorchLearner:
+    def from_pretrained(cls, config: Config, model_path: Path, *, frozen: bool = False) -> TorchLearner:
         """Load the model, with the other ranks where there are any; nothing of a `frozen` one is trained. Raises `LearnerError`
         for one that this backend would train wrongly."""
-        ranks, source = join(config.learner.parallel.dp), Path(model_path)
+        ranks, source = detect_rank_group(config.learner.parallel.dp), Path(model_path)
         if ranks.device.type == "cpu":
             torch.set_num_threads(config.learner.threads)
         dtype = getattr(torch, config.learner.dtype)
-        described = read_config(source)
-        causal = load_model(source, torch.float32 if ranks.world > 1 else dtype)
-        model = PackedModel(causal, described, longest=config.episode.max_total_tokens)
+        described = read_model_config(source)
+        causal = load_model(source, torch.float32 if ranks.world_size > 1 else dtype)
+        model = PackedModel(causal, described, max_total_tokens=config.episode.max_total_tokens)
         model.entropy_gradient = config.algorithm.entropy_coef != 0
-        replay = RoutingReplay.whole(model.routing, enabled=config.routing.replay != "off", device=ranks.device)
+        replay = RoutingReplay.for_full_model(
+            model.routing, enabled=config.routing.replay != "off", device=ranks.device
+        )
         if model.routing:
-            known = declared(described.get("model_type", ""))
-            logits = known is not None and known.score == "logits"
+            known = find_architecture(described.get("model_type", ""))
+            logits = known is not None and known.router_score == "logits"
             attach_replay(model.routers, model.routing, replay, logits=logits)
-        model.recompute(config.learner.recompute)
-        chosen = freeze(model, config.learner)
+        model.enable_recompute(config.learner.recompute)
+        chosen = freeze_parameters(model, config.learner)
         if frozen:
             model.requires_grad_(False)
-        if ranks.world > 1:
-            shard(model, ranks, dtype)
+        if ranks.world_size > 1:
+            shard_model(model, ranks, dtype)
         else:
             model.to(ranks.device)
         adapters = None
         if config.learner.lora.rank:
-            adapters = Adapters(
-                candidates(model, ranks, config.learner), chosen, config.learner.lora, seed=config.seed, dtype=dtype
+            adapters = LoraAdapters(
+                find_adapter_candidates(model, ranks, config.learner),
+                chosen,
+                config.learner.lora,
+                seed=config.seed,
+                dtype=dtype,
             )
         return cls(config, source, ranks, model, replay, adapters)
 
-    def forward(self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None) -> Scores:
+    def forward(self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None) -> TokenScores:
         """The scores themselves: what FSDP shards is all of a pass."""
         m, device = micro_batch, self.ranks.device
         return self.model(
-            Packed.of(m, device),
+            PackedInputs.from_micro_batch(m, device),
             torch.from_numpy(rows).to(device),
-            Taken.of(m.before(rows), m.tokens, device),
+            DeterministicGather.from_index(m.previous_rows(rows), m.num_tokens, device),
             torch.from_numpy(m.token_temperatures[rows]).to(device),
             routes,
-            supports_of(m.support, rows),
+            select_supports(m.support, rows),
         )
 
-    def scores(self, output: Any, micro_batch: MicroBatch, rows: np.ndarray) -> Scores:
+    def score_tokens(self, output: Any, micro_batch: MicroBatch, rows: np.ndarray) -> TokenScores:
         return output
 
-    def settle(self) -> None:
+    def reset_forward_state(self) -> None:
         """Free the parameters that FSDP put together for a pass without a backward, or for one that failed.
 
         Otherwise the next pass would not see what the optimizer writes meanwhile. Gradients under way are lost.
@@ -135,24 +141,24 @@ class TorchLearner(LearnerBackend):
             self.model.zero_grad()
             self.model.reset_iter_state()
 
-    def weight_places(self) -> list[Held]:
-        named = self.model.causal.named_parameters()
-        return [held(name, parameter, self.ranks) for name, parameter in named if parameter.requires_grad]
+    def parameter_slices(self) -> list[ShardSlice]:
+        named = self.model.causal_lm.named_parameters()
+        return [locate_shard(name, parameter, self.ranks) for name, parameter in named if parameter.requires_grad]
 
-    def export(self, *, copy: bool = True) -> dict[str, Tensor]:
+    def export_weights(self, *, copy: bool = True) -> dict[str, Tensor]:
         """In host memory."""
         dtype = getattr(torch, self.config.learner.dtype)
-        return self.model.checkpoint_tensors(partial(whole, ranks=self.ranks), dtype, copy=copy)
+        return self.model.collect_checkpoint_tensors(partial(gather_tensor, ranks=self.ranks), dtype, copy=copy)
 
-    def share(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """A layer at a time: whole on the rank whose turn it is."""
         dtype = getattr(torch, self.config.learner.dtype)
-        for number, names in enumerate(self.model.layers_of_names()):
-            gather = partial(whole, ranks=self.ranks, to=number % self.ranks.world)
-            yield from self.model.checkpoint_tensors(gather, dtype, copy=False, names=names).items()
+        for number, names in enumerate(self.model.group_names_by_layer()):
+            gather = partial(gather_tensor, ranks=self.ranks, target_rank=number % self.ranks.world_size)
+            yield from self.model.collect_checkpoint_tensors(gather, dtype, copy=False, names=names).items()
 
 
-def join(dp: int) -> Ranks:
+def detect_rank_group(dp: int) -> RankGroup:
     """Raises `LearnerError` if the default process group does not have `dp` (`learner.parallel.dp`) ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != dp:
@@ -162,72 +168,74 @@ def join(dp: int) -> Ranks:
         )
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    return Ranks(dist.get_rank() if world > 1 else 0, world, device)
+    return RankGroup(dist.get_rank() if world > 1 else 0, world, device)
 
 
-def held(name: str, parameter: Tensor, ranks: Ranks) -> Held:
+def locate_shard(name: str, parameter: Tensor, ranks: RankGroup) -> ShardSlice:
     """What this rank has of that parameter."""
     if not isinstance(parameter, DTensor):
-        return Held((Place.whole(name, parameter.shape),), writes=ranks.rank == 0)
+        return ShardSlice((TensorSlice.full_tensor(name, parameter.shape),), is_writer=ranks.rank == 0)
     # FSDP divides the first dimension evenly, the last ranks getting less, or nothing.
     rows = -(-parameter.shape[0] // parameter.device_mesh.size())
     size = tuple(parameter.to_local().shape)
     offset = (min(ranks.rank * rows, parameter.shape[0]), *(0 for _ in size[1:]))
-    return Held((Place(name, tuple(parameter.shape), offset, size),))
+    return ShardSlice((TensorSlice(name, tuple(parameter.shape), offset, size),))
 
 
-def candidates(model: PackedModel, ranks: Ranks, config: LearnerConfig) -> list[Candidate]:
+def find_adapter_candidates(model: PackedModel, ranks: RankGroup, config: LearnerConfig) -> list[AdapterCandidate]:
     """What may be adapted: matrices, and stacks of them."""
-    ends = {id(m.weight) for m in (model.causal.get_input_embeddings(), model.causal.get_output_embeddings())}
+    ends = {id(m.weight) for m in (model.causal_lm.get_input_embeddings(), model.causal_lm.get_output_embeddings())}
     routers = {id(p) for router in model.routers for p in router.parameters()}
     out = []
-    for name, p in model.causal.named_parameters():
+    for name, p in model.causal_lm.named_parameters():
         router = id(p) in routers
         if p.ndim < 2 or id(p) in ends or name.endswith("bias") or (router and config.freeze_router):
             continue
-        divided: Divided = ("rows" if p.ndim == 2 else "matrices") if ranks.world > 1 else None
-        out.append(Candidate(p, held(name, p, ranks), divided, router))
+        divided: ShardedDim = ("rows" if p.ndim == 2 else "matrices") if ranks.world_size > 1 else None
+        out.append(AdapterCandidate(p, locate_shard(name, p, ranks), divided, router))
     return out
 
 
-def freeze(model: PackedModel, config: LearnerConfig) -> set[str]:
+def freeze_parameters(model: PackedModel, config: LearnerConfig) -> set[str]:
     """Leave gradients to what is trained; the names of matrices that have adapters. Raises `LearnerError`."""
     if not config.lora.rank:
         for router in model.routers if config.freeze_router else ():
             router.requires_grad_(False)
         return set()
-    matrices = candidates(model, ALONE, config)
-    chosen = targeted(config.lora, [(name, one.router) for one in matrices for name in one.names])
-    adapted = {id(one.parameter) for one in matrices if chosen & set(one.names)}
+    matrices = find_adapter_candidates(model, SINGLE_RANK, config)
+    chosen = select_targets(config.lora, [(name, one.is_router) for one in matrices for name in one.module_names])
+    adapted = {id(one.parameter) for one in matrices if chosen & set(one.module_names)}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in adapted)
     return chosen
 
 
-def sum_shared(shared: Sequence[bool], gradients: Gradients) -> None:
+def all_reduce_replicated(is_replicated: Sequence[bool], gradients: Gradients) -> None:
     """Over all ranks, in place: of what each of them has whole. FSDP has summed the gradients of weights."""
-    mine = [g for g, all_have_it in zip(gradients, shared, strict=True) if all_have_it]
+    mine = [g for g, all_have_it in zip(gradients, is_replicated, strict=True) if all_have_it]
     total = torch.cat([g.reshape(-1) for g in mine])
     dist.all_reduce(total)
     for gradient, part in zip(mine, total.split([g.numel() for g in mine]), strict=True):
         gradient.copy_(part.view_as(gradient))
 
 
-def sharded_norm(ranks: Ranks, shared: Sequence[bool], gradients: Gradients) -> float:
+def compute_sharded_norm(ranks: RankGroup, is_replicated: Sequence[bool], gradients: Gradients) -> float:
     """Sum of squares over all shards; what each rank has whole counts once."""
     counted = (
-        gradients if ranks.rank == 0 or not shared else [g for g, s in zip(gradients, shared, strict=True) if not s]
+        gradients
+        if ranks.rank == 0 or not is_replicated
+        else [g for g, s in zip(gradients, is_replicated, strict=True) if not s]
     )
-    mine = squared_norm([local(g) for g in counted])
-    return float(ranks.reduce(np.asarray([mine]), "sum")[0])
+    mine = compute_squared_norm([to_local(g) for g in counted])
+    return float(ranks.all_reduce(np.asarray([mine]), "sum")[0])
 
 
-def shard(model: PackedModel, ranks: Ranks, dtype: torch.dtype) -> None:
+def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype) -> None:
     """Divide every parameter, held in float32, among the ranks; each layer is put together in `dtype` while it runs.
 
     Gradients are summed over ranks, not averaged, in float32: the loss is already divided by the global denominator.
     """
-    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     # Inputs stay as they are: they follow the embedding's dtype, and temperatures are float32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*model.layers, model):
@@ -239,9 +247,10 @@ def shard(model: PackedModel, ranks: Ranks, dtype: torch.dtype) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def whole(tensor: Tensor, dtype: torch.dtype, ranks: Ranks, to: int = 0) -> Tensor | None:
-    """The whole of a weight in `dtype` (integers stay as they are), in host memory of rank `to`; None elsewhere. Collective."""
+def gather_tensor(tensor: Tensor, dtype: torch.dtype, ranks: RankGroup, target_rank: int = 0) -> Tensor | None:
+    """The whole of a weight in `dtype` (integers stay as they are), in host memory of rank `target_rank`; None elsewhere.
+    Collective."""
     tensor = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype)
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    return tensor.cpu() if ranks.rank == to else None
+    return tensor.cpu() if ranks.rank == target_rank else None

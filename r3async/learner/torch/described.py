@@ -9,7 +9,7 @@ from r3async.learner import LearnerError
 from r3async.untrusted import decode_python_json
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_model_config(path: Path) -> dict[str, Any]:
     """The `config.json` of a Hugging Face model directory. Raises `LearnerError` if there is none that could be trained."""
     try:
         config = decode_python_json((path / "config.json").read_bytes())
@@ -24,7 +24,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def load_config(path: Path) -> Any:
+def load_transformers_config(path: Path) -> Any:
     """What transformers makes of it. Raises `LearnerError` for a model that it does not know, or that samples no text."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -32,12 +32,12 @@ def load_config(path: Path) -> Any:
     try:
         loaded = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # of many kinds: an unknown model type, numbers that do not fit
-        raise LearnerError(f"transformers cannot build it: {first_line(error)}") from error
+        raise LearnerError(f"transformers cannot build it: {first_error_line(error)}") from error
     if loaded.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise LearnerError(f"transformers cannot build it: {loaded.model_type!r} is no causal language model")
     return loaded
 
 
-def first_line(error: Exception) -> str:
+def first_error_line(error: Exception) -> str:
     """transformers explains at length: lists of all models, commands of pip."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

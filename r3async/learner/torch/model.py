@@ -15,23 +15,23 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from r3async.data.architectures import CHOICE_BIAS
-from r3async.data.model_shape import ShapeError, moe_geometry
+from r3async.data.architectures import EXPERT_BIAS_SUFFIX
+from r3async.data.model_shape import ModelShapeError, read_moe_layers
 from r3async.data.records import Sample, TokenTable
-from r3async.data.supports import Supports
+from r3async.data.supports import SupportSets
 from r3async.learner import LearnerError
 from r3async.learner.attention import AttentionPlan, packed_attention, plan_attention
-from r3async.learner.batch.packing import MicroBatch, collate
+from r3async.learner.batch.packing import MicroBatch, collate_samples
 from r3async.learner.logprobs import token_logprobs
 from r3async.learner.replay import MicroBatchRoutes
-from r3async.learner.taken import Taken
+from r3async.learner.taken import DeterministicGather
 from r3async.learner.torch.routers import RouterSearch, check_routers
 
-ATTENTION = "r3async_packed"
+ATTENTION_NAME = "r3async_packed"
 """Our attention's name in transformers. No mask function has this name, so that models make no mask."""
 
 
-def _attend(
+def _packed_attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -67,7 +67,7 @@ def _attend(
     return packed_attention(q, k, v, attention_plan, scaling, sinks=s_aux, window=window)[None], None
 
 
-AttentionInterface.register(ATTENTION, _attend)
+AttentionInterface.register(ATTENTION_NAME, _packed_attention_forward)
 
 
 def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -78,7 +78,7 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True, output_loading_info=True
+            path, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # of many kinds: files, their headers, names, shapes, an unknown model type
         raise LearnerError(f"transformers cannot load `model.path` = {path}: {error}") from error
@@ -95,25 +95,25 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """What a forward pass needs, on the device. `ids` and `positions` int64 `[N]`."""
+class PackedInputs:
+    """What a forward pass needs, on the device. `token_ids` and `positions` int64 `[N]`."""
 
-    ids: Tensor
+    token_ids: Tensor
     positions: Tensor
-    plan: AttentionPlan
+    attention_plan: AttentionPlan
 
     @staticmethod
-    def of(micro_batch: MicroBatch, device: torch.device) -> Packed:
+    def from_micro_batch(micro_batch: MicroBatch, device: torch.device) -> PackedInputs:
         m = micro_batch
         ids, at = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (m.table["token_ids"], m.positions))
-        return Packed(ids, at, plan_attention(m.cu_seqlens, device, m.prefixes))
+        return PackedInputs(ids, at, plan_attention(m.cu_seqlens, device, m.prefixes))
 
-    def arguments(self) -> dict[str, Any]:
+    def to_model_inputs(self) -> dict[str, Any]:
         """For a transformers model."""
         return {
-            "input_ids": self.ids[None],
+            "input_ids": self.token_ids[None],
             "position_ids": self.positions[None],
-            "attention_plan": self.plan,
+            "attention_plan": self.attention_plan,
             "use_cache": False,
         }
 
@@ -122,29 +122,29 @@ class PackedModel(nn.Module):
     """Log-probs of tokens under a transformers model: all of a pass in one `forward`, which is what FSDP shards.
 
     `routing`, `routers`: the routes' shape and the modules that choose experts, in layer order; None and empty for a
-    dense model. Raises `LearnerError` for a model that this backend would train wrongly (see `_probe`).
+    dense model. Raises `LearnerError` for a model that this backend would train wrongly (see `_trial_forward`).
     """
 
-    def __init__(self, causal: PreTrainedModel, config: Mapping[str, Any], longest: int):
+    def __init__(self, causal_lm: PreTrainedModel, config: Mapping[str, Any], max_total_tokens: int):
         super().__init__()
-        self.causal = causal
+        self.causal_lm = causal_lm
         self.entropy_gradient = False
         """Whether the loss has an entropy term."""
-        layers = getattr(causal.base_model, "layers", None)
-        if not isinstance(layers, nn.ModuleList) or not isinstance(causal.get_output_embeddings(), nn.Linear):
-            raise LearnerError(f"{type(causal).__name__} has no list of decoder layers, or no linear output layer")
+        layers = getattr(causal_lm.base_model, "layers", None)
+        if not isinstance(layers, nn.ModuleList) or not isinstance(causal_lm.get_output_embeddings(), nn.Linear):
+            raise LearnerError(f"{type(causal_lm).__name__} has no list of decoder layers, or no linear output layer")
         self.layers = list(layers)
-        self.vocab_size: int = causal.get_output_embeddings().weight.shape[0]
+        self.vocab_size: int = causal_lm.get_output_embeddings().weight.shape[0]
         try:
-            self.routing, moe_layers = moe_geometry(config)
-        except ShapeError as error:
+            self.routing, moe_layers = read_moe_layers(config)
+        except ModelShapeError as error:
             raise LearnerError(str(error)) from error
-        _refuse_length_dependence(causal.config, longest)
-        found = self._probe()
+        _check_length_independence(causal_lm.config, max_total_tokens)
+        found = self._trial_forward()
         self.routers = [] if found is None else check_routers(found, self.routing, moe_layers)
 
     @torch.no_grad()
-    def _probe(self) -> dict[int, list[nn.Module]] | None:
+    def _trial_forward(self) -> dict[int, list[nn.Module]] | None:
         """Run one short sample to see what the model does; returns the modules that choose experts, by layer. Of a model whose
         tensors have no values, what its code does with shapes alone; None if that cannot be run.
 
@@ -152,21 +152,23 @@ class PackedModel(nn.Module):
         convolutional layers would mix the samples of a micro-batch), if the logits are not the output layer's (they are
         scaled or capped), or if a router takes weights from masked scores.
         """
-        sample = Sample("probe", TokenTable.of_tokens(np.arange(3) % self.vocab_size))
-        shapes_only = self.causal.get_output_embeddings().weight.is_meta
-        packed = Packed.of(collate([sample]), torch.device("meta" if shapes_only else "cpu"))
+        sample = Sample("probe", TokenTable.from_tokens(np.arange(3) % self.vocab_size))
+        shapes_only = self.causal_lm.get_output_embeddings().weight.is_meta
+        packed = PackedInputs.from_micro_batch(
+            collate_samples([sample]), torch.device("meta" if shapes_only else "cpu")
+        )
         calls: list[nn.Module] = []
         hidden: list[Tensor] = []
-        handle = self.causal.base_model.register_forward_hook(lambda m, i, out: hidden.append(out.last_hidden_state))
+        handle = self.causal_lm.base_model.register_forward_hook(lambda m, i, out: hidden.append(out.last_hidden_state))
         try:
             with RouterSearch(self.layers, self.routing) as search:
-                logits = self.causal(**packed.arguments(), attention_calls=calls).logits
+                logits = self.causal_lm(**packed.to_model_inputs(), attention_calls=calls).logits
         except LearnerError:
             raise
         except Exception as error:  # whatever a model's own code may raise
             if shapes_only:
                 return None
-            raise LearnerError(f"{type(self.causal).__name__} cannot run on packed samples: {error}") from error
+            raise LearnerError(f"{type(self.causal_lm).__name__} cannot run on packed samples: {error}") from error
         finally:
             handle.remove()
         where = {id(module): index for index, layer in enumerate(self.layers) for module in layer.modules()}
@@ -174,46 +176,46 @@ class PackedModel(nn.Module):
             times = sum(where.get(id(module)) == index for module in calls)
             if times != 1:
                 raise LearnerError(
-                    f"layer {index} of {type(self.causal).__name__} calls attention {times} times instead of once: samples "
+                    f"layer {index} of {type(self.causal_lm).__name__} calls attention {times} times instead of once: samples "
                     "packed into one micro-batch would not be kept apart"
                 )
         if shapes_only:
             return search.routers
         if not torch.isfinite(logits).all():
             raise LearnerError(
-                f"{type(next(iter(search.grouped))).__name__} takes gate weights from scores in which some groups of experts "
-                "are masked: recorded experts of the other groups could not be replayed"
-                if search.grouped
-                else f"{type(self.causal).__name__} gives logits that are not finite: its weights are broken"
+                f"{type(next(iter(search.grouped_routers))).__name__} takes gate weights from scores in which some groups of "
+                "experts are masked: recorded experts of the other groups could not be replayed"
+                if search.grouped_routers
+                else f"{type(self.causal_lm).__name__} gives logits that are not finite: its weights are broken"
             )
-        if not torch.equal(self.causal.get_output_embeddings()(hidden[0]).float(), logits.float()):
+        if not torch.equal(self.causal_lm.get_output_embeddings()(hidden[0]).float(), logits.float()):
             raise LearnerError(
-                f"{type(self.causal).__name__} changes its logits after the output layer (scaling, soft-capping)"
+                f"{type(self.causal_lm).__name__} changes its logits after the output layer (scaling, soft-capping)"
             )
         return search.routers
 
     def forward(
         self,
-        packed: Packed,
+        packed: PackedInputs,
         rows: Tensor,
-        before: Taken,
+        before: DeterministicGather,
         temperatures: Tensor,
         routes: MicroBatchRoutes | None = None,
-        supports: Supports | None = None,
+        supports: SupportSets | None = None,
     ) -> tuple[Tensor, Tensor]:
         """float32 `[M]` log-probs of the tokens at `rows` (int64 `[M]`, none a first token), and their entropies.
 
         Logits are made for the tokens `before` them only. `temperatures` float32 `[M]`. `routes`: those bound for this pass.
         `supports`: of these tokens.
         """
-        hidden = self.causal.base_model(**packed.arguments()).last_hidden_state[0]
+        hidden = self.causal_lm.base_model(**packed.to_model_inputs()).last_hidden_state[0]
         if routes is not None:
-            hidden = routes.follow(hidden)
-        head = self.causal.get_output_embeddings()
+            hidden = routes.track_backward(hidden)
+        head = self.causal_lm.get_output_embeddings()
         logprobs, entropies = token_logprobs(
             head.weight,
             before(hidden),
-            packed.ids.index_select(0, rows),
+            packed.token_ids.index_select(0, rows),
             temperatures,
             bias=head.bias,
             entropy_gradient=self.entropy_gradient,
@@ -222,37 +224,39 @@ class PackedModel(nn.Module):
         # A view of all logits, which FSDP warns of: changed in place, it would lose FSDP's hook.
         return logprobs.clone(), entropies
 
-    def choice_biases(self) -> list[tuple[str, Tensor]]:
+    def find_expert_biases(self) -> list[tuple[str, Tensor]]:
         """Of each router the biases that decide, with its scores, who is chosen: the name, and float32 `[experts]`. Empty if
         one has none."""
         named = {
-            id(buffer): (name, buffer) for name, buffer in self.causal.named_buffers() if name.endswith(CHOICE_BIAS)
+            id(buffer): (name, buffer)
+            for name, buffer in self.causal_lm.named_buffers()
+            if name.endswith(EXPERT_BIAS_SUFFIX)
         }
         found = [[named[id(b)] for b in router.buffers() if id(b) in named] for router in self.routers]
         return [one for (one,) in found] if all(len(some) == 1 for some in found) else []
 
-    def recompute(self, which: str) -> None:
+    def enable_recompute(self, granularity: str) -> None:
         """Make activations again in the backward pass: of MoE blocks (`selective`), of whole layers (`full`), or none."""
         blocks = (c for layer in self.layers for c in layer.children() if any(r in c.modules() for r in self.routers))
-        for module in {"none": (), "selective": blocks, "full": self.layers}[which]:
+        for module in {"none": (), "selective": blocks, "full": self.layers}[granularity]:
             # As in transformers' own layers: within `forward`, so that FSDP's hooks run once.
-            module.forward = partial(_recomputed, module.forward)
+            module.forward = partial(_forward_with_recompute, module.forward)
 
-    def _exported(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, torch.dtype]]:
+    def _list_exported(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, torch.dtype]]:
         """Parameters and persistent buffers, by our names, and the dtype in which they are exported."""
-        ours = {name: (tensor, dtype) for name, tensor in self.causal.named_parameters()}
-        buffers = dict(self.causal.named_buffers())
-        return ours | {n: (buffers[n], buffers[n].dtype) for n in self.causal.state_dict() if n in buffers}
+        ours = {name: (tensor, dtype) for name, tensor in self.causal_lm.named_parameters()}
+        buffers = dict(self.causal_lm.named_buffers())
+        return ours | {n: (buffers[n], buffers[n].dtype) for n in self.causal_lm.state_dict() if n in buffers}
 
-    def layers_of_names(self) -> list[set[str]]:
+    def group_names_by_layer(self) -> list[set[str]]:
         """Our names of what is exported, layer by layer, and what belongs to none."""
         layers: dict[str, set[str]] = {}
-        for name in self._exported(torch.float32):
+        for name in self._list_exported(torch.float32):
             number = next((part for part in name.split(".") if part.isdigit()), "")
             layers.setdefault(number, set()).add(name)
         return list(layers.values())
 
-    def checkpoint_tensors(
+    def collect_checkpoint_tensors(
         self,
         gather: Callable[[Tensor, torch.dtype], Tensor | None],
         dtype: torch.dtype,
@@ -266,21 +270,21 @@ class PackedModel(nn.Module):
         `gather` makes a whole tensor of ours, or nothing where this rank is not the one that exports. `names`: ours, if
         not all.
         """
-        ours = {n: each for n, each in self._exported(dtype).items() if names is None or n in names}
+        ours = {n: each for n, each in self._list_exported(dtype).items() if names is None or n in names}
         whole = {name: t for name, (tensor, of) in ours.items() if (t := gather(tensor.detach(), of)) is not None}
-        named = revert_weight_conversion(self.causal, whole)
+        named = revert_weight_conversion(self.causal_lm, whole)
         if not copy:
             return dict(named)
         return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()}
 
 
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward_with_recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-def _refuse_length_dependence(config: Any, longest: int) -> None:
+def _check_length_independence(config: Any, max_total_tokens: int) -> None:
     """Raise `LearnerError` for rotary positions that change with the length of the input, and for chunked attention."""
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *rope.values()):
@@ -291,7 +295,7 @@ def _refuse_length_dependence(config: Any, longest: int) -> None:
                 "rotary positions that do not are supported (default, linear, yarn, llama3)"
             )
     chunk = getattr(config, "attention_chunk_size", None)
-    if chunk is not None and chunk < longest:
+    if chunk is not None and chunk < max_total_tokens:
         raise LearnerError(
             f"attention in chunks of {chunk} tokens is not supported: lower episode.max_total_tokens to that"
         )

@@ -18,10 +18,10 @@ from r3async.data.model_shape import RoutingShape
 from r3async.learner import LearnerError
 from r3async.learner.replay import RoutingReplay
 
-_TOPK = (torch.topk, torch.Tensor.topk)
+_TOPK_FUNCTIONS = (torch.topk, torch.Tensor.topk)
 
 
-def is_choice(scores: Tensor, ids: Tensor, shape: RoutingShape | None) -> bool:
+def is_expert_choice(scores: Tensor, ids: Tensor, shape: RoutingShape | None) -> bool:
     """Whether a top-k over `scores` that gave `ids` chose experts; routers may also call top-k over groups of experts.
 
     Any top-k over rows may be a choice of experts in a model that `config.json` does not say to have any.
@@ -29,8 +29,8 @@ def is_choice(scores: Tensor, ids: Tensor, shape: RoutingShape | None) -> bool:
     return scores.ndim == 2 and (shape is None or (scores.shape[1], ids.shape[1]) == (shape.num_experts, shape.top_k))
 
 
-class Choices(TorchFunctionMode):
-    """While in force, the caller of a top-k gets what `seen` makes of its result."""
+class TopKInterceptor(TorchFunctionMode):
+    """While in force, the caller of a top-k gets what `on_topk` makes of its result."""
 
     def __torch_function__(
         self,
@@ -40,17 +40,17 @@ class Choices(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        return self.seen(args[0] if args else (kwargs or {})["input"], result) if func in _TOPK else result
+        return self.on_topk(args[0] if args else (kwargs or {})["input"], result) if func in _TOPK_FUNCTIONS else result
 
-    def seen(self, scores: Tensor, result: Any) -> Any:
+    def on_topk(self, scores: Tensor, result: Any) -> Any:
         raise NotImplementedError
 
 
-class RouterSearch(Choices):
+class RouterSearch(TopKInterceptor):
     """While in force, notes which module of which layer chooses experts.
 
-    `routers`: by layer index, the modules in whose forward a choice was made, one for each time. `grouped`: those that chose
-    among groups of experts first. The values of such a choice come back as NaN: a model that uses them (DeepSeek-V2's
+    `routers`: by layer index, the modules in whose forward a choice was made, one for each time. `grouped_routers`: those
+    that chose among groups of experts first. The values of such a choice come back as NaN: a model that uses them (DeepSeek-V2's
     group-limited routers do) takes gate weights from scores in which the other groups are masked, and recorded experts of
     those would have none. A model that reads its weights from the whole scores (DeepSeek-V3, GLM-4) does not notice.
     """
@@ -59,15 +59,15 @@ class RouterSearch(Choices):
         super().__init__()
         self.routers: dict[int, list[nn.Module]] = {}
         self._layers, self._shape = layers, shape
-        self.grouped: set[nn.Module] = set()
-        self._running: list[tuple[int, nn.Module]] = []
+        self.grouped_routers: set[nn.Module] = set()
+        self._module_stack: list[tuple[int, nn.Module]] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> RouterSearch:
         for index, layer in enumerate(self._layers):
             for module in layer.modules():
-                self._handles.append(module.register_forward_pre_hook(partial(self._begins, index)))
-                self._handles.append(module.register_forward_hook(self._ends, always_call=True))
+                self._handles.append(module.register_forward_pre_hook(partial(self._push_module, index)))
+                self._handles.append(module.register_forward_hook(self._pop_module, always_call=True))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -75,46 +75,50 @@ class RouterSearch(Choices):
         for handle in self._handles:
             handle.remove()
 
-    def _begins(self, index: int, module: nn.Module, _: Any) -> None:
-        self._running.append((index, module))
+    def _push_module(self, index: int, module: nn.Module, _: Any) -> None:
+        self._module_stack.append((index, module))
 
-    def _ends(self, *_: Any) -> None:
-        self._running.pop()
+    def _pop_module(self, *_: Any) -> None:
+        self._module_stack.pop()
 
-    def seen(self, scores: Tensor, result: Any) -> Any:
-        if not self._running:
+    def on_topk(self, scores: Tensor, result: Any) -> Any:
+        if not self._module_stack:
             return result
-        index, module = self._running[-1]
-        if not is_choice(scores, result.indices, self._shape):
-            self.grouped.add(module)
+        index, module = self._module_stack[-1]
+        if not is_expert_choice(scores, result.indices, self._shape):
+            self.grouped_routers.add(module)
             return result
         self.routers.setdefault(index, []).append(module)
-        return _result(torch.full_like(result.values, torch.nan), result.indices) if module in self.grouped else result
+        return (
+            _make_topk_result(torch.full_like(result.values, torch.nan), result.indices)
+            if module in self.grouped_routers
+            else result
+        )
 
 
-class _ReplayedChoice(Choices):
+class _ReplayInterceptor(TopKInterceptor):
     """While in force, scores and chosen experts are what `choose`, given the router's own, returns."""
 
     def __init__(self, shape: RoutingShape, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]):
         super().__init__()
-        self.choices = 0
+        self.choice_count = 0
         self._shape, self._choose = shape, choose
 
-    def seen(self, scores: Tensor, result: Any) -> Any:
-        if not is_choice(scores, result.indices, self._shape):
+    def on_topk(self, scores: Tensor, result: Any) -> Any:
+        if not is_expert_choice(scores, result.indices, self._shape):
             return result
-        self.choices += 1
+        self.choice_count += 1
         balanced, chosen = self._choose(scores, result.indices)
         same = balanced is scores and chosen is result.indices
-        return result if same else _result(balanced.gather(1, chosen), chosen)
+        return result if same else _make_topk_result(balanced.gather(1, chosen), chosen)
 
 
-def _probabilities(scores: Tensor) -> Tensor:
+def _to_probabilities(scores: Tensor) -> Tensor:
     """Scores that are chosen from are probabilities, or sigmoids that become some when they are normalised."""
     return scores / scores.sum(dim=-1, keepdim=True)
 
 
-def _result(values: Tensor, ids: Tensor) -> Any:
+def _make_topk_result(values: Tensor, ids: Tensor) -> Any:
     return torch.return_types.topk((values, ids))
 
 
@@ -152,10 +156,12 @@ def attach_replay(routers: Sequence[nn.Module], shape: RoutingShape, replay: Rou
     Their `forward` is replaced, and not hooked, so that a recomputed forward pass goes through it as well.
     """
     for index, router in enumerate(routers):
-        router.forward = partial(_routed, router.forward, type(router).__name__, index, shape, replay, logits)
+        router.forward = partial(
+            _forward_with_replay, router.forward, type(router).__name__, index, shape, replay, logits
+        )
 
 
-def _routed(
+def _forward_with_replay(
     forward: Callable[..., Any],
     name: str,
     index: int,
@@ -165,16 +171,18 @@ def _routed(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    routes = replay.current
+    routes = replay.current_routes
     if routes is None:
         return forward(*args, **kwargs)
 
     def choose(scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        probabilities = partial(torch.softmax, dim=-1) if logits else _probabilities
-        return routes.balance(index, scores, probabilities), routes.choose(index, own)
+        probabilities = partial(torch.softmax, dim=-1) if logits else _to_probabilities
+        return routes.add_aux_loss(index, scores, probabilities), routes.choose_experts(index, own)
 
-    with _ReplayedChoice(shape, choose) as mode:
+    with _ReplayInterceptor(shape, choose) as mode:
         output = forward(*args, **kwargs)
-    if mode.choices != 1:
-        raise LearnerError(f"router {name} of MoE layer {index} chose experts {mode.choices} times in one forward pass")
+    if mode.choice_count != 1:
+        raise LearnerError(
+            f"router {name} of MoE layer {index} chose experts {mode.choice_count} times in one forward pass"
+        )
     return output

@@ -24,98 +24,98 @@ from urllib.parse import urlsplit
 import msgspec
 import psutil
 
-from r3async.config import ConfigError, EnvConfig, EpisodeConfig, Secret, ServingConfig, did_you_mean, revealed
-from r3async.config.places import resolve_name
+from r3async.config import ConfigError, EnvConfig, EpisodeConfig, Secret, ServingConfig, did_you_mean, reveal_secrets
+from r3async.config.places import import_object
 from r3async.data.records import Trajectory
-from r3async.envs.pool import passed_on
-from r3async.rollout.agents.session import Session
+from r3async.envs.pool import filter_variables
+from r3async.rollout.agents.session import AgentSession
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeError, EpisodeTask
-from r3async.untrusted import Malformed, decode_object
+from r3async.untrusted import MalformedError, decode_json_object
 from r3async.world import World
 from r3async.world.appending import RETRY_SECONDS
 from r3async.world.files import replace_file
-from r3async.world.processes import processes_with
-from r3async.world.real import REAL
+from r3async.world.processes import find_processes_by_env
+from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:
     from r3async.rollout.agents.server import AgentServer
 
-FUNCTION = "agent:"
-COMMAND, OUTSIDE = "agent-command", "agent-outside"
-KINDS = (COMMAND, OUTSIDE)
-TAIL_BYTES = 16_384
-ENDING_SECONDS = 5.0
+FUNCTION_AGENT_PREFIX = "agent:"
+COMMAND_AGENT, OUTSIDE_AGENT = "agent-command", "agent-outside"
+AGENT_NAMES = (COMMAND_AGENT, OUTSIDE_AGENT)
+OUTPUT_TAIL_BYTES = 16_384
+TERMINATION_SECONDS = 5.0
 """What processes may take to end after SIGTERM, before they are killed."""
-POLL_SECONDS = 0.05
-PIPE_BYTES = 2**20
+TERMINATION_POLL_SECONDS = 0.05
+PIPE_CAPACITY_BYTES = 2**20
 """What a pipe holds at most."""
 
-Play = Callable[[EpisodeTask], Awaitable[Trajectory]]
-Agent = Callable[["AgentServer", Session], Awaitable[float | None]]
+PlayEpisode = Callable[[EpisodeTask], Awaitable[Trajectory]]
+PlayAgent = Callable[["AgentServer", AgentSession], Awaitable[float | None]]
 """Plays one episode; returns its reward, if it knows it."""
 
 
 def is_agent(env: EnvConfig) -> bool:
     """Whether `env.name` is an agent's and not an environment's."""
-    return env.name.startswith("agent-") or env.name.startswith(FUNCTION)
+    return env.name.startswith("agent-") or env.name.startswith(FUNCTION_AGENT_PREFIX)
 
 
-def make_agent(env: EnvConfig) -> Agent:
+def make_agent(env: EnvConfig) -> PlayAgent:
     """What plays the episodes of `env`. Raises `ConfigError` for an unknown name or wrong `env.args`."""
-    if env.name.startswith(FUNCTION):
+    if env.name.startswith(FUNCTION_AGENT_PREFIX):
         return FunctionAgent(env)
-    if env.name == COMMAND:
-        return CommandAgent(**_command_args(env.args), variables=env.variables)
-    if env.name == OUTSIDE:
+    if env.name == COMMAND_AGENT:
+        return CommandAgent(**_parse_command_args(env.args), variables=env.variables)
+    if env.name == OUTSIDE_AGENT:
         if env.args:
             raise ConfigError(f"`env.args` = {env.args}: agent-outside takes none")
-        return outside
-    hint = did_you_mean(env.name, KINDS, f"there are agent:module:function, {', '.join(KINDS)}")
+        return play_outside
+    hint = did_you_mean(env.name, AGENT_NAMES, f"there are agent:module:function, {', '.join(AGENT_NAMES)}")
     raise ConfigError(f"`env.name` = {env.name!r}: no such agent; {hint}")
 
 
 class FunctionAgent:
     """A function of the person's own, unaware of us. Raises `EpisodeError` if it exits, and what it raised."""
 
-    def __init__(self, env: EnvConfig):
-        name, args = env.name, env.args
-        path = name.removeprefix(FUNCTION)
+    def __init__(self, env_config: EnvConfig):
+        name, args = env_config.name, env_config.args
+        path = name.removeprefix(FUNCTION_AGENT_PREFIX)
         if ":" not in path:
             raise ConfigError(f"`env.name` = {name!r} must be agent:module:function")
         try:
-            self._play = resolve_name(path)
-            inspect.signature(self._play).bind(base_url="", api_key="", task_seed=0, **args)
+            self._function = import_object(path)
+            inspect.signature(self._function).bind(base_url="", api_key="", task_seed=0, **args)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"`env.name` = {name!r} cannot be loaded: {error}") from error
         except TypeError as error:
             raise ConfigError(
                 f"`env.name` = {name!r} is called with base_url, api_key, task_seed and `env.args`: {error}"
             ) from error
-        self._env = env
+        self._env_config = env_config
 
-    async def __call__(self, server: AgentServer, session: Session) -> float | None:
+    async def __call__(self, server: AgentServer, session: AgentSession) -> float | None:
         arguments = {
             "base_url": server.base_url,
             "api_key": session.key,
             "task_seed": session.task.task_seed,
-            **self._env.arguments(),
+            **self._env_config.reveal_args(),
         }
-        if inspect.iscoroutinefunction(self._play):
+        if inspect.iscoroutinefunction(self._function):
             try:
-                return await self._play(**arguments)
+                return await self._function(**arguments)
             except SystemExit as error:  # which would end this process, and every episode in it
                 raise EpisodeError(f"the agent of {session.task.trajectory_id} ended with {error!r}") from error
-        return await in_thread(lambda: self._play(**arguments), name=session.task.trajectory_id)
+        return await run_in_thread(lambda: self._function(**arguments), name=session.task.trajectory_id)
 
 
-async def in_thread(work: Callable[[], Any], name: str) -> Any:
+async def run_in_thread(work: Callable[[], Any], name: str) -> Any:
     """`work()`, in a thread of its own that nobody waits for if this is cancelled: a blocked agent cannot be interrupted."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
-    def report(method: Callable[[Any], None], value: Any) -> None:
+    def resolve_future(method: Callable[[Any], None], value: Any) -> None:
         def set_unless_done() -> None:
             if not done.done():
                 method(value)
@@ -129,17 +129,17 @@ async def in_thread(work: Callable[[], Any], name: str) -> Any:
         except (SystemExit, KeyboardInterrupt, StopIteration) as error:
             ended = EpisodeError(f"the agent of {name} ended with {error!r}")
             ended.__cause__ = error
-            report(done.set_exception, ended)
+            resolve_future(done.set_exception, ended)
         except BaseException as error:
-            report(done.set_exception, error)
+            resolve_future(done.set_exception, error)
         else:
-            report(done.set_result, result)
+            resolve_future(done.set_result, result)
 
     threading.Thread(target=run, name=f"agent-{name}", daemon=True).start()
     return await done
 
 
-def _command_args(args: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_command_args(args: Mapping[str, Any]) -> dict[str, Any]:
     unknown = set(args) - {"command", "directory", "environment"}
     command = args.get("command")
     if unknown:
@@ -150,7 +150,7 @@ def _command_args(args: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f'`env.args.command` = {command!r} must be a list of words, for example ["python", "agent.py"]'
         )
-    if shutil.which(str(command[0]), path=_search_path()) is None:
+    if shutil.which(str(command[0]), path=_build_search_path()) is None:
         raise ConfigError(f"`env.args.command`: there is no program {command[0]!r}")
     directory = args.get("directory", "")
     if directory and not Path(directory).is_dir():
@@ -161,14 +161,14 @@ def _command_args(args: Mapping[str, Any]) -> dict[str, Any]:
     return {"command": command, "directory": directory, "environment": environment}
 
 
-def _search_path() -> str:
+def _build_search_path() -> str:
     """Our own interpreter's directory first: `python` is the one that has our packages."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 class CommandAgent:
     """A program, run once an episode with OPENAI_BASE_URL, OPENAI_API_KEY, the same for ANTHROPIC, and R3ASYNC_TASK_SEED in its
-    environment, beside `environment` and what `passed_on(variables)` lets it have of ours.
+    environment, beside `environment` and what `filter_variables(variables)` lets it have of ours.
 
     The reward is the last line of its output, if that is `{"reward": x}`. Raises `EpisodeError` with the end of its stderr if it
     exits with another code than 0. When it exits, and when this is cancelled, all that it started is ended.
@@ -182,21 +182,21 @@ class CommandAgent:
         variables: Sequence[str] = (),
     ):
         self._command, self._directory = list(command), directory or None
-        self._passed_on = list(variables)
-        self._environment = dict(environment or {})
+        self._inherited_variables = list(variables)
+        self._extra_environment = dict(environment or {})
 
-    async def __call__(self, server: AgentServer, session: Session) -> float | None:
-        first, *words = revealed(self._command, "env.args.command")
-        program = shutil.which(first, path=_search_path()) or first
-        with contextlib.closing(_Tail()) as output, contextlib.closing(_Tail()) as errors:
+    async def __call__(self, server: AgentServer, session: AgentSession) -> float | None:
+        first, *words = reveal_secrets(self._command, "env.args.command")
+        program = shutil.which(first, path=_build_search_path()) or first
+        with contextlib.closing(_OutputTail()) as output, contextlib.closing(_OutputTail()) as errors:
             process = await asyncio.create_subprocess_exec(
                 program,
                 *words,
                 cwd=self._directory,
-                env=self._variables(server, session),
+                env=self._build_environment(server, session),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=output.entrance,
-                stderr=errors.entrance,
+                stdout=output.write_fd,
+                stderr=errors.write_fd,
                 start_new_session=True,
             )
             try:
@@ -204,25 +204,25 @@ class CommandAgent:
                 # Before anything else is ended, which may write too.
                 said, complained = output.read(), errors.read()
             finally:
-                await _end_all(process, session.key)
+                await _terminate_processes(process, session.key)
         if code:
             output_end = (complained.strip() or said.strip() or "no output")[-1000:]
             *before, last = output_end.splitlines()  # of a traceback, the last line says what it was
             raise EpisodeError(
                 "\n".join([f"{' '.join(map(str, self._command))!r} exited with {code}: {last}", *before])
             )
-        return last_reward(said)
+        return parse_last_reward(said)
 
-    def _variables(self, server: AgentServer, session: Session) -> dict[str, str]:
+    def _build_environment(self, server: AgentServer, session: AgentSession) -> dict[str, str]:
         host = urlsplit(server.base_url).hostname or ""
         # A proxy of this machine is not the way to this machine.
         direct = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), host]))
         return {
-            **passed_on(self._passed_on),
-            "PATH": _search_path(),
+            **filter_variables(self._inherited_variables),
+            "PATH": _build_search_path(),
             "NO_PROXY": direct,
             "no_proxy": direct,
-            **revealed(self._environment, "env.args.environment"),
+            **reveal_secrets(self._extra_environment, "env.args.environment"),
             "OPENAI_BASE_URL": server.base_url,
             "OPENAI_API_KEY": session.key,
             "ANTHROPIC_BASE_URL": server.base_url.removesuffix("/v1"),
@@ -231,67 +231,67 @@ class CommandAgent:
         }
 
 
-class _Tail:
-    """A pipe of which the last `TAIL_BYTES` are kept. Its end is not waited for: whatever a program started may hold that for
-    ever."""
+class _OutputTail:
+    """A pipe of which the last `OUTPUT_TAIL_BYTES` are kept. Its end is not waited for: whatever a program started may hold
+    that for ever."""
 
     def __init__(self) -> None:
-        self._exit, self.entrance = os.pipe()
-        os.set_blocking(self._exit, False)
-        self._kept = b""
-        asyncio.get_running_loop().add_reader(self._exit, self._take)
+        self._read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        self._tail = b""
+        asyncio.get_running_loop().add_reader(self._read_fd, self._drain_pipe)
 
     def read(self) -> str:
         """The end of all that was written until now."""
-        self._take()
-        return self._kept.decode(errors="replace")
+        self._drain_pipe()
+        return self._tail.decode(errors="replace")
 
-    def _take(self) -> None:
+    def _drain_pipe(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            data = os.read(self._exit, PIPE_BYTES)
-            self._kept = (self._kept + data)[-TAIL_BYTES:]
+            data = os.read(self._read_fd, PIPE_CAPACITY_BYTES)
+            self._tail = (self._tail + data)[-OUTPUT_TAIL_BYTES:]
 
     def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._exit)
-        os.close(self._exit)
-        os.close(self.entrance)
+        asyncio.get_running_loop().remove_reader(self._read_fd)
+        os.close(self._read_fd)
+        os.close(self.write_fd)
 
 
-async def _end_all(process: asyncio.subprocess.Process, key: str) -> None:
+async def _terminate_processes(process: asyncio.subprocess.Process, key: str) -> None:
     """End a program and all that it started: asked first, then killed. They are known by its group, and by the `key` of the
     episode in their environment where they have a session of their own."""
     for how in (signal.SIGTERM, signal.SIGKILL):
-        _signal_group(process.pid, how)
+        _signal_process_group(process.pid, how)
         told: set[psutil.Process] = set()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ENDING_SECONDS):
-                while (left := await asyncio.to_thread(processes_with, key)) or process.returncode is None:
+            async with asyncio.timeout(TERMINATION_SECONDS):
+                while (left := await asyncio.to_thread(find_processes_by_env, key)) or process.returncode is None:
                     for other in set(left) - told:
                         with contextlib.suppress(psutil.Error):
                             other.send_signal(how)
                     told.update(left)
-                    await asyncio.sleep(POLL_SECONDS)
+                    await asyncio.sleep(TERMINATION_POLL_SECONDS)
                 break
-    _signal_group(process.pid, signal.SIGKILL)
+    _signal_process_group(process.pid, signal.SIGKILL)
 
 
-def _signal_group(group: int, how: signal.Signals) -> None:
+def _signal_process_group(process_group: int, signal_number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, how)
+        os.killpg(process_group, signal_number)
 
 
-def last_reward(output: str) -> float | None:
+def parse_last_reward(output: str) -> float | None:
     """The reward in the last line of a program's output, if that has one."""
     lines = output.strip().splitlines()
     try:
-        return decode_object(lines[-1]).get("reward") if lines else None
-    except Malformed:
+        return decode_json_object(lines[-1]).get("reward") if lines else None
+    except MalformedError:
         return None
 
 
-async def outside(server: AgentServer, session: Session) -> float | None:
+async def play_outside(server: AgentServer, session: AgentSession) -> float | None:
     """Somebody who asks for an episode with the token plays it, and ends it."""
-    server.offer(session)
+    server.offer_session(session)
     await session.closed.wait()
     return None
 
@@ -299,14 +299,14 @@ async def outside(server: AgentServer, session: Session) -> float | None:
 # -- episodes that agents play ---------------------------------------------------------------------------------------
 
 
-async def play_with_agent(agent: Agent, server: AgentServer, task: EpisodeTask) -> Trajectory:
+async def play_with_agent(agent: PlayAgent, server: AgentServer, task: EpisodeTask) -> Trajectory:
     """Open a session for the episode and let the agent play it, until it ends, or `episode.timeout` is over.
 
     An agent that fails because it was refused more turns or a longer context has played its episode, if its reward is known.
     Else what it raised is raised; `EpisodeError` for an episode without an answer or a reward; and what the engine raised,
     if that failed, whatever the agent made of it. Cancelling takes the episode from the agent.
     """
-    session = server.open(task)
+    session = server.open_session(task)
     settings, reason = server.settings, "stop"
     reward: float | None = None
     error: Exception | None = None
@@ -319,26 +319,26 @@ async def play_with_agent(agent: Agent, server: AgentServer, task: EpisodeTask) 
         else:
             error = raised
     finally:
-        server.close(session)
-    if session.failure is not None:
-        raise session.failure
-    if error is not None and not (session.limit and session.worth_known):
+        server.close_session(session)
+    if session.engine_failure is not None:
+        raise session.engine_failure
+    if error is not None and not (session.exceeded_limit and session.has_effective_reward):
         raise error
     if reward is not None:
         try:
-            session.reward(reward)
+            session.set_reward(reward)
         except ValueError as wrong:
             raise EpisodeError(f"the agent of episode {task.trajectory_id}: {wrong}") from wrong
-    if reason == "timeout" and not session.worth_known:
+    if reason == "timeout" and not session.has_effective_reward:
         raise EpisodeError(
             f"episode {task.trajectory_id} took longer than episode.timeout = {settings.timeout} s and has no reward; the "
-            f"agent had {session.turns} answers"
+            f"agent had {session.turn_count} answers"
         )
-    return session.trajectory((session.limit or reason) if reason == "stop" else reason)
+    return session.build_trajectory((session.exceeded_limit or reason) if reason == "stop" else reason)
 
 
 @contextlib.asynccontextmanager
-async def agent_player(
+async def open_agent_player(
     env: EnvConfig,
     engine: Engine,
     renderer: ChatRenderer,
@@ -348,8 +348,8 @@ async def agent_player(
     generator_id: str = "",
     report: Callable[..., object] = lambda event, **fields: None,
     directory: Path | None = None,
-    world: World = REAL,
-) -> AsyncIterator[Play | None]:
+    world: World = REAL_WORLD,
+) -> AsyncIterator[PlayEpisode | None]:
     """What plays episodes of `env` if that is an agent; None if it is an environment. The endpoint is up meanwhile, also for an
     environment if `serving.enabled`; then its address is in `directory/serving-ID.json`, for its owner only, with its token if
     that was made here: one of `serving.token` is known to who set it, and is written nowhere.
@@ -364,14 +364,14 @@ async def agent_player(
     clock = world.clock.time
     server = AgentServer(engine, renderer, episode, serving, generator_id=generator_id, report=report, clock=clock)
     await server.start()
-    _reach_without_proxy(str(urlsplit(server.base_url).hostname))
+    _bypass_proxy(str(urlsplit(server.base_url).hostname))
     writing: asyncio.Task[None] | None = None
     try:
         if serving.enabled and directory is not None:
             made = {} if serving.token else {"token": server.token}
             address = msgspec.json.encode({"base_url": server.base_url, **made})
             path = directory / f"serving-{generator_id}.json"
-            writing = asyncio.create_task(_write_private(path, address, report, world))
+            writing = asyncio.create_task(_write_private_file(path, address, report, world))
             await asyncio.wait([writing], timeout=RETRY_SECONDS)
         yield functools.partial(play_with_agent, agent, server) if agent is not None else None
     finally:
@@ -380,7 +380,7 @@ async def agent_player(
         await server.stop()
 
 
-def _reach_without_proxy(host: str) -> None:
+def _bypass_proxy(host: str) -> None:
     """Have agents in this process, and programs that it starts, ask `host` itself: a proxy (HTTP_PROXY) would look for the
     endpoint on its own machine."""
     for name in ("NO_PROXY", "no_proxy"):
@@ -389,7 +389,7 @@ def _reach_without_proxy(host: str) -> None:
             os.environ[name] = ",".join([*known, host])
 
 
-async def _write_private(path: Path, data: bytes, report: Callable[..., object], world: World) -> None:
+async def _write_private_file(path: Path, data: bytes, report: Callable[..., object], world: World) -> None:
     """For its owner only; tried again until the disk takes it."""
     failed = False
     while True:

@@ -10,16 +10,16 @@ import msgspec
 
 from r3async.config import EpisodeConfig
 from r3async.rollout.agents.protocol import (
-    Answer,
-    Asked,
-    Edge,
-    Refused,
-    Remembered,
-    offered,
-    read_fields,
-    stop_strings,
+    AgentRequest,
+    AgentResponse,
+    ApiDialect,
+    ApiError,
+    StoredConversations,
+    parse_request_body,
+    parse_stop_strings,
+    select_tools,
 )
-from r3async.rollout.agents.rendering import with_effort
+from r3async.rollout.agents.rendering import add_reasoning_effort
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` in `/v1/completions`. In chat the default is what the context has left."""
@@ -43,7 +43,7 @@ class ChatRequest(msgspec.Struct):
     top_logprobs: int | None = None
 
     @property
-    def limit(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -58,19 +58,19 @@ class CompletionRequest(msgspec.Struct):
     logprobs: int | None = None
 
     @property
-    def one_prompt(self) -> str | list[int]:
-        """Text or token ids; a list of one of them is that one. Raises `Refused` for several."""
+    def single_prompt(self) -> str | list[int]:
+        """Text or token ids; a list of one of them is that one. Raises `ApiError` for several."""
         prompt: Any = self.prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
             if len(prompt) > 1:
-                raise Refused("one prompt a request", param="prompt")
+                raise ApiError("one prompt a request", param="prompt")
             prompt = prompt[0]
         if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
-            raise Refused("a prompt must be text or a list of token ids", param="prompt")
+            raise ApiError("a prompt must be text or a list of token ids", param="prompt")
         return prompt
 
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "top_p": (1,),
@@ -88,32 +88,34 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Parameters that cannot be granted, and the values with which they ask for nothing. None is one for all."""
 
 
-def read_chat(body: Any, settings: EpisodeConfig, remembered: Remembered) -> Asked:
-    asked: ChatRequest = read_fields(ChatRequest, body, settings, _NEUTRAL)
-    return Asked(
+def parse_chat_request(body: Any, settings: EpisodeConfig, stored_conversations: StoredConversations) -> AgentRequest:
+    asked: ChatRequest = parse_request_body(ChatRequest, body, settings, _NEUTRAL_VALUES)
+    return AgentRequest(
         asked.messages,
-        offered(asked.tools, asked.tool_choice),
-        asked.limit,
-        stop_strings(asked.stop),
-        with_effort(asked.chat_template_kwargs, asked.reasoning_effort),
+        select_tools(asked.tools, asked.tool_choice),
+        asked.token_limit,
+        parse_stop_strings(asked.stop),
+        add_reasoning_effort(asked.chat_template_kwargs, asked.reasoning_effort),
         stream=bool(asked.stream),
-        one_call=asked.parallel_tool_calls is False,
-        request=asked,
+        single_tool_call=asked.parallel_tool_calls is False,
+        dialect_request=asked,
     )
 
 
-def chat_answer(asked: Asked, answer: Answer) -> dict[str, Any]:
+def build_chat_body(request: AgentRequest, response: AgentResponse) -> dict[str, Any]:
     """The body of an answer to `/v1/chat/completions`."""
-    sampled, logprobs = answer.sampled, None
-    if asked.request.logprobs:
-        entries = token_logprobs(answer.token_texts(), sampled.logprobs.tolist(), bool(asked.request.top_logprobs))
+    sampled, logprobs = response.answer, None
+    if request.dialect_request.logprobs:
+        entries = build_token_logprobs(
+            response.decode_tokens(), sampled.logprobs.tolist(), bool(request.dialect_request.top_logprobs)
+        )
         logprobs = {"content": entries, "refusal": None}
-    finish = "tool_calls" if answer.calls else sampled.finish
-    choice = {"index": 0, "message": answer.message, "finish_reason": finish, "logprobs": logprobs}
-    return _body(answer.id, "chat.completion", answer.model, [choice]) | {"usage": sampled.usage}
+    finish = "tool_calls" if response.tool_calls else sampled.finish_reason
+    choice = {"index": 0, "message": response.message, "finish_reason": finish, "logprobs": logprobs}
+    return _build_body(response.id, "chat.completion", response.model, [choice]) | {"usage": sampled.usage}
 
 
-def chat_events(asked: Asked, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def iter_chat_events(request: AgentRequest, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The role, the content, each tool call by its name and then its arguments, the end; then `usage`, if it was asked for."""
     (choice,) = body["choices"]
     message = choice["message"]
@@ -128,39 +130,39 @@ def chat_events(asked: Asked, body: Mapping[str, Any]) -> Iterator[tuple[str, di
     choices[-1]["logprobs"] = choice["logprobs"]
     choices.append({"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None})
     head = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    yield from _chunks(head, choices, body["usage"] if _wants_usage(asked.request) else None)
+    yield from _iter_chunks(head, choices, body["usage"] if _wants_usage(request.dialect_request) else None)
 
 
-DONE = b"data: [DONE]\n\n"
-CHAT = Edge("chatcmpl", read_chat, chat_answer, chat_events, DONE)
+STREAM_DONE = b"data: [DONE]\n\n"
+CHAT_DIALECT = ApiDialect("chatcmpl", parse_chat_request, build_chat_body, iter_chat_events, STREAM_DONE)
 
 
-def read_completion(body: Any, settings: EpisodeConfig) -> CompletionRequest:
-    request: CompletionRequest = read_fields(CompletionRequest, body, settings, _NEUTRAL)
+def parse_completion_request(body: Any, settings: EpisodeConfig) -> CompletionRequest:
+    request: CompletionRequest = parse_request_body(CompletionRequest, body, settings, _NEUTRAL_VALUES)
     return request
 
 
-def completion_answer(asked: CompletionRequest, answer: Answer) -> dict[str, Any]:
+def build_completion_body(request: CompletionRequest, response: AgentResponse) -> dict[str, Any]:
     """The body of an answer to `/v1/completions`."""
-    sampled, logprobs = answer.sampled, None
-    if asked.logprobs is not None:
-        logprobs = completion_logprobs(answer.token_texts(), sampled.logprobs.tolist(), asked.logprobs > 0)
-    choice = {"index": 0, "text": sampled.text, "finish_reason": sampled.finish, "logprobs": logprobs}
-    return _body(answer.id, "text_completion", answer.model, [choice]) | {"usage": sampled.usage}
+    sampled, logprobs = response.answer, None
+    if request.logprobs is not None:
+        logprobs = build_completion_logprobs(response.decode_tokens(), sampled.logprobs.tolist(), request.logprobs > 0)
+    choice = {"index": 0, "text": sampled.text, "finish_reason": sampled.finish_reason, "logprobs": logprobs}
+    return _build_body(response.id, "text_completion", response.model, [choice]) | {"usage": sampled.usage}
 
 
-def completion_events(asked: CompletionRequest, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def iter_completion_events(request: CompletionRequest, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     (choice,) = body["choices"]
     head = {key: body[key] for key in ("id", "created", "model", "object")}
     choices = [{**choice, "finish_reason": None}, {**choice, "text": "", "logprobs": None}]
-    yield from _chunks(head, choices, body["usage"] if _wants_usage(asked) else None)
+    yield from _iter_chunks(head, choices, body["usage"] if _wants_usage(request) else None)
 
 
-def _wants_usage(asked: ChatRequest | CompletionRequest) -> bool:
-    return bool((asked.stream_options or {}).get("include_usage"))
+def _wants_usage(request: ChatRequest | CompletionRequest) -> bool:
+    return bool((request.stream_options or {}).get("include_usage"))
 
 
-def _chunks(
+def _iter_chunks(
     head: dict[str, Any], choices: Sequence[dict[str, Any]], usage: dict[str, int] | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     for choice in choices:
@@ -169,20 +171,20 @@ def _chunks(
         yield "", {**head, "choices": [], "usage": usage}
 
 
-def _body(answer_id: str, kind: str, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _build_body(answer_id: str, kind: str, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
     return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model, "choices": choices}
 
 
-def token_logprobs(tokens: Sequence[str], logprobs: Sequence[float], top: bool) -> list[dict[str, Any]]:
-    """Of each sampled token; `top`: with itself as its only alternative, since no other was recorded."""
+def build_token_logprobs(tokens: Sequence[str], logprobs: Sequence[float], with_top: bool) -> list[dict[str, Any]]:
+    """Of each sampled token; `with_top`: with itself as its only alternative, since no other was recorded."""
     entries = []
     for token, logprob in zip(tokens, logprobs, strict=True):
         entry = {"token": token, "logprob": float(logprob), "bytes": list(token.encode())}
-        entries.append({**entry, "top_logprobs": [entry] if top else []})
+        entries.append({**entry, "top_logprobs": [entry] if with_top else []})
     return entries
 
 
-def completion_logprobs(tokens: Sequence[str], logprobs: Sequence[float], top: bool) -> dict[str, Any]:
+def build_completion_logprobs(tokens: Sequence[str], logprobs: Sequence[float], with_top: bool) -> dict[str, Any]:
     offsets = [0]
     for token in tokens:
         offsets.append(offsets[-1] + len(token))
@@ -190,6 +192,6 @@ def completion_logprobs(tokens: Sequence[str], logprobs: Sequence[float], top: b
     return {
         "tokens": list(tokens),
         "token_logprobs": values,
-        "top_logprobs": [{t: v} for t, v in zip(tokens, values, strict=True)] if top else None,
+        "top_logprobs": [{t: v} for t, v in zip(tokens, values, strict=True)] if with_top else None,
         "text_offset": offsets[:-1],
     }

@@ -11,30 +11,30 @@ import msgspec
 
 from r3async.config import EpisodeConfig
 from r3async.rollout.agents.protocol import (
-    Answer,
-    Asked,
-    Edge,
-    Refused,
-    Remembered,
-    chat_call,
-    chat_tool,
-    joined_text,
-    offered,
-    read_fields,
+    AgentRequest,
+    AgentResponse,
+    ApiDialect,
+    ApiError,
+    StoredConversations,
+    build_chat_tool,
+    build_tool_call,
+    join_text_parts,
+    parse_request_body,
+    select_tools,
 )
-from r3async.rollout.agents.rendering import with_effort
+from r3async.rollout.agents.rendering import add_reasoning_effort
 
-TEXTS = ("input_text", "output_text", "text")
+TEXT_PART_TYPES = ("input_text", "output_text", "text")
 
 
-class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Of a response. No summary is made; `auto` asks for the best that there is."""
 
     effort: str | None = None
     summary: Literal["auto"] | None = None
 
 
-class ResponseRequest(msgspec.Struct):
+class ResponsesRequest(msgspec.Struct):
     """What is honoured of `/v1/responses`."""
 
     input: str | list[dict[str, Any]] = []
@@ -44,13 +44,13 @@ class ResponseRequest(msgspec.Struct):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     stream: bool | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
 
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_logprobs": (0,),
     "background": (False,),
@@ -64,43 +64,45 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Parameters that cannot be granted, and the values with which they ask for nothing."""
 
 
-def read_response(body: Any, settings: EpisodeConfig, remembered: Remembered) -> Asked:
-    asked: ResponseRequest = read_fields(ResponseRequest, body, settings, _NEUTRAL)
+def parse_responses_request(
+    body: Any, settings: EpisodeConfig, stored_conversations: StoredConversations
+) -> AgentRequest:
+    asked: ResponsesRequest = parse_request_body(ResponsesRequest, body, settings, _NEUTRAL_VALUES)
     before: Sequence[Mapping[str, Any]] = ()
     if asked.previous_response_id is not None:
-        known = remembered.get(asked.previous_response_id)
+        known = stored_conversations.get(asked.previous_response_id)
         if known is None:
-            raise Refused(
+            raise ApiError(
                 f"Previous response with id {asked.previous_response_id[:100]!r} not found: it is not of this episode, or was "
                 "made with store = false",
                 code="previous_response_not_found",
                 param="previous_response_id",
             )
         before = known
-    talk = [*before, *_messages(asked.input)]
+    talk = [*before, *_translate_items(asked.input)]
     system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
-    return Asked(
+    return AgentRequest(
         [*system, *talk],
-        offered([_tool(i, tool) for i, tool in enumerate(asked.tools or [])], asked.tool_choice),
+        select_tools([_translate_tool(i, tool) for i, tool in enumerate(asked.tools or [])], asked.tool_choice),
         asked.max_output_tokens,
-        template_args=with_effort({}, asked.reasoning.effort if asked.reasoning else None),
+        template_args=add_reasoning_effort({}, asked.reasoning.effort if asked.reasoning else None),
         stream=bool(asked.stream),
-        one_call=asked.parallel_tool_calls is False,
-        request=asked,
-        remembered=talk if asked.store is not False else None,
+        single_tool_call=asked.parallel_tool_calls is False,
+        dialect_request=asked,
+        stored_conversation=talk if asked.store is not False else None,
     )
 
 
-def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise Refused(
+        raise ApiError(
             f"tools[{index}] has type {tool.get('type')!r}: only functions are supported, which the agent runs itself",
             param="tools",
         )
-    return chat_tool(tool["name"], tool.get("description"), tool.get("parameters"))
+    return build_chat_tool(tool["name"], tool.get("description"), tool.get("parameters"))
 
 
-def _messages(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _translate_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Items as messages: the calls that follow an assistant's message are part of it."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -108,39 +110,39 @@ def _messages(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for i, item in enumerate(items):
         kind, where = item.get("type", "message"), f"input[{i}]"
         if kind == "message":
-            content = joined_text(item.get("content"), TEXTS, where)
+            content = join_text_parts(item.get("content"), TEXT_PART_TYPES, where)
             messages.append({"role": item.get("role"), "content": content})
         elif kind == "function_call":
-            call = chat_call(*_texts(item, where, "call_id", "name", "arguments"))
+            call = build_tool_call(*_require_texts(item, where, "call_id", "name", "arguments"))
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            output = joined_text(item.get("output"), TEXTS, where)
-            (call_id,) = _texts(item, where, "call_id")
+            output = join_text_parts(item.get("output"), TEXT_PART_TYPES, where)
+            (call_id,) = _require_texts(item, where, "call_id")
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         else:
-            raise Refused(
+            raise ApiError(
                 f"{where} has type {kind!r}: only messages, function calls and their outputs are supported",
                 param="input",
             )
     return messages
 
 
-def _texts(item: Mapping[str, Any], where: str, *names: str) -> list[str]:
+def _require_texts(item: Mapping[str, Any], where: str, *names: str) -> list[str]:
     for name in names:
         if not isinstance(item.get(name), str):
-            raise Refused(f"{where}.{name} must be text", param="input")
+            raise ApiError(f"{where}.{name} must be text", param="input")
     return [item[name] for name in names]
 
 
-def response_answer(asked: Asked, answer: Answer) -> dict[str, Any]:
+def build_responses_body(agent_request: AgentRequest, response: AgentResponse) -> dict[str, Any]:
     """The body of an answer to `/v1/responses`."""
-    request: ResponseRequest = asked.request
-    cut = answer.sampled.finish == "length"
-    usage = answer.sampled.usage
+    request: ResponsesRequest = agent_request.dialect_request
+    cut = response.answer.finish_reason == "length"
+    usage = response.answer.usage
     return {
-        "id": answer.id,
+        "id": response.id,
         "object": "response",
         "created_at": int(time.time()),
         "status": "incomplete" if cut else "completed",
@@ -149,12 +151,12 @@ def response_answer(asked: Asked, answer: Answer) -> dict[str, Any]:
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},
-        "model": answer.model,
-        "output": _items(answer, "incomplete" if cut else "completed"),
-        "parallel_tool_calls": not asked.one_call,
+        "model": response.model,
+        "output": _build_output_items(response, "incomplete" if cut else "completed"),
+        "parallel_tool_calls": not agent_request.single_tool_call,
         "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
-        "store": asked.remembered is not None,
+        "store": agent_request.stored_conversation is not None,
         "temperature": None,
         "text": {"format": {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
@@ -171,18 +173,18 @@ def response_answer(asked: Asked, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _items(answer: Answer, status: str) -> list[dict[str, Any]]:
+def _build_output_items(response: AgentResponse, status: str) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
-    if answer.message["content"] or not answer.calls:
-        part = {"type": "output_text", "text": answer.message["content"], "annotations": [], "logprobs": []}
+    if response.message["content"] or not response.tool_calls:
+        part = {"type": "output_text", "text": response.message["content"], "annotations": [], "logprobs": []}
         items.append(
-            {"id": f"item-{answer.id}-0", "type": "message", "role": "assistant", "status": status, "content": [part]}
+            {"id": f"item-{response.id}-0", "type": "message", "role": "assistant", "status": status, "content": [part]}
         )
-    for call in answer.calls:
+    for call in response.tool_calls:
         function = call["function"]
         items.append(
             {
-                "id": f"item-{answer.id}-{len(items)}",
+                "id": f"item-{response.id}-{len(items)}",
                 "type": "function_call",
                 "call_id": call["id"],
                 "name": function["name"],
@@ -193,37 +195,39 @@ def _items(answer: Answer, status: str) -> list[dict[str, Any]]:
     return items
 
 
-def response_events(asked: Asked, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def iter_responses_events(request: AgentRequest, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each item is added, filled and done; the whole response comes at the end."""
     numbers = itertools.count()
 
-    def event(name: str, /, **data: Any) -> tuple[str, dict[str, Any]]:
+    def make_event(name: str, /, **data: Any) -> tuple[str, dict[str, Any]]:
         return name, {"type": name, "sequence_number": next(numbers), **data}
 
     begun = {**body, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-    yield event("response.created", response=begun)
-    yield event("response.in_progress", response=begun)
+    yield make_event("response.created", response=begun)
+    yield make_event("response.in_progress", response=begun)
     for i, item in enumerate(body["output"]):
         at = {"item_id": item["id"], "output_index": i}
         if item["type"] == "message":
             (part,) = item["content"]
-            yield event(
+            yield make_event(
                 "response.output_item.added", output_index=i, item={**item, "status": "in_progress", "content": []}
             )
             at["content_index"] = 0
-            yield event("response.content_part.added", **at, part={**part, "text": ""})
+            yield make_event("response.content_part.added", **at, part={**part, "text": ""})
             if part["text"]:
-                yield event("response.output_text.delta", **at, delta=part["text"], logprobs=[])
-            yield event("response.output_text.done", **at, text=part["text"], logprobs=[])
-            yield event("response.content_part.done", **at, part=part)
+                yield make_event("response.output_text.delta", **at, delta=part["text"], logprobs=[])
+            yield make_event("response.output_text.done", **at, text=part["text"], logprobs=[])
+            yield make_event("response.content_part.done", **at, part=part)
         else:
-            yield event(
+            yield make_event(
                 "response.output_item.added", output_index=i, item={**item, "status": "in_progress", "arguments": ""}
             )
-            yield event("response.function_call_arguments.delta", **at, delta=item["arguments"])
-            yield event("response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
-        yield event("response.output_item.done", output_index=i, item=item)
-    yield event(f"response.{body['status']}", response=body)
+            yield make_event("response.function_call_arguments.delta", **at, delta=item["arguments"])
+            yield make_event(
+                "response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"]
+            )
+        yield make_event("response.output_item.done", output_index=i, item=item)
+    yield make_event(f"response.{body['status']}", response=body)
 
 
-RESPONSES = Edge("resp", read_response, response_answer, response_events)
+RESPONSES_DIALECT = ApiDialect("resp", parse_responses_request, build_responses_body, iter_responses_events)

@@ -9,18 +9,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from r3async.config import ConfigError
-from r3async.envs.tool_calls import offered_names, parse_answer, split_thoughts
-from r3async.rollout.agents.protocol import chat_call
+from r3async.envs.tool_calls import list_tool_names, parse_tool_calls, split_reasoning
+from r3async.rollout.agents.protocol import build_tool_call
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine, EngineError
-from r3async.untrusted import Malformed, decode_object
+from r3async.untrusted import MalformedError, decode_json_object
 
-BUILT_IN, BY_MODEL = "builtin", "auto"
-Calls = list[dict[str, Any]]
-Parse = Callable[[str, Sequence[Mapping[str, Any]]], Awaitable[tuple[str, Calls]]]
+BUILTIN_PARSER, AUTO_PARSER = "builtin", "auto"
+ChatToolCalls = list[dict[str, Any]]
+ParseToolCalls = Callable[[str, Sequence[Mapping[str, Any]]], Awaitable[tuple[str, ChatToolCalls]]]
 """`content, tool_calls` of an answer, in OpenAI's shape."""
 
-FORMS = (
+PARSER_BY_MARKER = (
     ("<parameter=", "qwen3_coder"),
     ("<arg_key>", "glm45"),
     ("[TOOL_CALLS]", "mistral"),
@@ -34,56 +34,56 @@ FORMS = (
 """What a chat template writes around a call, and vLLM's parser of that form. The first that a template has counts."""
 
 
-async def builtin(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Calls]:
-    return parse_answer(text, tools)
+async def parse_builtin(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, ChatToolCalls]:
+    return parse_tool_calls(text, tools)
 
 
-def form_of(template: str) -> str:
-    """The parser for what a chat template teaches: `builtin` for Hermes' form, and where it teaches none."""
+def detect_parser(template: str) -> str:
+    """The parser for what a chat template teaches: `parse_builtin` for Hermes' form, and where it teaches none."""
     if "<｜tool▁calls▁begin｜>" in template and "```json" in template:
         return "deepseek_v3"
-    return next((parser for marker, parser in FORMS if marker in template), BUILT_IN)
+    return next((parser for marker, parser in PARSER_BY_MARKER if marker in template), BUILTIN_PARSER)
 
 
-async def tool_parser(
+async def select_tool_parser(
     name: str, engine: Engine, renderer: ChatRenderer, report: Callable[..., object] = lambda event, **fields: None
-) -> Parse:
+) -> ParseToolCalls:
     """What `serving.tool_parser` = `name` asks for. The engine must have started. Raises `ConfigError` for a name that it
     does not have. A parser that was chosen by the template, and that the engine cannot give, is reported, and ours is
     taken."""
     template = renderer.tokenizer.chat_template
     wanted = name
-    if name == BY_MODEL:
-        wanted = form_of(template if isinstance(template, str) else "\n".join(template.values()))
-    if wanted == BUILT_IN:
-        return builtin
-    of_engine = getattr(engine, "tool_calls", None)
+    if name == AUTO_PARSER:
+        wanted = detect_parser(template if isinstance(template, str) else "\n".join(template.values()))
+    if wanted == BUILTIN_PARSER:
+        return parse_builtin
+    of_engine = getattr(engine, "parse_tool_calls", None)
     try:
         if of_engine is None:
             raise EngineError("this engine has no tool parsers")
         await of_engine(wanted, "", [])
     except EngineError as error:
-        if name != BY_MODEL:
+        if name != AUTO_PARSER:
             raise ConfigError(f"`serving.tool_parser` = {name!r}: {error}") from error
         report("tool_parser_unavailable", parser=wanted, error=str(error))
-        return builtin
+        return parse_builtin
 
-    async def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Calls]:
+    async def parse_with_engine(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, ChatToolCalls]:
         if not tools:
             return text, []
-        thoughts, spoken = split_thoughts(text)
+        thoughts, spoken = split_reasoning(text)
         content, calls = await of_engine(wanted, spoken, tools)
-        offered = offered_names(tools)
-        if not calls or not all(name in offered and _is_object(arguments) for _, name, arguments in calls):
+        offered = list_tool_names(tools)
+        if not calls or not all(name in offered and _is_json_object(arguments) for _, name, arguments in calls):
             return text, []
-        return (thoughts + content).strip(), [chat_call(*call) for call in calls]
+        return (thoughts + content).strip(), [build_tool_call(*call) for call in calls]
 
-    return parse
+    return parse_with_engine
 
 
-def _is_object(arguments: str) -> bool:
+def _is_json_object(arguments: str) -> bool:
     try:
-        decode_object(arguments)
-    except Malformed:
+        decode_json_object(arguments)
+    except MalformedError:
         return False
     return True

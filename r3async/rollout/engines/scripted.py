@@ -20,27 +20,27 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from r3async.data.container import decode_header
-from r3async.data.model_shape import RoutingShape, moe_geometry
+from r3async.data.container import decode_safetensors_header
+from r3async.data.model_shape import RoutingShape, read_moe_layers
 from r3async.data.routes import route_dtype
-from r3async.data.supports import Supports
-from r3async.data.versions import SpanRecorder, expand
+from r3async.data.supports import SupportSets
+from r3async.data.versions import VersionSpanRecorder, expand_version_spans
 from r3async.rollout.engines import EngineError, Generation, GenerationRequest, InstallReport
 from r3async.untrusted import decode_python_json
-from r3async.weights.manifest import Difference, WeightError, WeightManifest
+from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
 from r3async.world import Files, World
-from r3async.world.real import REAL
+from r3async.world.real import REAL_WORLD
 
-Script = Callable[[GenerationRequest, int], Sequence[int]] | Sequence[Sequence[int]]
+AnswerScript = Callable[[GenerationRequest, int], Sequence[int]] | Sequence[Sequence[int]]
 """The answer to call number `call_index`, or a table of answers that is begun again at its end."""
 
 
-DIGEST = "scripted.digest"
+DIGEST_TENSOR = "scripted.digest"
 """Tensor of the scripted learner: its weights, of which the engine reads the checksum from the version's file."""
 
-MASK = 0xFFFFFFFF
+UINT32_MASK = 0xFFFFFFFF
 
-LETTERS = range(97, 123)
+LETTER_TOKEN_IDS = range(97, 123)
 """Token ids that any vocabulary has; a byte tokenizer reads them as a to z."""
 
 SCRIPTED_ROUTING = RoutingShape(layers=2, top_k=2, num_experts=8)
@@ -50,28 +50,28 @@ async def _no_pause() -> None:
     pass
 
 
-class _Running:
-    """A call that is being answered, with at most `tokens` tokens."""
+class _RunningCall:
+    """A call that is being answered, with at most `token_count` tokens."""
 
-    def __init__(self, version: int, tokens: int):
-        self.spans, self.tokens, self.version = SpanRecorder(version), tokens, version
-        self.sampled = 0
+    def __init__(self, version: int, token_count: int):
+        self.spans, self.token_count, self.version = VersionSpanRecorder(version), token_count, version
+        self.sampled_count = 0
         self.prompt_version: int | None = None
         """Under which the prompt was fed: that of the first token."""
-        self.began = self.seconds = 0.0
-        self.woken = asyncio.Event()
+        self.started_at = self.duration_seconds = 0.0
+        self.wake_event = asyncio.Event()
 
-    def stamp(self, version: int) -> None:
+    def stamp_version(self, version: int) -> None:
         """The next token is sampled by that version."""
         if version != self.version:
             self.version = version
-            self.spans.stamp(self.sampled, version)
+            self.spans.stamp_version(self.sampled_count, version)
 
-    def advance(self, now: float) -> None:
-        """Of an answer that takes `seconds`: what has been sampled by now."""
-        share = min(1.0, (now - self.began) / self.seconds) if self.seconds > 0 else 1.0
-        self.sampled = max(self.sampled, int(share * self.tokens + 1e-6))
-        if self.sampled and self.prompt_version is None:
+    def advance_to(self, now: float) -> None:
+        """Of an answer that takes `duration_seconds`: what has been sampled by now."""
+        share = min(1.0, (now - self.started_at) / self.duration_seconds) if self.duration_seconds > 0 else 1.0
+        self.sampled_count = max(self.sampled_count, int(share * self.token_count + 1e-6))
+        if self.sampled_count and self.prompt_version is None:
             self.prompt_version = self.version
 
 
@@ -79,206 +79,216 @@ class ScriptedEngine:
     """Answers as scripted; see `Engine` for what the methods promise.
 
     An answer is cut at the first stop token (which it keeps) and at `max_tokens`; one that runs out without a stop
-    token ends as if its last token were one. `pace` is awaited before each token: a test that holds it back can
-    install new weights, abort or cancel in the middle of an answer. Or `seconds(tokens, running)` gives how long so many tokens
-    take while so many calls run: one wait for the whole answer. `before_install` is awaited while installing, and
+    token ends as if its last token were one. `before_token` is awaited before each token: a test that holds it back can
+    install new weights, abort or cancel in the middle of an answer. Or `answer_seconds(tokens, running)` gives how long so
+    many tokens take while so many calls run: one wait for the whole answer. `before_install` is awaited while installing, and
     what it raises is the installation's failure. Then the version's file is read from `files`, and compared with its manifest,
-    if it is the scripted learner's. `rows` is how many of the routes come back. `clock`: in seconds.
+    if it is the scripted learner's. `returned_routes` is how many of the routes come back. `clock`: in seconds.
     """
 
     def __init__(
         self,
-        script: Script,
+        script: AnswerScript,
         *,
         routing: RoutingShape | None = SCRIPTED_ROUTING,
-        pace: Callable[[], Awaitable[None]] | None = None,
-        seconds: Callable[[int, int], float] | None = None,
+        before_token: Callable[[], Awaitable[None]] | None = None,
+        answer_seconds: Callable[[int, int], float] | None = None,
         before_install: Callable[[WeightManifest], Awaitable[None]] | None = None,
-        rows: Literal["all", "half", "none"] = "all",
-        keep_calls: bool = True,
+        returned_routes: Literal["all", "half", "none"] = "all",
+        keep_requests: bool = True,
         clock: Callable[[], float] = time.perf_counter,
-        files: Files = REAL.files,
+        files: Files = REAL_WORLD.files,
     ):
         self.version = -1
         self.routing = routing
-        self.calls: list[GenerationRequest] = []
-        """Every request, in the order of the calls; none unless `keep_calls`."""
-        self._keep_calls, self._asked = keep_calls, 0
-        self.installed: list[int] = []
+        self.requests: list[GenerationRequest] = []
+        """Every request, in the order of the calls; none unless `keep_requests`."""
+        self._keep_requests, self._request_count = keep_requests, 0
+        self.installed_versions: list[int] = []
         """Versions in the order of their installation."""
-        self._keys: dict[int, int] = {}
+        self._weights_keys: dict[int, int] = {}
         """By version: what stands for its weights."""
         self._script, self._clock, self._files = script, clock, files
-        self._pace, self._seconds = pace, seconds
+        self._before_token, self._answer_seconds = before_token, answer_seconds
         self._before_install = before_install or (lambda manifest: _no_pause())
-        self._rows = rows
-        self._running: dict[str, list[_Running]] = {}
-        self._aborted: set[str] = set()
-        self._installing = asyncio.Lock()
-        self._started = False
+        self._returned_routes = returned_routes
+        self._running_calls: dict[str, list[_RunningCall]] = {}
+        self._aborted_ids: set[str] = set()
+        self._install_lock = asyncio.Lock()
+        self._is_started = False
         self.generated_tokens = 0
-        self._paused = 0.0
+        self._pause_seconds = 0.0
 
     async def start(self) -> None:
-        self._started = True
+        self._is_started = True
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self._require_started()
-        answer, stop_reason = self._answer(request)
-        call = _Running(self.version, len(answer))
-        self._running.setdefault(request.request_id, []).append(call)
+        answer, stop_reason = self._script_answer(request)
+        call = _RunningCall(self.version, len(answer))
+        self._running_calls.setdefault(request.request_id, []).append(call)
         try:
-            await (self._wait(request, call) if self._seconds is not None else self._go(request, call))
-            if request.request_id in self._aborted:
+            await (
+                self._wait_full_answer(request, call)
+                if self._answer_seconds is not None
+                else self._sample_tokens(request, call)
+            )
+            if request.request_id in self._aborted_ids:
                 stop_reason = "abort"
         finally:
-            self._leave(request.request_id, call)
-        sampled, prompt_version = call.sampled, call.prompt_version
+            self._remove_call(request.request_id, call)
+        sampled, prompt_version = call.sampled_count, call.prompt_version
         tokens = np.asarray(answer[:sampled], np.int32)
-        version_spans = call.spans.finish(sampled)
-        versions = expand(version_spans, sampled)
+        version_spans = call.spans.finish_spans(sampled)
+        versions = expand_version_spans(version_spans, sampled)
         first = len(request.prompt_ids)
-        routes_from = request.routes_wanted(call.version if prompt_version is None else prompt_version)
+        routes_from = request.resolve_routes_from(call.version if prompt_version is None else prompt_version)
         self.generated_tokens += sampled
         return Generation(
             token_ids=tokens,
-            logprobs=self._logprobs(np.arange(first, first + sampled), versions, tokens) / (request.temperature or 1.0),
+            logprobs=self._derive_logprobs(np.arange(first, first + sampled), versions, tokens)
+            / (request.temperature or 1.0),
             version_spans=version_spans,
-            routed_experts=self._routes(request, tokens, versions, prompt_version, routes_from),
+            routed_experts=self._derive_routes(request, tokens, versions, prompt_version, routes_from),
             routes_from=routes_from,
             stop_reason=stop_reason,
-            supports=scripted_supports(tokens) if request.mask else None,
+            supports=scripted_supports(tokens) if request.needs_sampling_mask else None,
         )
 
-    async def _go(self, request: GenerationRequest, call: _Running) -> None:
+    async def _sample_tokens(self, request: GenerationRequest, call: _RunningCall) -> None:
         """Token by token."""
-        if self._pace is None:
+        if self._before_token is None:
             await asyncio.sleep(0)
-        while call.sampled < call.tokens:
-            if self._pace is not None:
-                await self._pace()
-            await self._installed()
+        while call.sampled_count < call.token_count:
+            if self._before_token is not None:
+                await self._before_token()
+            await self._wait_for_install()
             self._require_started()
-            if request.request_id in self._aborted:
+            if request.request_id in self._aborted_ids:
                 return
-            call.stamp(self.version)
+            call.stamp_version(self.version)
             call.prompt_version = self.version if call.prompt_version is None else call.prompt_version
-            call.sampled += 1
+            call.sampled_count += 1
 
-    async def _wait(self, request: GenerationRequest, call: _Running) -> None:
+    async def _wait_full_answer(self, request: GenerationRequest, call: _RunningCall) -> None:
         """For the whole answer. Who installs weights sees to it that it takes longer by that, and is of several versions."""
-        await self._installed()
+        await self._wait_for_install()
         self._require_started()
-        assert self._seconds is not None
-        call.stamp(self.version)
-        call.began, call.seconds = self._clock(), self._seconds(call.tokens, self._calls_running)
-        while (left := call.began + call.seconds - self._clock()) > 1e-9 and request.request_id not in self._aborted:
+        assert self._answer_seconds is not None
+        call.stamp_version(self.version)
+        call.started_at, call.duration_seconds = (
+            self._clock(),
+            self._answer_seconds(call.token_count, self._running_count),
+        )
+        while (
+            left := call.started_at + call.duration_seconds - self._clock()
+        ) > 1e-9 and request.request_id not in self._aborted_ids:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
-                    await call.woken.wait()
-            await self._installed()
+                    await call.wake_event.wait()
+            await self._wait_for_install()
             self._require_started()
-        call.advance(self._clock())
+        call.advance_to(self._clock())
 
-    async def _installed(self) -> None:
+    async def _wait_for_install(self) -> None:
         """Nothing is produced while weights change."""
-        if self._installing.locked():
-            async with self._installing:
+        if self._install_lock.locked():
+            async with self._install_lock:
                 pass
 
     @property
-    def _calls_running(self) -> int:
-        return sum(map(len, self._running.values()))
+    def _running_count(self) -> int:
+        return sum(map(len, self._running_calls.values()))
 
-    def _logprobs(self, positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        keys = [self._keys.get(version, version) & MASK for version in versions.tolist()]
+    def _derive_logprobs(self, positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        keys = [self._weights_keys.get(version, version) & UINT32_MASK for version in versions.tolist()]
         return scripted_logprobs(positions, np.asarray(keys, np.int64), tokens)
 
-    async def abort(self, request_id: str) -> None:
+    async def abort_request(self, request_id: str) -> None:
         """Running calls of that id return what they have, before their next token."""
-        for call in self._running.get(request_id, ()):
-            self._aborted.add(request_id)
-            call.woken.set()
+        for call in self._running_calls.get(request_id, ()):
+            self._aborted_ids.add(request_id)
+            call.wake_event.set()
 
-    async def install(self, manifest: WeightManifest, timeout: float) -> InstallReport:
+    async def install_version(self, manifest: WeightManifest, timeout: float) -> InstallReport:
         self._require_started()
-        async with self._installing:
+        async with self._install_lock:
             if manifest.version < self.version:
                 raise EngineError(f"version {manifest.version} is older than the installed version {self.version}")
             started = self._clock()
             try:
                 async with asyncio.timeout(timeout):
                     await self._before_install(manifest)
-                if DIGEST in manifest.tensors:
-                    self._keys[manifest.version] = self._read(manifest)
+                if DIGEST_TENSOR in manifest.tensors:
+                    self._weights_keys[manifest.version] = self._read_checked_key(manifest)
             except Exception as error:
-                self._started = False
+                self._is_started = False
                 raise EngineError(f"installing version {manifest.version} failed: {error!r}") from error
             seconds = self._clock() - started
-            self._install(manifest, started, seconds)
+            self._apply_version(manifest, started, seconds)
             return InstallReport(manifest.version, update_seconds=seconds, pause_seconds=seconds)
 
-    def _read(self, manifest: WeightManifest) -> int:
+    def _read_checked_key(self, manifest: WeightManifest) -> int:
         """The key of the weights in the version's file. Raises `WeightError` if they are not those of the manifest."""
-        key = weights_key(Path(manifest.path), self._files)
-        if key != manifest.tensors[DIGEST].checksum:
+        key = read_weights_key(Path(manifest.path), self._files)
+        if key != manifest.tensors[DIGEST_TENSOR].checksum:
             raise WeightError(
-                f"{manifest.path}: tensor {DIGEST!r} is corrupt: its checksum differs from the published one"
+                f"{manifest.path}: tensor {DIGEST_TENSOR!r} is corrupt: its checksum differs from the published one"
             )
         return key
 
-    def _install(self, manifest: WeightManifest, began: float, seconds: float) -> None:
+    def _apply_version(self, manifest: WeightManifest, started_at: float, seconds: float) -> None:
         self.version = manifest.version
-        self.installed.append(manifest.version)
-        self._paused += seconds
-        for calls in self._running.values() if self._seconds is not None else ():
+        self.installed_versions.append(manifest.version)
+        self._pause_seconds += seconds
+        for calls in self._running_calls.values() if self._answer_seconds is not None else ():
             for call in calls:
-                if call.seconds:  # else it has not begun
-                    call.advance(began)
-                    call.stamp(manifest.version)
-                    call.began += seconds
+                if call.duration_seconds:  # else it has not begun
+                    call.advance_to(started_at)
+                    call.stamp_version(manifest.version)
+                    call.started_at += seconds
 
-    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+    async def score_tokens(self, token_ids: np.ndarray) -> np.ndarray:
         self._require_started()
         await asyncio.sleep(0)
         at = np.arange(1, len(token_ids))
-        return self._logprobs(at, np.full(len(at), self.version), np.asarray(token_ids)[1:])
+        return self._derive_logprobs(at, np.full(len(at), self.version), np.asarray(token_ids)[1:])
 
-    async def cached_from_older(self, token_ids: np.ndarray) -> int:
+    async def count_stale_cached_tokens(self, token_ids: np.ndarray) -> int:
         return 0
 
-    async def differences(self, manifest: WeightManifest, timeout: float) -> list[Difference]:
+    async def find_weight_differences(self, manifest: WeightManifest, timeout: float) -> list[TensorMismatch]:
         return []
 
-    def stats(self) -> dict[str, float]:
+    def collect_stats(self) -> dict[str, float]:
         return {
             "generated_tokens": self.generated_tokens,
-            "running": self._calls_running,
-            "pause_seconds": self._paused,
+            "running": self._running_count,
+            "pause_seconds": self._pause_seconds,
         }
 
     async def stop(self) -> None:
         """Running and later calls raise `EngineError`."""
-        self._started = False
-        for calls in self._running.values():
+        self._is_started = False
+        for calls in self._running_calls.values():
             for call in calls:
-                call.woken.set()
+                call.wake_event.set()
 
     def _require_started(self) -> None:
-        if not self._started:
+        if not self._is_started:
             raise EngineError("the engine is not running")
 
-    def _leave(self, request_id: str, call: _Running) -> None:
-        self._running[request_id].remove(call)
-        if not self._running[request_id]:
-            del self._running[request_id]
-            self._aborted.discard(request_id)
+    def _remove_call(self, request_id: str, call: _RunningCall) -> None:
+        self._running_calls[request_id].remove(call)
+        if not self._running_calls[request_id]:
+            del self._running_calls[request_id]
+            self._aborted_ids.discard(request_id)
 
-    def _answer(self, request: GenerationRequest) -> tuple[list[int], str]:
-        index = self._asked
-        self._asked += 1
-        if self._keep_calls:
-            self.calls.append(request)
+    def _script_answer(self, request: GenerationRequest) -> tuple[list[int], str]:
+        index = self._request_count
+        self._request_count += 1
+        if self._keep_requests:
+            self.requests.append(request)
         full = self._script(request, index) if callable(self._script) else self._script[index % len(self._script)]
         answer = []
         for token in full[: request.max_tokens]:
@@ -287,7 +297,7 @@ class ScriptedEngine:
                 return answer, "stop"
         return answer, "stop" if len(full) < request.max_tokens else "length"
 
-    def _routes(
+    def _derive_routes(
         self,
         request: GenerationRequest,
         tokens: np.ndarray,
@@ -295,7 +305,7 @@ class ScriptedEngine:
         prompt_version: int | None,
         first: int,
     ) -> np.ndarray | None:
-        if self.routing is None or self._rows == "none":
+        if self.routing is None or self._returned_routes == "none":
             return None
         if prompt_version is None:
             shape = (0, self.routing.layers, self.routing.top_k)
@@ -304,25 +314,25 @@ class ScriptedEngine:
         fed = np.concatenate([request.prompt_ids, tokens[:-1]])[first:]
         fed_by = np.concatenate([np.full(len(request.prompt_ids), prompt_version), versions[1:]])[first:]
         rows = scripted_route_rows(first + np.arange(len(fed)), fed_by, fed, self.routing)
-        if self._rows == "half":
+        if self._returned_routes == "half":
             rows = rows[: len(rows) // 2]
         return rows.astype(route_dtype(self.routing.num_experts))
 
 
-def weights_key(path: Path, files: Files) -> int:
+def read_weights_key(path: Path, files: Files) -> int:
     """Checksum of the scripted learner's weights as they are in the file of a version. Raises `WeightError`."""
     try:
         with files.open(path) as file:
-            content = file.map()
-            found, begin = decode_header(content)
-            start, stop = found[DIGEST].data_offsets
+            content = file.map_bytes()
+            found, begin = decode_safetensors_header(content)
+            start, stop = found[DIGEST_TENSOR].data_offsets
             return xxhash.xxh3_64_intdigest(content[begin + start : begin + stop])
     except (OSError, ValueError, KeyError) as error:
         raise WeightError(f"{path} cannot be read: {error}") from error
 
 
-def scripted_engine(
-    model_path: str, world: World = REAL, token_seconds: float = 0.0, install_seconds: float = 0.0, **unknown: Any
+def build_scripted_engine(
+    model_path: str, world: World = REAL_WORLD, token_seconds: float = 0.0, install_seconds: float = 0.0, **unknown: Any
 ) -> ScriptedEngine:
     """Answers in letters that nobody thought about, with routes of the model's geometry; `token_seconds` a token. The same call
     of the same episode has the same answer, whoever plays it, and however often. Weights take up to `install_seconds` to
@@ -332,65 +342,65 @@ def scripted_engine(
             f"`generator.engine_args` has {', '.join(map(repr, unknown))}: the scripted engine knows `token_seconds` and "
             "`install_seconds` only"
         )
-    routing, _ = moe_geometry(decode_python_json((Path(model_path) / "config.json").read_bytes()))
+    routing, _ = read_moe_layers(decode_python_json((Path(model_path) / "config.json").read_bytes()))
 
     installed = itertools.count()
 
-    async def install(manifest: WeightManifest) -> None:
-        share = scripted_hash(zlib.crc32(world.unique().encode()), manifest.version, 0) / 2**32
+    async def wait_install(manifest: WeightManifest) -> None:
+        share = scripted_hash(zlib.crc32(world.unique_id().encode()), manifest.version, 0) / 2**32
         await asyncio.sleep(install_seconds * (share**3 if next(installed) else share))
 
     return ScriptedEngine(
-        lambda request, index: babble(request, zlib.crc32(request.request_id.encode())),
+        lambda request, index: script_letters(request, zlib.crc32(request.request_id.encode())),
         routing=routing,
-        seconds=(lambda tokens, running: token_seconds * tokens) if token_seconds else None,
-        before_install=install if install_seconds else None,
-        keep_calls=False,
+        answer_seconds=(lambda tokens, running: token_seconds * tokens) if token_seconds else None,
+        before_install=wait_install if install_seconds else None,
+        keep_requests=False,
         clock=world.clock.monotonic,
         files=world.files,
     )
 
 
-def babble(request: GenerationRequest, seed: int) -> Sequence[int]:
+def script_letters(request: GenerationRequest, seed: int) -> Sequence[int]:
     """Letters, at least one and at most as many as fit, with a stop token at the end if it fits; the same for equal `seed`s."""
     length = 1 + scripted_hash(0, seed, len(request.prompt_ids)) % request.max_tokens
-    letters = [LETTERS[scripted_hash(i, seed, 1) % len(LETTERS)] for i in range(length)]
+    letters = [LETTER_TOKEN_IDS[scripted_hash(i, seed, 1) % len(LETTER_TOKEN_IDS)] for i in range(length)]
     return [*letters, *request.stop_token_ids[:1]]
 
 
 def scripted_logprobs(positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """float32 `[n]`: of `tokens` sampled at `positions` (in prompt and answer together) by `versions`, in (-4, -0.01). Of the
     scripted learner's weights the checksum stands for the version."""
-    return (-0.01 - 3.98 * (_hashes(positions, versions, tokens) / 2**32)).astype(np.float32)
+    return (-0.01 - 3.98 * (_hash_tokens(positions, versions, tokens) / 2**32)).astype(np.float32)
 
 
-def scripted_supports(tokens: np.ndarray) -> Supports:
+def scripted_supports(tokens: np.ndarray) -> SupportSets:
     """Each token and the one before it could be sampled."""
     ids = np.stack([np.maximum(tokens - 1, 0), np.maximum(tokens, 1)], axis=1)
-    return Supports.of_lists(ids.reshape(-1), np.arange(0, ids.size + 1, 2))
+    return SupportSets.from_id_lists(ids.reshape(-1), np.arange(0, ids.size + 1, 2))
 
 
 def scripted_route_rows(
     positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray, shape: RoutingShape
 ) -> np.ndarray:
     """int64 `[n, layers, top_k]`: distinct experts of `tokens` fed at `positions` under `versions`."""
-    seeds = (_hashes(positions, versions, tokens) >> 8).astype(np.int64)
+    seeds = (_hash_tokens(positions, versions, tokens) >> 8).astype(np.int64)
     return (seeds[:, None, None] + 5 * np.arange(shape.layers)[:, None] + np.arange(shape.top_k)) % shape.num_experts
 
 
 def scripted_hash(position: int, version: int, token: int) -> int:
     """32 bits, the same in every process; the finaliser of MurmurHash3."""
-    return _mixed(position * 0x9E3779B1 ^ (version + 2) * 0x85EBCA6B ^ token * 0xC2B2AE35)
+    return _mix_bits(position * 0x9E3779B1 ^ (version + 2) * 0x85EBCA6B ^ token * 0xC2B2AE35)
 
 
-def _hashes(positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def _hash_tokens(positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """The same of `[n]` tokens; whole numbers wrap as they do in 32 bits."""
     p, v, t = (np.asarray(numbers).astype(np.uint64) for numbers in (positions, versions, tokens))
-    return _mixed(p * 0x9E3779B1 ^ (v + 2) * 0x85EBCA6B ^ t * 0xC2B2AE35)
+    return _mix_bits(p * 0x9E3779B1 ^ (v + 2) * 0x85EBCA6B ^ t * 0xC2B2AE35)
 
 
-def _mixed(x: Any) -> Any:
-    x = x & MASK
-    x = (x ^ x >> 16) * 0x85EBCA6B & MASK
-    x = (x ^ x >> 13) * 0xC2B2AE35 & MASK
+def _mix_bits(x: Any) -> Any:
+    x = x & UINT32_MASK
+    x = (x ^ x >> 16) * 0x85EBCA6B & UINT32_MASK
+    x = (x ^ x >> 13) * 0xC2B2AE35 & UINT32_MASK
     return x ^ x >> 16

@@ -12,127 +12,130 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NORMS = {"input_norm": ("input_layernorm",), "post_norm": ("post_attention_layernorm", "pre_mlp_layernorm")}
-PARTS = {"attention": ("self_attn", "self_attention"), "mlp": ("mlp", "block_sparse_moe")}
+NORM_NAMES = {"input_norm": ("input_layernorm",), "post_norm": ("post_attention_layernorm", "pre_mlp_layernorm")}
+PART_NAMES = {"attention": ("self_attn", "self_attention"), "mlp": ("mlp", "block_sparse_moe")}
 """Of a layer, and how models name them."""
 
 
-class StageError(RuntimeError):
+class ActivationError(RuntimeError):
     """A model whose stages cannot be seen."""
 
 
-class Stages:
-    """Sees what one model computes from now on, until `take`. For one request at a time: rows are in the order of the passes.
+class ActivationRecorder:
+    """Sees what one model computes from now on, until `finish_recording`. For one request at a time: rows are in the order of
+    the passes.
 
     Stages: `embedding.out`; of each layer `input_norm`, `attention`, `post_norm`, `mlp`, with `.in` and `.out`, and of a mixture
     of experts `router.out` (logits `[T, experts]`), `choice.out` (ids `[T, K]`) and `gates.out` `[T, K]`, where they exist; then
     `final_norm.in`, `.out`. What goes into a norm is the residual stream. All others are `[T, hidden]`.
 
-    Raises `StageError` for a model without a list of layers.
+    Raises `ActivationError` for a model without a list of layers.
     """
 
     def __init__(self, model: nn.Module):
         decoder = next((m for m in model.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList)), None)
         if decoder is None:
-            raise StageError(f"{type(model).__name__} has no list of decoder layers")
+            raise ActivationError(f"{type(model).__name__} has no list of decoder layers")
         self.dtype = ""
         """Of what the embedding gave."""
-        self._seen: dict[str, list[Tensor]] = {}
-        self._undo: list[Callable[[], object]] = []
-        if (embedding := _find(decoder, "embed_tokens") or _find(model, "embedding")) is not None:
-            self._undo.append(embedding.register_forward_hook(self._embedded).remove)
+        self._rows_by_name: dict[str, list[Tensor]] = {}
+        self._undo_hooks: list[Callable[[], object]] = []
+        if (embedding := _find_module(decoder, "embed_tokens") or _find_module(model, "embedding")) is not None:
+            self._undo_hooks.append(embedding.register_forward_hook(self._record_embedding).remove)
         for index, layer in enumerate(decoder.layers):
-            for stage, names in NORMS.items():
-                self._norm(f"{index}.{stage}", _find(layer, *names))
-            for stage, names in PARTS.items():
-                self._part(f"{index}.{stage}", _find(layer, *names))
-            if (mlp := _find(layer, *PARTS["mlp"])) is not None:
-                self._router(str(index), mlp)
-        self._norm("final_norm", _find(decoder, "norm", "final_layernorm"))
+            for stage, names in NORM_NAMES.items():
+                self._hook_norm(f"{index}.{stage}", _find_module(layer, *names))
+            for stage, names in PART_NAMES.items():
+                self._hook_part(f"{index}.{stage}", _find_module(layer, *names))
+            if (mlp := _find_module(layer, *PART_NAMES["mlp"])) is not None:
+                self._hook_router(str(index), mlp)
+        self._hook_norm("final_norm", _find_module(decoder, "norm", "final_layernorm"))
 
-    def take(self) -> dict[str, Tensor]:
+    def finish_recording(self) -> dict[str, Tensor]:
         """What was seen, float32 or int64, in host memory; nothing more is seen."""
-        for undo in self._undo:
+        for undo in self._undo_hooks:
             undo()
-        self._undo.clear()
-        seen, self._seen = self._seen, {}
+        self._undo_hooks.clear()
+        seen, self._rows_by_name = self._rows_by_name, {}
         return {name: torch.cat(rows) for name, rows in seen.items()}
 
-    def _add(self, name: str, value: Tensor) -> None:
+    def _record_rows(self, name: str, value: Tensor) -> None:
         kept = value.detach().to("cpu", torch.float32 if value.is_floating_point() else torch.int64, copy=True)
-        self._seen.setdefault(name, []).append(kept.reshape(-1, kept.shape[-1]))
+        self._rows_by_name.setdefault(name, []).append(kept.reshape(-1, kept.shape[-1]))
 
-    def _embedded(self, module: nn.Module, args: Any, out: Any) -> None:
-        self.dtype = str(_first(out).dtype).removeprefix("torch.")
-        self._add("embedding.out", _first(out))
+    def _record_embedding(self, module: nn.Module, args: Any, out: Any) -> None:
+        self.dtype = str(_first_output(out).dtype).removeprefix("torch.")
+        self._record_rows("embedding.out", _first_output(out))
 
-    def _norm(self, name: str, module: nn.Module | None) -> None:
+    def _hook_norm(self, name: str, module: nn.Module | None) -> None:
         def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             # vLLM's adds to the residual stream before it normalises it, and returns both.
             fused = isinstance(out, tuple)
-            self._add(f"{name}.in", out[1] if fused else _floats(args, kwargs))
-            self._add(f"{name}.out", _first(out))
+            self._record_rows(f"{name}.in", out[1] if fused else _first_float_tensor(args, kwargs))
+            self._record_rows(f"{name}.out", _first_output(out))
 
         if module is not None:
-            self._undo.append(module.register_forward_hook(after, with_kwargs=True).remove)
+            self._undo_hooks.append(module.register_forward_hook(after, with_kwargs=True).remove)
 
-    def _part(self, name: str, module: nn.Module | None) -> None:
+    def _hook_part(self, name: str, module: nn.Module | None) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._add(f"{name}.in", _floats(args, kwargs))
+            self._record_rows(f"{name}.in", _first_float_tensor(args, kwargs))
 
         def after(module: nn.Module, args: Any, out: Any) -> None:
-            self._add(f"{name}.out", _first(out))
+            self._record_rows(f"{name}.out", _first_output(out))
 
         if module is not None:
-            self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            self._undo.append(module.register_forward_hook(after).remove)
+            self._undo_hooks.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            self._undo_hooks.append(module.register_forward_hook(after).remove)
 
-    def _router(self, layer: str, mlp: nn.Module) -> None:
+    def _hook_router(self, layer: str, mlp: nn.Module) -> None:
         chooser = getattr(getattr(mlp, "experts", None), "router", None)
         if hasattr(chooser, "select_experts"):  # vLLM's is no module
-            self._wrap(
-                chooser, "select_experts", lambda out, kwargs: self._chosen(layer, kwargs["router_logits"], *out)
+            self._wrap_method(
+                chooser, "select_experts", lambda out, kwargs: self._record_choice(layer, kwargs["router_logits"], *out)
             )
-        elif (router := _find(mlp, "router")) is not None:  # Megatron's has a column for each expert
-            self._wrap(router, "gating", lambda out, kwargs: self._add(f"{layer}.router.out", out))
-            self._undo.append(router.register_forward_hook(lambda m, a, out: self._mapped(layer, *out)).remove)
-        elif (gate := _find(mlp, "gate")) is not None:
-            hook = lambda m, a, out: self._chosen(layer, out[0], *out[1:])  # noqa: E731
-            self._undo.append(gate.register_forward_hook(hook).remove)
+        elif (router := _find_module(mlp, "router")) is not None:  # Megatron's has a column for each expert
+            self._wrap_method(router, "gating", lambda out, kwargs: self._record_rows(f"{layer}.router.out", out))
+            self._undo_hooks.append(
+                router.register_forward_hook(lambda m, a, out: self._record_routing_map(layer, *out)).remove
+            )
+        elif (gate := _find_module(mlp, "gate")) is not None:
+            hook = lambda m, a, out: self._record_choice(layer, out[0], *out[1:])  # noqa: E731
+            self._undo_hooks.append(gate.register_forward_hook(hook).remove)
 
-    def _wrap(self, owner: Any, name: str, see: Callable[[Any, dict[str, Any]], None]) -> None:
-        """Until `take`, `see(result, keyword arguments)` of each call of that method."""
+    def _wrap_method(self, owner: Any, name: str, record: Callable[[Any, dict[str, Any]], None]) -> None:
+        """Until `finish_recording`, `record(result, keyword arguments)` of each call of that method."""
         method = getattr(owner, name)
 
         def seen(*args: Any, **kwargs: Any) -> Any:
             out = method(*args, **kwargs)
-            see(out, kwargs)
+            record(out, kwargs)
             return out
 
         setattr(owner, name, seen)
-        self._undo.append(lambda: delattr(owner, name))
+        self._undo_hooks.append(lambda: delattr(owner, name))
 
-    def _chosen(self, layer: str, logits: Tensor, gates: Tensor, ids: Tensor) -> None:
-        self._add(f"{layer}.router.out", logits)
-        self._add(f"{layer}.gates.out", gates.float())
-        self._add(f"{layer}.choice.out", ids)
+    def _record_choice(self, layer: str, logits: Tensor, gates: Tensor, ids: Tensor) -> None:
+        self._record_rows(f"{layer}.router.out", logits)
+        self._record_rows(f"{layer}.gates.out", gates.float())
+        self._record_rows(f"{layer}.choice.out", ids)
 
-    def _mapped(self, layer: str, gates: Tensor, chosen: Tensor) -> None:
+    def _record_routing_map(self, layer: str, gates: Tensor, chosen: Tensor) -> None:
         rows = chosen.reshape(-1, chosen.shape[-1])
         ids = rows.nonzero()[:, 1].reshape(len(rows), -1)
-        self._add(f"{layer}.choice.out", ids)
-        self._add(f"{layer}.gates.out", gates.reshape(rows.shape).gather(1, ids))
+        self._record_rows(f"{layer}.choice.out", ids)
+        self._record_rows(f"{layer}.gates.out", gates.reshape(rows.shape).gather(1, ids))
 
 
-def _find(module: nn.Module, *names: str) -> nn.Module | None:
+def _find_module(module: nn.Module, *names: str) -> nn.Module | None:
     found = (getattr(module, name, None) for name in names)
     return next((part for part in found if isinstance(part, nn.Module)), None)
 
 
-def _first(out: Any) -> Tensor:
+def _first_output(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def _floats(args: Any, kwargs: Any) -> Tensor:
+def _first_float_tensor(args: Any, kwargs: Any) -> Tensor:
     """The first argument that holds numbers, and not positions."""
     return next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point())

@@ -6,32 +6,35 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from r3async.weights.manifest import Difference, WeightManifest
-from r3async.weights.reading import read_verified
+from r3async.weights.manifest import TensorMismatch, WeightManifest
+from r3async.weights.reading import iter_verified_tensors
 
-Tensors = Iterable[tuple[str, torch.Tensor]]
-_BASE = 128
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+_TAG_BASE = 128
 """Tags are written in digits of this base: every floating-point dtype of weights has 1 to 128 exactly, but for float8."""
 
 
-def differences(model: torch.nn.Module, published: WeightManifest, load: Callable[[Tensors], None]) -> list[Difference]:
-    """Published tensors that the model does not hold, in the manifest's order. Afterwards it holds what `load` makes of them.
+def find_model_differences(
+    model: torch.nn.Module, published: WeightManifest, load_tensors: Callable[[NamedTensors], None]
+) -> list[TensorMismatch]:
+    """Published tensors that the model does not hold, in the manifest's order. Afterwards it holds what `load_tensors` makes
+    of them.
 
     vLLM fuses, splits and re-packs what it loads, and the names are lost by then. So what the model holds is compared with what
     a load by the book makes of the same file; and to name the elements that differ, the loader is given tags instead of
     weights: whatever it does with the tensors, it does to the tags too.
 
-    `load` gives tensors to the model the right way. Empty if the model holds just that: then either the weights are well, or
-    every load goes wrong in the same way. Needs host memory for one copy of the model.
+    `load_tensors` gives tensors to the model the right way. Empty if the model holds just that: then either the weights are
+    well, or every load goes wrong in the same way. Needs host memory for one copy of the model.
     """
-    held = {name: tensor.to("cpu", copy=True) for name, tensor in contents(model)}
-    load(read_verified(published))
+    held = {name: tensor.to("cpu", copy=True) for name, tensor in iter_parameter_contents(model)}
+    load_tensors(iter_verified_tensors(published))
     wrong = {}
-    for name, tensor in contents(model):
+    for name, tensor in iter_parameter_contents(model):
         now, before = tensor.cpu(), held.pop(name)
         if before.shape != now.shape:
             wrong[name] = torch.ones(now.shape, dtype=torch.bool)
-        elif (different := bits(before) != bits(now)).any():
+        elif (different := view_as_integers(before) != view_as_integers(now)).any():
             wrong[name] = different.reshape(now.shape)
     if not wrong:
         return []
@@ -39,26 +42,26 @@ def differences(model: torch.nn.Module, published: WeightManifest, load: Callabl
     tagged = {name: torch.ones(different.shape, dtype=torch.bool) for name, different in wrong.items()}
     place = 1
     while place <= len(published.tensors):
-        load(_tags(published, place))
-        for name, tensor in contents(model):
+        load_tensors(_iter_tag_tensors(published, place))
+        for name, tensor in iter_parameter_contents(model):
             if name not in wrong:
                 continue
             digits = tensor.cpu().to(torch.int64)
-            tagged[name] &= (digits >= 1) & (digits <= _BASE)  # not padding
+            tagged[name] &= (digits >= 1) & (digits <= _TAG_BASE)  # not padding
             tags[name] += (digits - 1) * place
-        place *= _BASE
-    load(read_verified(published))
+        place *= _TAG_BASE
+    load_tensors(iter_verified_tensors(published))
     names = list(published.tensors)
-    found: dict[int, Difference] = {}
+    found: dict[int, TensorMismatch] = {}
     for parameter_name, different in wrong.items():
         which, counts = tags[parameter_name][different & tagged[parameter_name]].unique(return_counts=True)
         for tag, count in zip(which.tolist(), counts.tolist(), strict=True):
             if tag < len(names):
-                found[tag] = Difference(names[tag], parameter_name, count)
+                found[tag] = TensorMismatch(names[tag], parameter_name, count)
     return [found[tag] for tag in sorted(found)]
 
 
-def contents(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_parameter_contents(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """What each parameter holds.
 
     On CPU vLLM hands the weights of dense layers to oneDNN and empties the parameter; the layer's output for the unit vectors
@@ -74,13 +77,13 @@ def contents(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{owner}.{name}", held
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def view_as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """As integers, so that what is not a number equals itself."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().reshape(-1).view(sizes[tensor.element_size()])
 
 
-def _tags(published: WeightManifest, place: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _iter_tag_tensors(published: WeightManifest, place: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of the published shapes, full of one digit (plus 1) of their index."""
     for index, (name, entry) in enumerate(published.tensors.items()):
-        yield name, torch.full(entry.shape, index // place % _BASE + 1, dtype=getattr(torch, entry.dtype))
+        yield name, torch.full(entry.shape, index // place % _TAG_BASE + 1, dtype=getattr(torch, entry.dtype))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-SMALL = 2**18
+SMALL_MATRIX_ELEMENTS = 2**18
 """Elements. From here on packed matrices are multiplied faster: of 1024 x 1024 it takes 1.2 times as long as it is with 64 rows,
 and 3 times as long with 4."""
 
@@ -20,13 +20,13 @@ def repack_cpu_experts(model: torch.nn.Module) -> int:
     """
     repacked = 0
     for module in model.modules():
-        if is_repacked(module):
+        if needs_cpu_repack(module):
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
             repacked += 1
     return repacked
 
 
-def tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+def find_tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Modules whose only weights are an earlier module's: an output layer that is the embedding. A loader gives them nothing."""
     seen: set[int] = set()
     tied = []
@@ -38,35 +38,35 @@ def tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return tied
 
 
-def repack_cpu_tied(model: torch.nn.Module) -> None:
+def repack_cpu_tied_layers(model: torch.nn.Module) -> None:
     """Have layers whose weights are another module's compute with those that it has now: vLLM packs what it loads, and it has
     loaded nothing for them. None on other devices."""
     from vllm.model_executor.layers import utils
 
-    for module in tied_modules(model):
+    for module in find_tied_modules(model):
         if hasattr(module, "cpu_linear"):
             utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-def is_repacked(module: torch.nn.Module) -> bool:
+def needs_cpu_repack(module: torch.nn.Module) -> bool:
     """`repack_cpu_experts` does."""
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     weight = getattr(module, "w13_weight", None)
     return kernel is not None and weight is not None and bool(weight.device.type == "cpu")
 
 
-def multiplied_as_it_is(module: torch.nn.Module) -> bool:
+def is_unpacked_linear(module: torch.nn.Module) -> bool:
     """A linear layer on CPU computes with its `weight`, and with nothing that was made of it."""
     return getattr(module, "cpu_linear", None) is torch.nn.functional.linear
 
 
-def mend_cpu() -> None:
+def patch_vllm_for_cpu() -> None:
     """What has to be otherwise in a process that runs vLLM on CPU. Called before a model is loaded. Idempotent."""
-    multiply_small_as_they_are()
-    turn_every_head()
+    patch_small_matrices()
+    patch_rotary_embedding()
 
 
-def turn_every_head() -> None:
+def patch_rotary_embedding() -> None:
     """In this process vLLM turns all heads of a query that has a dimension for them.
 
     Its kernel for the CPU (0.30) reads the number of heads from the last dimension: of queries `[tokens, heads, D]`, as
@@ -85,7 +85,7 @@ def turn_every_head() -> None:
         RotaryEmbedding.forward_cpu = forward
 
 
-def multiply_small_as_they_are() -> None:
+def patch_small_matrices() -> None:
     """In this process vLLM does not pack small matrices in single precision. Called before a model is loaded. Idempotent.
 
     It packs each for oneDNN, which compiles a kernel for each number of rows that it meets, and forgets the oldest of them: of
@@ -96,7 +96,7 @@ def multiply_small_as_they_are() -> None:
     pack = utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        if _is_small(layer.weight):
+        if _is_small_matrix(layer.weight):
             layer.cpu_linear = torch.nn.functional.linear
         else:
             pack(layer, remove_weight)
@@ -105,6 +105,6 @@ def multiply_small_as_they_are() -> None:
         utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
-def _is_small(weight: torch.Tensor) -> bool:
+def _is_small_matrix(weight: torch.Tensor) -> bool:
     """Other dtypes are multiplied by oneDNN in either case."""
-    return bool(weight.dtype == torch.float32 and weight.ndim == 2 and weight.numel() < SMALL)
+    return bool(weight.dtype == torch.float32 and weight.ndim == 2 and weight.numel() < SMALL_MATRIX_ELEMENTS)

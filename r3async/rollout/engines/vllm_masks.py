@@ -14,38 +14,38 @@ from torch import Tensor
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
-WORD = 32
+WORD_BITS = 32
 
 
-def packed(possible: Tensor) -> Tensor:
+def pack_bits(allowed: Tensor) -> Tensor:
     """int32 `[B, ceil(V / 32)]` of bool `[B, V]`: the lowest bit of the lowest byte first."""
-    extra = -possible.shape[1] % WORD
-    lanes = torch.nn.functional.pad(possible, (0, extra)).view(len(possible), -1, 8).to(torch.uint8)
-    shifts = torch.arange(8, dtype=torch.uint8, device=possible.device)
+    extra = -allowed.shape[1] % WORD_BITS
+    lanes = torch.nn.functional.pad(allowed, (0, extra)).view(len(allowed), -1, 8).to(torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=allowed.device)
     return (lanes << shifts).sum(dim=-1, dtype=torch.uint8).view(torch.int32)
 
 
-class MaskingSampler(Sampler):
+class MaskRecordingSampler(Sampler):
     """Gives what vLLM's gives, and the bits."""
 
-    _processed: Tensor | None = None
+    _processed_logprobs: Tensor | None = None
 
     def sample(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        sampled, self._processed = super().sample(*args, **kwargs)
-        return sampled, self._processed
+        sampled, self._processed_logprobs = super().sample(*args, **kwargs)
+        return sampled, self._processed_logprobs
 
     def forward(self, *args: Any, **kwargs: Any) -> SamplerOutput:
         output = super().forward(*args, **kwargs)
-        processed, self._processed = self._processed, None
+        processed, self._processed_logprobs = self._processed_logprobs, None
         tensors = output.logprobs_tensors
         if processed is not None and tensors is not None:
-            ids = torch.cat([tensors.logprob_token_ids, packed(processed > -torch.inf)], dim=1)
+            ids = torch.cat([tensors.logprob_token_ids, pack_bits(processed > -torch.inf)], dim=1)
             output.logprobs_tensors = tensors._replace(logprob_token_ids=ids)
         return output
 
 
-def keep_masks(runner: Any) -> None:
+def record_sampling_masks(runner: Any) -> None:
     """Give a first model runner this sampler. The second one has had its own from the start."""
     old = runner.sampler
     if isinstance(old, Sampler):
-        runner.sampler = MaskingSampler(old.logprobs_mode, old.use_fp64_gumbel)
+        runner.sampler = MaskRecordingSampler(old.logprobs_mode, old.use_fp64_gumbel)

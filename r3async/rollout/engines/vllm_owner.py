@@ -13,42 +13,42 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class OwnedConfig(dict[str, Any]):
-    """vLLM's `additional_config`; every process that it is unpickled in ends with process `owner`.
+class OwnerBoundConfig(dict[str, Any]):
+    """vLLM's `additional_config`; every process that it is unpickled in ends with process `owner_pid`.
 
     vLLM hands its whole configuration to each process it spawns, before that process does anything else. A hook in
     the worker would come too late: an owner that is killed during the start would leave its engine waiting.
     """
 
-    def __init__(self, owner: int, values: Mapping[str, Any]):
+    def __init__(self, owner_pid: int, values: Mapping[str, Any]):
         super().__init__(values)
-        self.owner = owner
+        self.owner_pid = owner_pid
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _owned_config, (self.owner, dict(self))
+        return _restore_owner_bound, (self.owner_pid, dict(self))
 
 
-def _owned_config(owner: int, values: dict[str, Any]) -> OwnedConfig:
-    if owner != os.getpid():
-        exit_with(owner)
-        from r3async.rollout.engines.vllm_cpu import mend_cpu
+def _restore_owner_bound(owner_pid: int, values: dict[str, Any]) -> OwnerBoundConfig:
+    if owner_pid != os.getpid():
+        exit_with_owner(owner_pid)
+        from r3async.rollout.engines.vllm_cpu import patch_vllm_for_cpu
 
-        mend_cpu()
-    return OwnedConfig(owner, values)
+        patch_vllm_for_cpu()
+    return OwnerBoundConfig(owner_pid, values)
 
 
-def exit_with(owner: int) -> None:
-    """Start a daemon thread that ends this process as soon as process `owner` has ended, however that happened.
+def exit_with_owner(owner_pid: int) -> None:
+    """Start a daemon thread that ends this process as soon as process `owner_pid` has ended, however that happened.
 
     A worker sits in a subprocess of its own; if its owner is killed before it can clean up, nobody else would
     ever end the worker.
     """
 
-    def watch() -> None:
-        _wait_for_exit(owner)
+    def watch_owner() -> None:
+        _wait_for_exit(owner_pid)
         os._exit(1)
 
-    threading.Thread(target=watch, name="r3async-owner-watch", daemon=True).start()
+    threading.Thread(target=watch_owner, name="r3async-owner-watch", daemon=True).start()
 
 
 def _wait_for_exit(pid: int) -> None:
@@ -57,7 +57,7 @@ def _wait_for_exit(pid: int) -> None:
     except ProcessLookupError:
         return
     except (AttributeError, OSError):  # not Linux, or an old kernel or sandbox
-        while _exists(pid):
+        while _process_exists(pid):
             time.sleep(1.0)
         return
     poller = select.poll()
@@ -66,7 +66,7 @@ def _wait_for_exit(pid: int) -> None:
         pass
 
 
-def _exists(pid: int) -> bool:
+def _process_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -14,38 +14,38 @@ import torch
 import zmq
 
 from r3async.weights.manifest import WeightError
-from r3async.weights.nccl import Send, Sent, Up, decode, encode
+from r3async.weights.nccl import Send, Sent, Up, decode_nccl_message, encode_nccl_message
 
 POLL_MILLISECONDS = 60_000
 
-Carrier = Callable[[Send], None]
+SendVersion = Callable[[Send], None]
 """Sends one version; returns when all workers have it."""
 
 
 def main() -> None:
     """Arguments, after `sys.path`: where to ask for work, the link's name, the owner's process id."""
-    from r3async.rollout.engines.vllm_owner import exit_with
+    from r3async.rollout.engines.vllm_owner import exit_with_owner
 
     endpoint, link, owner = sys.argv[2:]
-    exit_with(int(owner))
-    serve(endpoint, link, nccl_carrier())
+    exit_with_owner(int(owner))
+    serve_sends(endpoint, link, make_nccl_sender())
 
 
-def serve(endpoint: str, link: str, carrier: Carrier, stop: Callable[[], bool] = lambda: False) -> None:
+def serve_sends(endpoint: str, link: str, send_version: SendVersion, stop: Callable[[], bool] = lambda: False) -> None:
     """Send what is asked for, until `stop` or an error; a failed operation leaves no group that could be used again."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 1000
         dealer.connect(endpoint)
-        dealer.send(encode(Up(link)))
+        dealer.send(encode_nccl_message(Up(link)))
         while not stop():
             if dealer.poll(POLL_MILLISECONDS):
-                job = decode(dealer.recv())
+                job = decode_nccl_message(dealer.recv())
                 assert isinstance(job, Send)
-                carrier(job)
-                dealer.send(encode(Sent(link, job.version)))
+                send_version(job)
+                dealer.send(encode_nccl_message(Sent(link, job.version)))
 
 
-def published_names(widths: Mapping[str, int]) -> list[str]:
+def order_tensor_names(widths: Mapping[str, int]) -> list[str]:
     """The order in which tensors travel: sender and workers know the names, but not in one order. `widths`: bytes of an element.
 
     The widest come first: vLLM packs tensors one behind the other, and none may begin where its elements cannot.
@@ -53,7 +53,7 @@ def published_names(widths: Mapping[str, int]) -> list[str]:
     return sorted(widths, key=lambda name: (-widths[name], name))
 
 
-def nccl_carrier() -> Carrier:
+def make_nccl_sender() -> SendVersion:
     """Over vLLM's NCCL group, on this process's first GPU. The group is made by the first `Send`, and meets all workers then.
 
     Raises `RuntimeError` without CUDA."""
@@ -62,7 +62,7 @@ def nccl_carrier() -> Carrier:
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-    class Published(WeightSource):
+    class MappedWeights(WeightSource):
         """A file of published weights."""
 
         def __init__(self) -> None:
@@ -75,10 +75,10 @@ def nccl_carrier() -> Carrier:
             for name, tensor in self.tensors.items():
                 yield name, tensor.to("cuda")
 
-    source, trainers = Published(), list[NCCLTrainerWeightTransferEngine]()
+    source, trainers = MappedWeights(), list[NCCLTrainerWeightTransferEngine]()
 
-    def send(job: Send) -> None:
-        source.tensors = read(job.path)
+    def send_version(job: Send) -> None:
+        source.tensors = read_tensors(job.path)
         if not trainers:
             info = NCCLTrainerInitInfo(
                 rank=0,
@@ -87,30 +87,32 @@ def nccl_carrier() -> Carrier:
                 world_size=job.workers + 1,
                 packed_buffer_size_bytes=job.bucket_bytes,
             )
-            trainers.append(NCCLTrainerWeightTransferEngine.trainer_init(info, client=_Led(), source=source))
-            check_group(trainers[0])
+            trainers.append(
+                NCCLTrainerWeightTransferEngine.trainer_init(info, client=_PassiveWorkerClient(), source=source)
+            )
+            check_nccl_group(trainers[0])
         trainers[0].send_weights()
         source.tensors = {}
 
-    return send
+    return send_version
 
 
-def check_group(engine: Any) -> None:
+def check_nccl_group(engine: Any) -> None:
     """vLLM's broadcasts do nothing at all, and raise nothing, if it could not load NCCL: `WeightError` then."""
     if getattr(engine.model_update_group, "disabled", True):
         raise WeightError('weights.backend="nccl": vLLM cannot use NCCL here (is VLLM_DISABLE_PYNCCL set?)')
 
 
-def read(path: str) -> dict[str, torch.Tensor]:
+def read_tensors(path: str) -> dict[str, torch.Tensor]:
     """All tensors of a file, mapped, in the order in which they travel."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return {name: tensors[name] for name in published_names({name: t.itemsize for name, t in tensors.items()})}
+    return {name: tensors[name] for name in order_tensor_names({name: t.itemsize for name, t in tensors.items()})}
 
 
-class _Led:
+class _PassiveWorkerClient:
     """The workers are driven by their generator, and not by this process."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:

@@ -14,65 +14,65 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from vllm.v1.request import RequestStatus
 
-from r3async.rollout.engines.vllm_messages import STOP
+from r3async.rollout.engines.vllm_messages import STOP_STRINGS_KEY
 
 
-class Text:
+class StopStringMatcher:
     """The text of one answer, as far as it is needed: what may be the beginning of a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._kept = max(map(len, self._stop)) - 1
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]):
+        self._tokenizer, self._stop_strings = tokenizer, tuple(stop_strings)
+        self._tail_length = max(map(len, self._stop_strings)) - 1
         self._stream = DecodeStream(skip_special_tokens=False)
         self._tail = ""
 
-    def add(self, token_id: int) -> str | None:
+    def add_token(self, token_id: int) -> str | None:
         """The stop string that the next token completes. A character of several tokens counts with its last one."""
         try:
             piece = self._stream.step(self._tokenizer, token_id)
         except Exception:  # tokens that are no text together
             self._stream, piece = DecodeStream(skip_special_tokens=False), None
         text = self._tail + (piece or "")
-        self._tail = text[len(text) - self._kept :] if len(text) > self._kept else text
-        return next((stop for stop in self._stop if stop in text), None) if piece else None
+        self._tail = text[len(text) - self._tail_length :] if len(text) > self._tail_length else text
+        return next((stop for stop in self._stop_strings if stop in text), None) if piece else None
 
 
-class StopStrings:
+class StopStringsMixin:
     """Mixed into vLLM's scheduler."""
 
     vllm_config: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._texts: dict[str, Text] = {}
+        self._stop_matchers: dict[str, StopStringMatcher] = {}
         self._tokenizer: Tokenizer | None = None
 
     def _update_request_with_output(self, request: Any, *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
         tokens, stopped = super()._update_request_with_output(request, *args, **kwargs)  # type: ignore[misc]
         extra = request.sampling_params.extra_args
-        stop = extra.get(STOP) if extra else None
+        stop = extra.get(STOP_STRINGS_KEY) if extra else None
         if not stop:
             return tokens, stopped
-        text = self._texts.get(request.request_id)
+        text = self._stop_matchers.get(request.request_id)
         if text is None:
-            text = self._texts[request.request_id] = Text(self._text_of(), stop)
+            text = self._stop_matchers[request.request_id] = StopStringMatcher(self._load_tokenizer(), stop)
         # A token that ends the answer at its limit may complete a string too: then the string ended it, as vLLM says as well.
         for token in tokens if not stopped or request.status == RequestStatus.FINISHED_LENGTH_CAPPED else ():
-            found = text.add(token)
+            found = text.add_token(token)
             if found is not None:
                 # As vLLM does with a stop token. A step makes one token: none follows.
                 request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, found, True
         if stopped:
-            del self._texts[request.request_id]
+            del self._stop_matchers[request.request_id]
         return tokens, stopped
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         for request in finished:
-            self._texts.pop(request.request_id, None)
+            self._stop_matchers.pop(request.request_id, None)
         return finished
 
-    def _text_of(self) -> Tokenizer:
+    def _load_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_file(str(Path(self.vllm_config.model_config.model) / "tokenizer.json"))
         return self._tokenizer

@@ -11,19 +11,19 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.tool_parsers import ToolParserManager
 
 
-class ToolCalls:
+class VllmToolParser:
     """`calls(parser, text, tools)`: the content of an answer, and its calls as `id, name, arguments` (JSON as a text).
 
     Raises `ValueError` for a parser that there is not, and what it raises if it does not fit the tokenizer of `model`. What it
     cannot read is content.
     """
 
-    def __init__(self, model: str):
-        self._model = model
+    def __init__(self, model_path: str):
+        self._model_path = model_path
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        return AutoTokenizer.from_pretrained(self._model)
+        return AutoTokenizer.from_pretrained(self._model_path)
 
     def __call__(
         self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]

@@ -15,21 +15,21 @@ from typing import Any
 import msgspec
 import torch
 
-from r3async.rollout.engines.stages import Stages
-from r3async.rollout.engines.vllm_contents import differences
-from r3async.rollout.engines.vllm_cpu import repack_cpu_experts, repack_cpu_tied, tied_modules
-from r3async.rollout.engines.vllm_masks import keep_masks
-from r3async.rollout.engines.vllm_plan import Plan, Watch, digests
-from r3async.rollout.engines.vllm_sender import check_group, published_names
+from r3async.rollout.engines.stages import ActivationRecorder
+from r3async.rollout.engines.vllm_contents import find_model_differences
+from r3async.rollout.engines.vllm_cpu import find_tied_modules, repack_cpu_experts, repack_cpu_tied_layers
+from r3async.rollout.engines.vllm_masks import record_sampling_masks
+from r3async.rollout.engines.vllm_plan import LoadPlan, LoadRecorder, digest_parameters
+from r3async.rollout.engines.vllm_sender import check_nccl_group, order_tensor_names
 from r3async.untrusted import decode_msgpack
 from r3async.weights.manifest import WeightError, WeightManifest
-from r3async.weights.nccl import ask
-from r3async.weights.reading import VersionFile, map_privately
+from r3async.weights.nccl import request_receive_offer
+from r3async.weights.reading import VersionFile, map_file_privately
 
 logger = logging.getLogger(__name__)
 
 
-def modules_left_out(model: torch.nn.Module) -> list[str]:
+def find_unfilled_modules(model: torch.nn.Module) -> list[str]:
     """Modules with weights that vLLM's loader, in the middle of a reload, was given nothing for."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -45,26 +45,26 @@ def modules_left_out(model: torch.nn.Module) -> list[str]:
 
 
 @contextlib.contextmanager
-def all_loaded(model: torch.nn.Module, published: WeightManifest) -> Iterator[None]:
+def check_all_loaded(model: torch.nn.Module, published: WeightManifest) -> Iterator[None]:
     """Inside, vLLM gives the model a published version, in one call of its `load_weights` or several. Raises `WeightError` at
     the end for a tensor that it was not given, or a module that was not filled."""
     load, given = model.load_weights, set()
     empty: list[str] = []
-    tied = {id(module) for module in tied_modules(model)}
+    tied = {id(module) for module in find_tied_modules(model)}
 
-    def counted(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def record_names(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             given.add(name)
             yield name, tensor
 
-    def checked(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        loaded = load(counted(weights))
+    def load_and_check(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        loaded = load(record_names(weights))
         # vLLM only logs that these keep what they have.
         modules = dict(model.named_modules(remove_duplicate=False))
-        empty[:] = [name for name in modules_left_out(model) if id(modules.get(name)) not in tied]
+        empty[:] = [name for name in find_unfilled_modules(model) if id(modules.get(name)) not in tied]
         return loaded
 
-    model.load_weights = checked
+    model.load_weights = load_and_check
     try:
         yield
     finally:
@@ -79,32 +79,32 @@ def all_loaded(model: torch.nn.Module, published: WeightManifest) -> Iterator[No
 class WorkerExtension:
     """Methods that `VllmEngine` calls on every worker."""
 
-    r3_holds = (-1, 0)
+    r3_installed = (-1, 0)
     """Version and digest of the contents that were installed last, and completely; (-1, 0) if there are none."""
-    r3_link = ""
+    r3_nccl_link = ""
     """The NCCL group that this worker has joined."""
-    r3_plan: Plan | None = None
+    r3_load_plan: LoadPlan | None = None
     """What loads files like the one that was loaded last."""
-    r3_stages: Stages | None = None
+    r3_activations: ActivationRecorder | None = None
     """What the model computes is seen."""
     weight_transfer_engine: Any
     """The worker's own."""
 
-    def r3_process(self) -> int:
+    def r3_process_id(self) -> int:
         """Pid of the worker's process."""
         return os.getpid()
 
-    def r3_gpu(self) -> str:
+    def r3_gpu_uuid(self) -> str:
         """The uuid of the worker's GPU; empty on CPU."""
         device = self.device  # type: ignore[attr-defined]
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
-    def r3_keep_masks(self) -> None:
+    def r3_record_sampling_masks(self) -> None:
         """From now on the sampler records which tokens could be sampled."""
-        keep_masks(self.model_runner)  # type: ignore[attr-defined]
+        record_sampling_masks(self.model_runner)  # type: ignore[attr-defined]
 
-    def r3_install(self, manifest: bytes) -> tuple[int, int]:
-        """Load the published weights of a msgpack-encoded `WeightManifest` in place; returns `r3_holds`.
+    def r3_install_version(self, manifest: bytes) -> tuple[int, int]:
+        """Load the published weights of a msgpack-encoded `WeightManifest` in place; returns `r3_installed`.
 
         The owner has verified the very file before it paused the engine, so only its header is compared again, with that of the
         plan; from a `source` names, shapes and dtypes are. Raises `WeightError` for those, for a tensor that was not given to
@@ -112,70 +112,70 @@ class WorkerExtension:
         version and must not be run.
         """
         published = decode_msgpack(manifest, WeightManifest)
-        self.r3_holds = (-1, 0)
+        self.r3_installed = (-1, 0)
         if published.source is None:
-            self.r3_load(published)
+            self.r3_load_file(published)
         else:
-            self.r3_receive(published)
-            self.r3_after_load()
-        self.r3_holds = published.version, published.digest
-        return self.r3_holds
+            self.r3_receive_tensors(published)
+            self.r3_finish_load()
+        self.r3_installed = published.version, published.digest
+        return self.r3_installed
 
-    def r3_content(self, published: WeightManifest) -> torch.Tensor:
+    def r3_map_file(self, published: WeightManifest) -> torch.Tensor:
         """The file of a version, uint8 `[n]`, mapped."""
-        return map_privately(published.path)
+        return map_file_privately(published.path)
 
-    def r3_load(self, published: WeightManifest) -> None:
+    def r3_load_file(self, published: WeightManifest) -> None:
         """Load a published file: by the plan, or if there is none for such a file, as vLLM does it, which makes the plan."""
-        content = self.r3_content(published)
-        if self.r3_plan is not None and self.r3_plan.fits(content):
-            self.r3_plan.install(content)
-            self.r3_after_load()
+        content = self.r3_map_file(published)
+        if self.r3_load_plan is not None and self.r3_load_plan.can_load(content):
+            self.r3_load_plan.load_file(content)
+            self.r3_finish_load()
             return
-        self.r3_plan = None
+        self.r3_load_plan = None
         file = VersionFile(published, content)
-        watch = Watch(file.data)
+        watch = LoadRecorder(file.data)
         with watch:
-            self.r3_reload(published, file.tensors())
+            self.r3_reload_tensors(published, file.iter_tensors())
         model = self.model_runner.model  # type: ignore[attr-defined]
-        if not watch.repeatable(model):
+        if not watch.is_repeatable(model):
             return
-        plan = Plan(model, self.model_config.dtype, file.header, watch.found)  # type: ignore[attr-defined]
-        if self.r3_same(plan, content):
-            self.r3_plan = plan
+        plan = LoadPlan(model, self.model_config.dtype, file.header, watch.module_loads)  # type: ignore[attr-defined]
+        if self.r3_is_plan_exact(plan, content):
+            self.r3_load_plan = plan
         else:
-            self.r3_reload(published, file.tensors())
+            self.r3_reload_tensors(published, file.iter_tensors())
 
-    def r3_same(self, plan: Plan, content: torch.Tensor) -> bool:
+    def r3_is_plan_exact(self, plan: LoadPlan, content: torch.Tensor) -> bool:
         """Whether the plan gives what vLLM's loader just gave, to the bit: padding and packed weights too."""
         model = self.model_runner.model  # type: ignore[attr-defined]
-        before = digests(model)
-        plan.install(content, poison=True)
-        self.r3_after_load()
-        wrong = sorted(name for name, digest in digests(model).items() if before.get(name) != digest)
+        before = digest_parameters(model)
+        plan.load_file(content, poison=True)
+        self.r3_finish_load()
+        wrong = sorted(name for name, digest in digest_parameters(model).items() if before.get(name) != digest)
         if wrong:
             logger.warning("every version is loaded as vLLM does it: the plan gives another %s", wrong[0])
         return not wrong
 
-    def r3_reload(self, published: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def r3_reload_tensors(self, published: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Have vLLM load the tensors, in the layout of its first load, and check that nothing was left out."""
         runner = self.model_runner  # type: ignore[attr-defined]
-        with all_loaded(runner.model, published):
+        with check_all_loaded(runner.model, published):
             runner.reload_weights(weights_iterator=tensors)
-        self.r3_after_load()
+        self.r3_finish_load()
 
-    def r3_receive(self, published: WeightManifest) -> None:
+    def r3_receive_tensors(self, published: WeightManifest) -> None:
         """The same with tensors that come over vLLM's NCCL group, which is joined first if it is new; see `weights.nccl`.
 
         Blocks until all of them are here. If the sender is lost on the way this never returns: the owner's wait times
         out after `weights.install_timeout`, and it ends the engine.
         """
-        engine = self.r3_transfer_engine()
+        engine = self.r3_get_transfer_engine()
         p = engine.parallel_config
         workers = p.world_size * p.data_parallel_size
-        offer = ask(published, p.data_parallel_index * p.world_size + p.rank, workers)
-        if offer.link != self.r3_link:
-            self.r3_link = ""
+        offer = request_receive_offer(published, p.data_parallel_index * p.world_size + p.rank, workers)
+        if offer.link != self.r3_nccl_link:
+            self.r3_nccl_link = ""
             self.init_weight_transfer_engine(  # type: ignore[attr-defined]
                 {
                     "master_address": offer.host,
@@ -186,11 +186,11 @@ class WorkerExtension:
                     "packed_buffer_size_bytes": offer.bucket_bytes,
                 }
             )
-            check_group(engine)
-            self.r3_link = offer.link
+            check_nccl_group(engine)
+            self.r3_nccl_link = offer.link
         widths = {name: getattr(torch, entry.dtype).itemsize for name, entry in published.tensors.items()}
-        entries = [(name, published.tensors[name]) for name in published_names(widths)]
-        with all_loaded(engine.model, published):
+        entries = [(name, published.tensors[name]) for name in order_tensor_names(widths)]
+        with check_all_loaded(engine.model, published):
             self.start_weight_update()  # type: ignore[attr-defined]
             self.update_weights(  # type: ignore[attr-defined]
                 {
@@ -201,7 +201,7 @@ class WorkerExtension:
             )
             self.finish_weight_update()  # type: ignore[attr-defined]
 
-    def r3_transfer_engine(self) -> Any:
+    def r3_get_transfer_engine(self) -> Any:
         """vLLM's receiving end, as `weight_transfer_config` would have made it at the start."""
         if self.weight_transfer_engine is None:
             from vllm.config import WeightTransferConfig
@@ -215,35 +215,35 @@ class WorkerExtension:
             )
         return self.weight_transfer_engine
 
-    def r3_after_load(self) -> None:
+    def r3_finish_load(self) -> None:
         """Whatever vLLM itself leaves undone after a reload."""
         model = self.model_runner.model  # type: ignore[attr-defined]
         repack_cpu_experts(model)
-        repack_cpu_tied(model)
+        repack_cpu_tied_layers(model)
 
-    def r3_differences(self, manifest: bytes) -> bytes:
-        """See `differences`; msgpack."""
+    def r3_find_weight_differences(self, manifest: bytes) -> bytes:
+        """See `find_model_differences`; msgpack."""
         published = decode_msgpack(manifest, WeightManifest)
         runner = self.model_runner  # type: ignore[attr-defined]
 
         def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             runner.reload_weights(weights_iterator=tensors)
-            self.r3_after_load()
+            self.r3_finish_load()
 
-        return msgspec.msgpack.encode(differences(runner.model, published, load))
+        return msgspec.msgpack.encode(find_model_differences(runner.model, published, load))
 
-    def r3_watch(self) -> None:
-        """From now on, see what the model computes, stage by stage; until `r3_watched`."""
-        self.r3_stages = Stages(self.model_runner.model)  # type: ignore[attr-defined]
+    def r3_record_activations(self) -> None:
+        """From now on, see what the model computes, stage by stage; until `r3_save_activations`."""
+        self.r3_activations = ActivationRecorder(self.model_runner.model)  # type: ignore[attr-defined]
 
-    def r3_watched(self, path: str) -> str:
+    def r3_save_activations(self, path: str) -> str:
         """Write what was seen to a safetensors file, if this is the first worker; returns the dtype that it computes in."""
         from safetensors.torch import save_file
 
-        stages, self.r3_stages = self.r3_stages, None
+        stages, self.r3_activations = self.r3_activations, None
         if stages is None:
             return ""
-        seen = stages.take()
+        seen = stages.finish_recording()
         if self.rank == 0:  # type: ignore[attr-defined]
             save_file(seen, path)
         return stages.dtype

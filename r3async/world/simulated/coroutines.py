@@ -12,11 +12,11 @@ CLOSE_ATTEMPTS = 100
 """So many awaits of its `finally` an ended coroutine may make: each is interrupted."""
 
 
-class Killed(BaseException):
+class ProcessKilled(BaseException):
     """Raised in code of a process that has ended, wherever it touches the world. Nothing handles it."""
 
 
-def close(task: Any, loop: Any) -> None:
+def close_task(task: Any, loop: Any) -> None:
     """Interrupt a task's coroutine until it has ended. `GeneratorExit` would not do: a `finally` may not await after it."""
     task._log_destroy_pending = False
     coroutine = task.get_coro()
@@ -24,7 +24,7 @@ def close(task: Any, loop: Any) -> None:
     _enter_task(loop, task)
     try:
         for _ in range(CLOSE_ATTEMPTS):
-            task.context.copy().run(coroutine.throw, Killed())
+            task.context.copy().run(coroutine.throw, ProcessKilled())
     except BaseException:  # also StopIteration: it has returned
         pass
     finally:
@@ -42,27 +42,27 @@ def _discard_unawaited(coroutine: Any) -> None:
         coroutine = coroutine.cr_await
 
 
-def waits(task: Any) -> list[str]:
+def await_stack(task: Any) -> list[str]:
     """Where a task stands: "function file:line", innermost first."""
     found: list[str] = []
     coroutine: Any = task.get_coro()
     while coroutine is not None:
         frame: FrameType | None = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None)
         if frame is not None:
-            found.append(place(frame.f_code, frame.f_lineno))
+            found.append(format_location(frame.f_code, frame.f_lineno))
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)
     return found[::-1] or ["not started"]
 
 
-def place(code: CodeType, line: int) -> str:
+def format_location(code: CodeType, line: int) -> str:
     return f"{code.co_qualname} {Path(code.co_filename).name}:{line}"
 
 
-def raised_at(error: BaseException | None) -> str:
+def format_raise_location(error: BaseException | None) -> str:
     at = error.__traceback__ if error is not None else None
     while at is not None and at.tb_next is not None:
         at = at.tb_next
-    return f" at {place(at.tb_frame.f_code, at.tb_lineno)}" if at is not None else ""
+    return f" at {format_location(at.tb_frame.f_code, at.tb_lineno)}" if at is not None else ""
 
 
-__all__ = ["Killed", "close", "raised_at", "waits"]
+__all__ = ["ProcessKilled", "await_stack", "close_task", "format_raise_location"]

@@ -3,8 +3,8 @@
 Nothing waits: when no callback is ready, time jumps to the next timer. The order of callbacks follows from what was scheduled
 alone, in every Python process: tasks and futures hash by a number in the order of their making, so sets of them iterate alike.
 
-A callback belongs to the process that scheduled it (`PROCESS`, a context variable). Those of a frozen process are put aside until
-it thaws; those of an ended one are dropped.
+A callback belongs to the process that scheduled it (`CURRENT_PROCESS`, a context variable). Those of a frozen process are put
+aside until it thaws; those of an ended one are dropped.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
-from r3async.world.simulated.coroutines import Killed, close, raised_at, waits
+from r3async.world.simulated.coroutines import ProcessKilled, await_stack, close_task, format_raise_location
 
 
-class Deadlock(RuntimeError):
+class DeadlockError(RuntimeError):
     """Nothing is ready and no timer runs, but the main future is pending. Says where each task waits."""
 
 
-class LimitReached(RuntimeError):
+class LimitReachedError(RuntimeError):
     """The loop has run as many callbacks, or as long in virtual time, as it may."""
 
 
-class Process:
+class VirtualProcess:
     """What freezes, thaws and ends as one: the callbacks and tasks that are scheduled in its `context`."""
 
     def __init__(self, loop: VirtualLoop, name: str):
@@ -37,26 +37,26 @@ class Process:
         self.running = True
         """Neither frozen nor ended."""
         self.ended = False
-        self.full = False
+        self.out_of_descriptors = False
         """It has as many descriptors as it may: it can open nothing (EMFILE)."""
         self.context = Context()
         """To schedule in it from outside: `loop.call_later(delay, callback, context=process.context)`."""
-        self.context.run(PROCESS.set, self)
+        self.context.run(CURRENT_PROCESS.set, self)
         self._loop = loop
-        self._aside: list[Handle] = []
-        self._at_end: list[Callable[[], None]] = []
+        self._deferred_handles: list[VirtualHandle] = []
+        self._end_callbacks: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         return f"Process({self.name!r})"
 
-    def at_end(self, callback: Callable[[], None]) -> None:
+    def add_end_callback(self, callback: Callable[[], None]) -> None:
         """Have `callback` called, outside the process, when it ends."""
-        self._at_end.append(callback)
+        self._end_callbacks.append(callback)
 
-    def check(self) -> None:
-        """Raises `Killed` if the process has ended: for everything in its world that would have an effect."""
+    def raise_if_ended(self) -> None:
+        """Raises `ProcessKilled` if the process has ended: for everything in its world that would have an effect."""
         if self.ended:
-            raise Killed(self.name)
+            raise ProcessKilled(self.name)
 
     def freeze(self) -> None:
         """As SIGSTOP. Idempotent."""
@@ -66,28 +66,28 @@ class Process:
         """As SIGCONT: what became due meanwhile runs now, in order. Nothing happens if it is not frozen."""
         if not self.ended and not self.running:
             self.running = True
-            aside, self._aside = self._aside, []
-            self._loop.ready.extend(aside)
+            aside, self._deferred_handles = self._deferred_handles, []
+            self._loop.ready_handles.extend(aside)
 
     def end(self) -> None:
         """As SIGKILL: nothing of it runs any more, no `finally` either. Idempotent.
 
-        Code of the process that ends itself continues until it returns or awaits; `check` stops it earlier.
+        Code of the process that ends itself continues until it returns or awaits; `raise_if_ended` stops it earlier.
         """
         if self.ended:
             return
         self.ended, self.running = True, False
-        self._aside = []
-        self._loop.bury(self)
-        for callback in self._at_end:
+        self._deferred_handles = []
+        self._loop.retain_tasks(self)
+        for callback in self._end_callbacks:
             callback()
-        self._at_end = []
+        self._end_callbacks = []
 
 
-PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
+CURRENT_PROCESS: ContextVar[VirtualProcess | None] = ContextVar("process", default=None)
 
 
-class Handle:
+class VirtualHandle:
     """See `asyncio.Handle`."""
 
     __slots__ = ("args", "callback", "context")
@@ -103,7 +103,7 @@ class Handle:
         return self.callback is None
 
 
-class Timer(Handle):
+class VirtualTimer(VirtualHandle):
     """See `asyncio.TimerHandle`."""
 
     __slots__ = ("_when",)
@@ -115,27 +115,27 @@ class Timer(Handle):
         return self._when
 
 
-class Future(asyncio.Future[Any]):
+class VirtualFuture(asyncio.Future[Any]):
     """Hashes by its number."""
 
     __slots__ = ("_number",)
 
     def __init__(self, loop: VirtualLoop):
-        self._number = next(loop.numbers)
+        self._number = next(loop.object_numbers)
         super().__init__(loop=loop)
 
     def __hash__(self) -> int:
         return self._number
 
 
-class Task(asyncio.Task[Any]):
+class VirtualTask(asyncio.Task[Any]):
     """Hashes by its number; knows its process."""
 
     __slots__ = ("_number", "context", "process")
 
     def __init__(self, coroutine: Any, loop: VirtualLoop, name: str | None, context: Context):
-        self._number = number = next(loop.numbers)
-        self.context, self.process = context, context.get(PROCESS)
+        self._number = number = next(loop.object_numbers)
+        self.context, self.process = context, context.get(CURRENT_PROCESS)
         super().__init__(coroutine, loop=loop, name=name or f"task-{number}", context=context)
 
     def __hash__(self) -> int:
@@ -143,24 +143,24 @@ class Task(asyncio.Task[Any]):
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """See the module. `callbacks` and `seconds`: how many callbacks, and how long in virtual time, it runs at most.
+    """See the module. `max_callbacks` and `max_seconds`: how many callbacks, and how long in virtual time, it runs at most.
 
     `failures` are what asyncio would log: exceptions of callbacks, and of tasks that nobody asked.
     """
 
-    def __init__(self, *, callbacks: int | None = None, seconds: float | None = None) -> None:
-        self.numbers = itertools.count(1)
-        self.ran = 0
+    def __init__(self, *, max_callbacks: int | None = None, max_seconds: float | None = None) -> None:
+        self.object_numbers = itertools.count(1)
+        self.callback_count = 0
         """Callbacks so far."""
         self.now = 0.0
         self.failures: list[str] = []
-        self.most_callbacks = sys.maxsize if callbacks is None else callbacks
-        self.most_seconds = float("inf") if seconds is None else seconds
-        self._buried: list[Task] = []
-        self.ready: deque[Handle] = deque()
+        self.max_callbacks = sys.maxsize if max_callbacks is None else max_callbacks
+        self.max_seconds = float("inf") if max_seconds is None else max_seconds
+        self._retained_tasks: list[VirtualTask] = []
+        self.ready_handles: deque[VirtualHandle] = deque()
         """To be called next, in order."""
-        self._timers: list[tuple[float, int, Timer]] = []
-        self._order = itertools.count()
+        self._timers: list[tuple[float, int, VirtualTimer]] = []
+        self._timer_numbers = itertools.count()
         self._stopping = self._closed = self._running = False
 
     # -- scheduling --------------------------------------------------------------------------------------------------
@@ -169,40 +169,40 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Virtual seconds since the loop was made."""
         return self.now
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
-        handle = Handle(callback, args, copy_context() if context is None else context)
-        self.ready.append(handle)
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> VirtualHandle:  # type: ignore[override]
+        handle = VirtualHandle(callback, args, copy_context() if context is None else context)
+        self.ready_handles.append(handle)
         return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> Timer:
-        timer = Timer(when, callback, args, copy_context() if context is None else context)
-        heapq.heappush(self._timers, (when, next(self._order), timer))
+    ) -> VirtualTimer:
+        timer = VirtualTimer(when, callback, args, copy_context() if context is None else context)
+        heapq.heappush(self._timers, (when, next(self._timer_numbers), timer))
         return timer
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> Timer:
+    ) -> VirtualTimer:
         return self.call_at(self.now + delay, callback, *args, context=context)
 
-    def bury(self, process: Process) -> None:
+    def retain_tasks(self, process: VirtualProcess) -> None:
         """Keep the tasks of an ended process from the garbage collector, which would run their `finally`."""
-        self._buried += [task for task in self.tasks() if task.process is process]
+        self._retained_tasks += [task for task in self.pending_tasks() if task.process is process]
 
-    def tasks(self) -> list[Task]:
+    def pending_tasks(self) -> list[VirtualTask]:
         """Those that are not done, in the order of their making."""
-        return sorted((task for task in asyncio.all_tasks(self) if isinstance(task, Task)), key=hash)
+        return sorted((task for task in asyncio.all_tasks(self) if isinstance(task, VirtualTask)), key=hash)
 
-    def create_future(self) -> Future:
-        return Future(self)
+    def create_future(self) -> VirtualFuture:
+        return VirtualFuture(self)
 
-    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Task:
-        task = Task(coro, self, name, copy_context() if context is None else context)
+    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> VirtualTask:
+        task = VirtualTask(coro, self, name, copy_context() if context is None else context)
         if task.process is not None and task.process.ended:
-            self._buried.append(task)
+            self._retained_tasks.append(task)
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
@@ -212,36 +212,36 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # -- running -----------------------------------------------------------------------------------------------------
 
     def run_until_complete(self, future: Any) -> Any:
-        """Raises what the future raises, `Deadlock` and `LimitReached`."""
+        """Raises what the future raises, `DeadlockError` and `LimitReachedError`."""
         task = asyncio.ensure_future(future, loop=self)
-        task.add_done_callback(self._stop_with)
+        task.add_done_callback(self._stop_when_done)
         try:
             self.run_forever()
         finally:
-            task.remove_done_callback(self._stop_with)
+            task.remove_done_callback(self._stop_when_done)
         return task.result()
 
-    def _stop_with(self, _: object) -> None:
+    def _stop_when_done(self, _: object) -> None:
         self._stopping = True
 
     def stop(self) -> None:
         self._stopping = True
 
     def run_forever(self) -> None:
-        """Until `stop`. Raises `Deadlock` and `LimitReached`."""
+        """Until `stop`. Raises `DeadlockError` and `LimitReachedError`."""
         if self._closed or self._running:
             raise RuntimeError("the loop is closed" if self._closed else "the loop runs already")
         hooks = sys.get_asyncgen_hooks()
-        sys.set_asyncgen_hooks(finalizer=self._finalize)
+        sys.set_asyncgen_hooks(finalizer=self._close_generator)
         asyncio._set_running_loop(self)
         self._running, self._stopping = True, False
         try:
             while not self._stopping:
                 try:
-                    self._run()
-                except Killed:
+                    self._run_callbacks()
+                except ProcessKilled:
                     pass
-                except (SystemExit, KeyboardInterrupt, Deadlock, LimitReached):
+                except (SystemExit, KeyboardInterrupt, DeadlockError, LimitReachedError):
                     raise
                 except BaseException as error:
                     self.call_exception_handler({"message": "exception in a callback", "exception": error})
@@ -250,47 +250,49 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(None)
             sys.set_asyncgen_hooks(*hooks)
 
-    def _run(self) -> None:
+    def _run_callbacks(self) -> None:
         """Callback after callback, until one stops the loop or raises."""
-        ready = self.ready
+        ready = self.ready_handles
         while not self._stopping:
             if not ready:
-                self._advance()
+                self._advance_time()
             handle = ready.popleft()
             callback = handle.callback
             if callback is None:
                 continue
             context = handle.context
-            process = context.get(PROCESS)
+            process = context.get(CURRENT_PROCESS)
             if process is not None and not process.running:
                 if not process.ended:
-                    process._aside.append(handle)
+                    process._deferred_handles.append(handle)
                 continue
-            self.ran += 1
-            if self.ran > self.most_callbacks:
-                raise LimitReached(f"{self.most_callbacks} callbacks, at {self.now:.3f} s")
+            self.callback_count += 1
+            if self.callback_count > self.max_callbacks:
+                raise LimitReachedError(f"{self.max_callbacks} callbacks, at {self.now:.3f} s")
             context.run(callback, *handle.args)
 
-    def _advance(self) -> None:
+    def _advance_time(self) -> None:
         """Jump to the next timer, and make ready all that are due then."""
-        timers, ready = self._timers, self.ready
+        timers, ready = self._timers, self.ready_handles
         while timers:
             when, _, timer = heapq.heappop(timers)
             if timer.callback is None:
                 continue
             if when > self.now:
-                if when > self.most_seconds:
-                    raise LimitReached(f"{self.most_seconds:g} s of virtual time, after {self.ran} callbacks")
+                if when > self.max_seconds:
+                    raise LimitReachedError(
+                        f"{self.max_seconds:g} s of virtual time, after {self.callback_count} callbacks"
+                    )
                 self.now = when
             ready.append(timer)
             while timers and timers[0][0] <= self.now:
                 ready.append(heapq.heappop(timers)[2])
             return
-        raise Deadlock("\n".join(["nothing is ready and no timer runs; what waits:", *self.describe_tasks()]))
+        raise DeadlockError("\n".join(["nothing is ready and no timer runs; what waits:", *self.describe_tasks()]))
 
-    def _finalize(self, generator: Any) -> None:
+    def _close_generator(self, generator: Any) -> None:
         """An asynchronous generator was left before its end."""
-        process = PROCESS.get()
+        process = CURRENT_PROCESS.get()
         if not self._closed and (process is None or not process.ended):
             self.call_soon(self.create_task, generator.aclose())
 
@@ -298,17 +300,17 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def describe_tasks(self) -> list[str]:
         """Each task that is not done: its process, its name, and where it waits."""
-        alive = [task for task in self.tasks() if task.process is None or not task.process.ended]
-        return [f"  {_name(task)} {task.get_name()}: {' < '.join(waits(task))}" for task in alive]
+        alive = [task for task in self.pending_tasks() if task.process is None or not task.process.ended]
+        return [f"  {_process_name(task)} {task.get_name()}: {' < '.join(await_stack(task))}" for task in alive]
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Record it in `failures`. What an ended process leaves behind is not a failure."""
         error, source = context.get("exception"), context.get("task", context.get("future"))
-        process = source.process if isinstance(source, Task) else PROCESS.get()
-        if not isinstance(error, Killed) and (process is None or not process.ended):
+        process = source.process if isinstance(source, VirtualTask) else CURRENT_PROCESS.get()
+        if not isinstance(error, ProcessKilled) and (process is None or not process.ended):
             message = context.get("message", "") + (f": {type(error).__name__}: {error}" if error else "")
-            where = f" in {_name(source)} {source.get_name()}" if isinstance(source, Task) else ""
-            self.failures.append(f"{message}{where}{raised_at(error)}")
+            where = f" in {_process_name(source)} {source.get_name()}" if isinstance(source, VirtualTask) else ""
+            self.failures.append(f"{message}{where}{format_raise_location(error)}")
 
     def get_debug(self) -> bool:
         return False
@@ -329,30 +331,30 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._closed = True
         asyncio._set_running_loop(self)
         try:
-            while left := self.tasks():  # also what a `finally` has made meanwhile
+            while left := self.pending_tasks():  # also what a `finally` has made meanwhile
                 for task in left:
-                    close(task, self)
+                    close_task(task, self)
         finally:
             asyncio._set_running_loop(None)
-        self.ready.clear()
+        self.ready_handles.clear()
         self._timers.clear()
-        self._buried.clear()
+        self._retained_tasks.clear()
 
 
-def _name(task: Any) -> str:
+def _process_name(task: Any) -> str:
     process = getattr(task, "process", None)
     return process.name if process is not None else "-"
 
 
 __all__ = [
-    "PROCESS",
-    "Deadlock",
-    "Future",
-    "Handle",
-    "Killed",
-    "LimitReached",
-    "Process",
-    "Task",
-    "Timer",
+    "CURRENT_PROCESS",
+    "DeadlockError",
+    "LimitReachedError",
+    "ProcessKilled",
+    "VirtualFuture",
+    "VirtualHandle",
     "VirtualLoop",
+    "VirtualProcess",
+    "VirtualTask",
+    "VirtualTimer",
 ]

@@ -7,53 +7,53 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from r3async.world import Figures
-from r3async.world.simulated.loop import Process
+from r3async.world import MetricsServer
+from r3async.world.simulated.loop import VirtualProcess
 
 if TYPE_CHECKING:
-    from r3async.world.simulated.actors import Actor
+    from r3async.world.simulated.actors import SimulatedActor
     from r3async.world.simulated.reserved import SimulatedReservation
-    from r3async.world.simulated.world import Host, SimulatedWorld, Simulation
+    from r3async.world.simulated.world import SimulatedHost, SimulatedWorld, Simulation
 import functools
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import ParamSpec, TypeVar
 
-from r3async.world.simulated.loop import Future, Killed
-from r3async.world.simulated.network import draw
+from r3async.world.simulated.loop import ProcessKilled, VirtualFuture
+from r3async.world.simulated.network import draw_seconds
 
 
-class HostProcess(Process):
-    """A process on a host. `label` is its own; `name` is that of the actor, and of the process that takes its place."""
+class HostProcess(VirtualProcess):
+    """A process on a host. `rng_label` is its own; `name` is that of the actor, and of the process that takes its place."""
 
     def __init__(
         self,
         simulation: Simulation,
-        host: Host,
+        host: SimulatedHost,
         name: str,
-        label: str,
+        rng_label: str,
         pid: int,
-        actor: Actor | None,
-        world: Callable[[HostProcess], SimulatedWorld],
+        actor: SimulatedActor | None,
+        make_world: Callable[[HostProcess], SimulatedWorld],
     ):
         super().__init__(simulation.loop, name)
-        self.simulation, self.host, self.label, self.pid, self.actor = simulation, host, label, pid, actor
+        self.simulation, self.host, self.rng_label, self.pid, self.actor = simulation, host, rng_label, pid, actor
         self._rngs: dict[str, Random] = {}
-        self.spawned: list[Actor] = []
+        self.spawned_actors: list[SimulatedActor] = []
         """They end when it does."""
-        self.reserved: list[SimulatedReservation] = []
+        self.reservations: list[SimulatedReservation] = []
         """Of hosts, until it ends."""
-        self.arrivals: dict[Actor, float] = {}
+        self.last_arrivals: dict[SimulatedActor, float] = {}
         """When the last call to an actor arrives: calls do not overtake each other."""
         self.disk_seconds = 0.0
         """How long its work on files since the last look takes."""
-        self.world = world(self)
+        self.world = make_world(self)
 
-    def rng(self, use: str) -> Random:
+    def rng_for(self, use: str) -> Random:
         """A stream of its own for each process and use."""
         found = self._rngs.get(use)
         if found is None:
-            found = self._rngs[use] = self.simulation.rng(f"{use}/{self.label}")
+            found = self._rngs[use] = self.simulation.rng_for(f"{use}/{self.rng_label}")
         return found
 
 
@@ -71,51 +71,51 @@ class SimulatedProcesses:
     def host(self) -> str:
         return self._process.host.name
 
-    def redirect_output(self, log: Path) -> None:
-        self._process.check()
+    def redirect_output(self, log_path: Path) -> None:
+        self._process.raise_if_ended()
 
-    def serve_figures(self, serve: Callable[[], Figures | None]) -> None:
-        self._process.check()
+    def serve_metrics(self, open_endpoint: Callable[[], MetricsServer | None]) -> None:
+        self._process.raise_if_ended()
 
-    def show_figures(self, read: Callable[[], Mapping[str, Any]]) -> None:
-        self._process.check()
+    def add_metrics_source(self, read_metrics: Callable[[], Mapping[str, Any]]) -> None:
+        self._process.raise_if_ended()
 
-    def measure_loop(self, tell: Callable[[float, float], None]) -> Callable[[], None]:
-        self._process.check()
+    def measure_event_loop(self, on_lag: Callable[[float, float], None]) -> Callable[[], None]:
+        self._process.raise_if_ended()
         return lambda: None
 
     def stage_seconds(self) -> tuple[dict[str, float], dict[str, float]]:
-        self._process.check()
+        self._process.raise_if_ended()
         return {}, {}
 
-    def cpu_seconds(self, others: Sequence[int] = ()) -> float:
-        self._process.check()
+    def cpu_seconds(self, other_pids: Sequence[int] = ()) -> float:
+        self._process.raise_if_ended()
         return 0.0
 
     def dump_stacks(self, path: Path, reason: str) -> Path:
         """Records that they were asked for."""
-        self._process.check()
-        self._process.simulation.log.event(self._process.name, "stacks_dumped", reason=reason)
+        self._process.raise_if_ended()
+        self._process.simulation.log.log_event(self._process.name, "stacks_dumped", reason=reason)
         return path
 
-    def ask_for_stacks(self, pid: int, host: str) -> bool:
-        found = self._find(pid, host)
+    def request_stack_dump(self, pid: int, host: str) -> bool:
+        found = self._find_process(pid, host)
         if found is not None:
-            self._process.simulation.log.event(self._process.name, "stacks_asked", of=found.name)
+            self._process.simulation.log.log_event(self._process.name, "stacks_asked", of=found.name)
         return found is not None
 
-    def alive(self, pid: int, host: str) -> bool:
-        return self._find(pid, host) is not None
+    def is_alive(self, pid: int, host: str) -> bool:
+        return self._find_process(pid, host) is not None
 
-    def kill(self, pid: int, host: str) -> bool:
-        found = self._find(pid, host)
+    def kill_process(self, pid: int, host: str) -> bool:
+        found = self._find_process(pid, host)
         if found is not None:
-            self._process.simulation.end(found, f"killed by {self._process.name}")
-            self._process.check()
+            self._process.simulation.end_process(found, f"killed by {self._process.name}")
+            self._process.raise_if_ended()
         return found is not None
 
-    def _find(self, pid: int, host: str) -> HostProcess | None:
-        self._process.check()
+    def _find_process(self, pid: int, host: str) -> HostProcess | None:
+        self._process.raise_if_ended()
         return self._process.host.processes.get(pid) if host == self.host else None
 
 
@@ -131,18 +131,18 @@ class SimulatedThreads:
 
     def __init__(self, process: HostProcess):
         self._process = process
-        self._loop, self._rng = process.simulation.loop, process.rng("threads")
+        self._loop, self._rng = process.simulation.loop, process.rng_for("threads")
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        self._process.check()
+        self._process.raise_if_ended()
         answer = self._loop.create_future()
-        self._loop.call_later(self._delay(), self._work, answer, functools.partial(function, *args, **kwargs))
+        self._loop.call_later(self._draw_delay(), self._run_call, answer, functools.partial(function, *args, **kwargs))
         return await answer
 
-    def _delay(self) -> float:
-        return draw(self._process.simulation.delays.thread, self._rng)
+    def _draw_delay(self) -> float:
+        return draw_seconds(self._process.simulation.delays.thread, self._rng)
 
-    def _work(self, answer: Future, call: Callable[[], Any]) -> float:
+    def _run_call(self, answer: VirtualFuture, call: Callable[[], Any]) -> float:
         """Returns how long the call takes."""
         if answer.cancelled():
             return 0.0
@@ -150,22 +150,22 @@ class SimulatedThreads:
         failed, result = False, None
         try:
             result = call()
-        except Killed:
+        except ProcessKilled:
             raise
         except BaseException as error:
             failed, result = True, error
         seconds, self._process.disk_seconds = self._process.disk_seconds, 0.0
         if seconds > 0:
-            self._loop.call_later(seconds, _settle, answer, failed, result)
+            self._loop.call_later(seconds, _settle_answer, answer, failed, result)
         else:
-            _settle(answer, failed, result)
+            _settle_answer(answer, failed, result)
         return seconds
 
-    def lane(self, name: str) -> SimulatedLane:
-        return SimulatedLane(self)
+    def new_worker(self, name: str) -> SimulatedWorkerThread:
+        return SimulatedWorkerThread(self)
 
-    def repeat(self, name: str, seconds: float, function: Callable[[], bool]) -> None:
-        self._process.check()
+    def repeat_until_done(self, name: str, seconds: float, function: Callable[[], bool]) -> None:
+        self._process.raise_if_ended()
 
         def work() -> None:
             if not function():
@@ -173,57 +173,57 @@ class SimulatedThreads:
 
         self._loop.call_later(seconds, work, context=self._process.context.copy())
 
-    def lock(self) -> AbstractContextManager[Any]:
+    def new_lock(self) -> AbstractContextManager[Any]:
         """Nobody else runs meanwhile."""
         return nullcontext()
 
 
-class SimulatedLane:
-    """See `world.Lane`."""
+class SimulatedWorkerThread:
+    """See `world.WorkerThread`."""
 
     def __init__(self, threads: SimulatedThreads):
         self._threads = threads
-        self._waiting: deque[tuple[Future, Callable[[], Any]]] = deque()
-        self._busy = self._closed = False
-        self._idle: list[Future] = []
+        self._queued_calls: deque[tuple[VirtualFuture, Callable[[], Any]]] = deque()
+        self._is_busy = self._is_closed = False
+        self._idle_waiters: list[VirtualFuture] = []
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        self._threads._process.check()
-        if self._closed:
+        self._threads._process.raise_if_ended()
+        if self._is_closed:
             raise RuntimeError("cannot schedule new futures after shutdown")
         answer = self._threads._loop.create_future()
-        self._waiting.append((answer, functools.partial(function, *args, **kwargs)))
-        if not self._busy:
-            self._next()
+        self._queued_calls.append((answer, functools.partial(function, *args, **kwargs)))
+        if not self._is_busy:
+            self._start_next()
         return await answer
 
-    def _next(self) -> None:
-        while self._waiting and self._waiting[0][0].cancelled():
-            self._waiting.popleft()
-        self._busy = bool(self._waiting)
-        if self._busy:
-            self._threads._loop.call_later(self._threads._delay(), self._work)
+    def _start_next(self) -> None:
+        while self._queued_calls and self._queued_calls[0][0].cancelled():
+            self._queued_calls.popleft()
+        self._is_busy = bool(self._queued_calls)
+        if self._is_busy:
+            self._threads._loop.call_later(self._threads._draw_delay(), self._run_next)
         else:
-            for waiting in self._idle:
-                _settle(waiting, False, None)
-            self._idle.clear()
+            for waiting in self._idle_waiters:
+                _settle_answer(waiting, False, None)
+            self._idle_waiters.clear()
 
-    def _work(self) -> None:
-        seconds = self._threads._work(*self._waiting.popleft()) if self._waiting else 0.0
-        self._threads._loop.call_later(seconds, self._next)
+    def _run_next(self) -> None:
+        seconds = self._threads._run_call(*self._queued_calls.popleft()) if self._queued_calls else 0.0
+        self._threads._loop.call_later(seconds, self._start_next)
 
     async def close(self) -> None:
-        self._closed = True
-        for answer, _ in self._waiting:
+        self._is_closed = True
+        for answer, _ in self._queued_calls:
             answer.cancel()
-        self._waiting.clear()
-        if self._busy:
+        self._queued_calls.clear()
+        if self._is_busy:
             idle = self._threads._loop.create_future()
-            self._idle.append(idle)
+            self._idle_waiters.append(idle)
             await idle
 
 
-def _settle(answer: Future, failed: bool, result: Any) -> None:
+def _settle_answer(answer: VirtualFuture, failed: bool, result: Any) -> None:
     if answer.done():
         return
     if failed:
@@ -232,4 +232,4 @@ def _settle(answer: Future, failed: bool, result: Any) -> None:
         answer.set_result(result)
 
 
-__all__ = ["SimulatedLane", "SimulatedThreads"]
+__all__ = ["SimulatedThreads", "SimulatedWorkerThread"]

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from zmq.utils import z85
 
-from r3async.world import MAX_FRAME, Buffer, OnMessage
-from r3async.world.simulated.loop import Process, Timer
-from r3async.world.zeromq import DENIED, NO_KEY, OTHER_LEARNER, UNKNOWN_KEY
+from r3async.world import MAX_FRAME, Buffer, MessageHandler
+from r3async.world.simulated.loop import VirtualProcess, VirtualTimer
+from r3async.world.zeromq import REFUSED_NO_KEY, REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY, UNKNOWN_KEY_HINT
 
 if TYPE_CHECKING:
     from r3async.world.keys import ClientKeys, ServerKeys
     from r3async.world.simulated.network import SimulatedNetwork
 
-ANY = "*"
-HIGH_WATER = 1000
+ANY_NAME = "*"
+HIGH_WATER_MARK = 1000
 """Messages that a connection, or a dealer without one, holds; what is more is not taken."""
-RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 1.0
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 1.0
 """Between a dealer's attempts to connect: the first pause is the shorter one, and each is twice the one before."""
 HANDSHAKE_SECONDS = 5.0
 """An attempt that is not answered is given up then."""
@@ -33,20 +33,20 @@ KEEPALIVE_SECONDS = 60.0
 """Then an end notices that the other has vanished."""
 
 
-class Received(bytes):
-    """See `world.Frame`."""
+class SimulatedFrame(bytes):
+    """See `world.ReceivedFrame`."""
 
     @property
     def buffer(self) -> memoryview:
         return memoryview(self)
 
     @property
-    def bytes(self) -> Received:
+    def bytes(self) -> SimulatedFrame:
         return self
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class MessagePath:
     """Whose messages these are: names of processes, and the router's name for the dealer. `target` is an endpoint while a dealer
     has no connection."""
 
@@ -56,318 +56,328 @@ class Route:
     to_router: bool
 
 
-Frames = list[Received]
-Observe = Callable[[str, Route, Frames], object]
+SimulatedFrames = list[SimulatedFrame]
+MessageObserver = Callable[[str, MessagePath, SimulatedFrames], object]
 """Called for each message: "sent", and later "arrived" (as it does, damaged perhaps) or "lost". The frames do not contain the
 identity."""
 
 
 @dataclass(slots=True)
-class Message:
-    due: float
-    timer: Timer
-    frames: Frames
+class MessageInTransit:
+    due_at: float
+    timer: VirtualTimer
+    frames: SimulatedFrames
 
 
-class Way:
+class ConnectionDirection:
     """One direction of a connection."""
 
-    def __init__(self, connection: Connection, source: SimulatedSocket, target: SimulatedSocket):
+    def __init__(self, connection: SimulatedConnection, source: SimulatedSocket, target: SimulatedSocket):
         self.connection, self.source, self.target = connection, source, target
         to_router = target is connection.router
-        self.route = Route(source.process.name, target.process.name, connection.dealer.identity, to_router)
-        self.silent = False
+        self.path = MessagePath(source.process.name, target.process.name, connection.dealer.identity, to_router)
+        self.is_silent = False
         """What is sent from now on is lost, and nobody notices."""
-        self.under_way: deque[Message] = deque()
+        self.in_transit: deque[MessageInTransit] = deque()
         self._network = source.network
-        self._last = 0.0
+        self._last_due_at = 0.0
 
-    def carry(self, frames: Frames) -> None:
-        if self.silent or not self.connection.open:
-            self._network.observe("lost", self.route, frames)
+    def carry_message(self, frames: SimulatedFrames) -> None:
+        if self.is_silent or not self.connection.is_open:
+            self._network.on_message("lost", self.path, frames)
             return
-        due = self.due(sum(map(len, frames)))
-        self.under_way.append(Message(due, self._later(due, self._arrive), frames))
+        due = self.arrival_time(sum(map(len, frames)))
+        self.in_transit.append(MessageInTransit(due, self._call_at(due, self._deliver_next), frames))
         if max(map(len, frames), default=0) > MAX_FRAME:  # the other end hangs up when it sees the length
-            self.under_way.pop().timer.cancel()
-            self._network.observe("lost", self.route, frames)
-            self._later(due, self.connection.drop)
+            self.in_transit.pop().timer.cancel()
+            self._network.on_message("lost", self.path, frames)
+            self._call_at(due, self.connection.drop_connection)
 
-    def tell(self, callback: Callable[[Connection], object], after: float = 0.0) -> None:
+    def call_after_arrivals(self, callback: Callable[[SimulatedConnection], object], after: float = 0.0) -> None:
         """Call the target's `callback` when all that is under way has arrived."""
-        self._later(self.due(0) + after, callback, self.connection)
+        self._call_at(self.arrival_time(0) + after, callback, self.connection)
 
-    def due(self, nbytes: int) -> float:
+    def arrival_time(self, nbytes: int) -> float:
         """When a message that is sent now arrives: never before one that was sent earlier."""
         network, source, target = self._network, self.source.host, self.target.host
         at = network.now
         if network.bandwidth is not None and source != target:
             seconds = nbytes / network.bandwidth
             for link in ((source, "out"), (target, "in")):
-                at = network.busy[link] = max(at, network.busy.get(link, 0.0)) + seconds
-        at += network.delay(network.rng)
-        for fault in network.faults(self.source, self.target):
+                at = network.link_busy_until[link] = max(at, network.link_busy_until.get(link, 0.0)) + seconds
+        at += network.draw_delay(network.rng)
+        for fault in network.active_faults(self.source, self.target):
             if fault.kind == "stall":
                 at = max(at, fault.until)
-        self._last = max(self._last, at)
-        return self._last
+        self._last_due_at = max(self._last_due_at, at)
+        return self._last_due_at
 
-    def hold(self, until: float) -> None:
+    def delay_until(self, until: float) -> None:
         """Nothing arrives before `until`."""
-        for message in self.under_way:
-            if self._network.now < message.due <= until:
+        for message in self.in_transit:
+            if self._network.now < message.due_at <= until:
                 message.timer.cancel()
-                message.due, message.timer = until, self._later(until, self._arrive)
-        self._last = max(self._last, until)
+                message.due_at, message.timer = until, self._call_at(until, self._deliver_next)
+        self._last_due_at = max(self._last_due_at, until)
 
-    def lose(self, keep: int) -> list[Frames]:
-        """All that is under way but the first `keep` messages never arrives. Returns it."""
+    def lose_messages(self, keep_count: int) -> list[SimulatedFrames]:
+        """All that is under way but the first `keep_count` messages never arrives. Returns it."""
         lost = []
-        while len(self.under_way) > keep:
-            message = self.under_way.pop()
+        while len(self.in_transit) > keep_count:
+            message = self.in_transit.pop()
             message.timer.cancel()
             lost.append(message.frames)
         return lost[::-1]
 
-    def arrived(self) -> int:
+    def count_arrived(self) -> int:
         """Of what is under way: messages that are there, but that the target, which is frozen perhaps, has not read."""
-        return sum(message.due <= self._network.now for message in self.under_way)
+        return sum(message.due_at <= self._network.now for message in self.in_transit)
 
-    def _later(self, at: float, callback: Callable[..., object], *args: Any) -> Timer:
+    def _call_at(self, at: float, callback: Callable[..., object], *args: Any) -> VirtualTimer:
         return self._network.loop.call_at(at, callback, *args, context=self.target.process.context)
 
-    def _arrive(self) -> None:
-        network, frames = self._network, self.under_way.popleft().frames
+    def _deliver_next(self) -> None:
+        network, frames = self._network, self.in_transit.popleft().frames
         if self.target.closed:
-            network.observe("lost", self.route, frames)
+            network.on_message("lost", self.path, frames)
             return
-        if network.spoils(self.route, frames):
+        if network.is_damaged(self.path, frames):
             frames = flip_bit(network.rng, frames)
-        network.observe("arrived", self.route, frames)
-        self.target.on_message([Received(self.route.identity), *frames] if self.route.to_router else list(frames))
+        network.on_message("arrived", self.path, frames)
+        self.target.on_message([SimulatedFrame(self.path.identity), *frames] if self.path.to_router else list(frames))
 
 
-class Connection:
+class SimulatedConnection:
     """Between a dealer and a router, from when the router lets the dealer in."""
 
-    def __init__(self, dealer: Dealer, router: Router):
+    def __init__(self, dealer: SimulatedDealer, router: SimulatedRouter):
         self.dealer, self.router = dealer, router
-        self.open = True
-        self.ready = False
+        self.is_open = True
+        self.is_ready = False
         """The dealer knows that it stands."""
-        self.up, self.down = Way(self, dealer, router), Way(self, router, dealer)
+        self.to_router, self.to_dealer = (
+            ConnectionDirection(self, dealer, router),
+            ConnectionDirection(self, router, dealer),
+        )
 
-    def silence(self) -> None:
+    def silence_both_ends(self) -> None:
         """An end vanishes. The other notices by keepalive."""
-        for way in (self.up, self.down):
-            self._lost(way, way.lose(way.arrived()))
-            way.silent = True
-        self.expire()
+        for way in (self.to_router, self.to_dealer):
+            self._observe_lost(way, way.lose_messages(way.count_arrived()))
+            way.is_silent = True
+        self.drop_after_keepalive()
 
-    def expire(self) -> None:
+    def drop_after_keepalive(self) -> None:
         network = self.dealer.network
-        network.loop.call_later(KEEPALIVE_SECONDS, self.drop, context=network.context)
+        network.loop.call_later(KEEPALIVE_SECONDS, self.drop_connection, context=network.context)
 
-    def drop(self, by: SimulatedSocket | None = None) -> None:
+    def drop_connection(self, by: SimulatedSocket | None = None) -> None:
         """It ends: closed `by` one of its ends, or cut. Idempotent."""
-        if not self.open:
+        if not self.is_open:
             return
-        self.open = False
+        self.is_open = False
         rng = self.dealer.network.rng
-        for way in (self.up, self.down):
-            keep, count = way.arrived(), len(way.under_way)
+        for way in (self.to_router, self.to_dealer):
+            keep, count = way.count_arrived(), len(way.in_transit)
             if by is way.source:  # what the kernel had taken is still sent
                 keep = rng.randint(keep, count)
-            rest = way.lose(keep)
-            if way is self.up and by is not self.dealer and not way.silent:
+            rest = way.lose_messages(keep)
+            if way is self.to_router and by is not self.dealer and not way.is_silent:
                 taken = rng.randint(0, len(rest))
-                self.dealer.queue.extendleft(rest[taken:][::-1])
+                self.dealer.queued_messages.extendleft(rest[taken:][::-1])
                 rest = rest[:taken]
-            self._lost(way, rest)
+            self._observe_lost(way, rest)
             if by is not way.target:
-                unnoticed = way.silent and by is not None
-                way.tell(way.target.disconnected, after=KEEPALIVE_SECONDS if unnoticed else 0.0)
+                unnoticed = way.is_silent and by is not None
+                way.call_after_arrivals(way.target.on_disconnected, after=KEEPALIVE_SECONDS if unnoticed else 0.0)
 
-    def _lost(self, way: Way, messages: list[Frames]) -> None:
+    def _observe_lost(self, way: ConnectionDirection, messages: list[SimulatedFrames]) -> None:
         for frames in messages:
-            self.dealer.network.observe("lost", way.route, frames)
+            self.dealer.network.on_message("lost", way.path, frames)
 
 
 class SimulatedSocket:
     """See `world.MessageSocket`."""
 
-    def __init__(self, network: SimulatedNetwork, host: str, process: Process, on_message: OnMessage, keys: Any):
+    def __init__(
+        self, network: SimulatedNetwork, host: str, process: VirtualProcess, on_message: MessageHandler, keys: Any
+    ):
         self.network, self.host, self.process, self.on_message, self.keys = network, host, process, on_message, keys
         self.closed = False
-        self.endpoint = self.denied = ""
+        self.endpoint = self.denial_reason = ""
 
     def send(self, frames: Sequence[Buffer]) -> int:
         raise NotImplementedError
 
-    def drain(self, limit: float = 0.0) -> None:
+    def receive_pending(self, seconds: float = 0.0) -> None:
         """Messages are handled as they come."""
 
     def close(self) -> None:
         raise NotImplementedError
 
-    def disconnected(self, connection: Connection) -> None:
+    def on_disconnected(self, connection: SimulatedConnection) -> None:
         raise NotImplementedError
 
-    def is_named(self, name: str) -> bool:
-        return name in (ANY, self.host, self.process.name)
+    def matches_name(self, name: str) -> bool:
+        return name in (ANY_NAME, self.host, self.process.name)
 
 
-class Router(SimulatedSocket):
+class SimulatedRouter(SimulatedSocket):
     def __init__(
         self,
         network: SimulatedNetwork,
         host: str,
-        process: Process,
+        process: VirtualProcess,
         address: str,
-        on_message: OnMessage,
+        on_message: MessageHandler,
         keys: Any,
-        refused: Counter[str],
+        refused_peers: Counter[str],
     ):
         super().__init__(network, host, process, on_message, keys)
-        self.refused = refused
-        self.port, self.local = 0, False
-        """`local`: it is reached only from its own host."""
-        self.peers: dict[bytes, Connection] = {}
-        network.bind(self, address)
+        self.refused_peers = refused_peers
+        self.port, self.is_local = 0, False
+        """`is_local`: it is reached only from its own host."""
+        self.connections: dict[bytes, SimulatedConnection] = {}
+        network.register_router(self, address)
 
     def send(self, frames: Sequence[Buffer]) -> int:
-        self.process.check()
+        self.process.raise_if_ended()
         if self.closed:
             return errno.ENOTSOCK
-        connection = self.peers.get(bytes(frames[0]))
+        connection = self.connections.get(bytes(frames[0]))
         if connection is None:
             return errno.EHOSTUNREACH
-        if len(connection.down.under_way) >= HIGH_WATER:
+        if len(connection.to_dealer.in_transit) >= HIGH_WATER_MARK:
             return errno.EAGAIN
-        copied = [Received(frame) for frame in frames[1:]]
-        self.network.observe("sent", connection.down.route, copied)
-        connection.down.carry(copied)
+        copied = [SimulatedFrame(frame) for frame in frames[1:]]
+        self.network.on_message("sent", connection.to_dealer.path, copied)
+        connection.to_dealer.carry_message(copied)
         return 0
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.network.unbind(self)
-            peers, self.peers = self.peers, {}
+            self.network.unregister_router(self)
+            peers, self.connections = self.connections, {}
             for connection in peers.values():
-                connection.drop(by=self)
+                connection.drop_connection(by=self)
 
-    def disconnected(self, connection: Connection) -> None:
-        if self.peers.get(connection.dealer.identity) is connection:
-            del self.peers[connection.dealer.identity]
+    def on_disconnected(self, connection: SimulatedConnection) -> None:
+        if self.connections.get(connection.dealer.identity) is connection:
+            del self.connections[connection.dealer.identity]
 
-    def accept(self, dealer: Dealer, attempt: int) -> None:
+    def accept_dealer(self, dealer: SimulatedDealer, attempt: int) -> None:
         """A dealer knocks. One that has given up meanwhile is ignored."""
         network = self.network
-        if dealer.attempt != attempt or network.faults(self, dealer) or self.process.full:
+        if dealer.attempt_number != attempt or network.active_faults(self, dealer) or self.process.out_of_descriptors:
             return
         if self.closed:
-            network.soon(dealer, dealer.retry)
-        elif reason := refusal(self.keys, dealer.keys):
-            self.refused[reason] += 1
-            network.soon(dealer, dealer.refuse, reason)
+            network.call_in_process(dealer, dealer.schedule_retry)
+        elif reason := refusal_reason(self.keys, dealer.keys):
+            self.refused_peers[reason] += 1
+            network.call_in_process(dealer, dealer.on_refused, reason)
         else:
-            if (earlier := self.peers.pop(dealer.identity, None)) is not None:
-                earlier.drop(by=self)
-            connection = dealer.connection = self.peers[dealer.identity] = Connection(dealer, self)
-            connection.down.tell(dealer.connected)
+            if (earlier := self.connections.pop(dealer.identity, None)) is not None:
+                earlier.drop_connection(by=self)
+            connection = dealer.connection = self.connections[dealer.identity] = SimulatedConnection(dealer, self)
+            connection.to_dealer.call_after_arrivals(dealer.on_connected)
 
 
-class Dealer(SimulatedSocket):
+class SimulatedDealer(SimulatedSocket):
     def __init__(
         self,
         network: SimulatedNetwork,
         host: str,
-        process: Process,
+        process: VirtualProcess,
         endpoint: str,
         identity: bytes,
-        on_message: OnMessage,
+        on_message: MessageHandler,
         keys: Any,
     ):
         super().__init__(network, host, process, on_message, keys)
         self.endpoint, self.identity = endpoint, identity
-        self._address = parse(endpoint)
-        self.connection: Connection | None = None
-        self.queue: deque[Frames] = deque()
-        self.attempt = 0
+        self._address = parse_endpoint(endpoint)
+        self.connection: SimulatedConnection | None = None
+        self.queued_messages: deque[SimulatedFrames] = deque()
+        self.attempt_number = 0
         """Number of the one that is made; of none when it has a connection, or is closed."""
-        self._failed = 0
-        self._timer = network.soon(self, self._try)
-        self._route = Route(process.name, endpoint, identity, True)
+        self._failed_attempts = 0
+        self._retry_timer = network.call_in_process(self, self._try_connect)
+        self._route = MessagePath(process.name, endpoint, identity, True)
 
     def send(self, frames: Sequence[Buffer]) -> int:
-        self.process.check()
+        self.process.raise_if_ended()
         if self.closed:
             return errno.ENOTSOCK
         connection = self.connection
-        way = connection.up if connection is not None and connection.ready else None
-        if len(self.queue if way is None else way.under_way) >= HIGH_WATER:
+        way = connection.to_router if connection is not None and connection.is_ready else None
+        if len(self.queued_messages if way is None else way.in_transit) >= HIGH_WATER_MARK:
             return errno.EAGAIN
-        copied = [Received(frame) for frame in frames]
-        self.network.observe("sent", self._route if way is None else way.route, copied)
+        copied = [SimulatedFrame(frame) for frame in frames]
+        self.network.on_message("sent", self._route if way is None else way.path, copied)
         if way is None:
-            self.queue.append(copied)
+            self.queued_messages.append(copied)
         else:
-            way.carry(copied)
+            way.carry_message(copied)
         return 0
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.attempt = -1
-            self._timer.cancel()
+            self.attempt_number = -1
+            self._retry_timer.cancel()
             if self.connection is not None:
-                self.connection.drop(by=self)
-            for frames in self.queue:
-                self.network.observe("lost", self._route, frames)
-            self.queue.clear()
+                self.connection.drop_connection(by=self)
+            for frames in self.queued_messages:
+                self.network.on_message("lost", self._route, frames)
+            self.queued_messages.clear()
 
-    def connected(self, connection: Connection) -> None:
-        if self.connection is connection and connection.open:
-            self._timer.cancel()
-            self.attempt, self._failed, connection.ready = -1, 0, True
-            queue, self.queue = self.queue, deque()
+    def on_connected(self, connection: SimulatedConnection) -> None:
+        if self.connection is connection and connection.is_open:
+            self._retry_timer.cancel()
+            self.attempt_number, self._failed_attempts, connection.is_ready = -1, 0, True
+            queue, self.queued_messages = self.queued_messages, deque()
             for frames in queue:
-                connection.up.carry(frames)
+                connection.to_router.carry_message(frames)
 
-    def disconnected(self, connection: Connection) -> None:
+    def on_disconnected(self, connection: SimulatedConnection) -> None:
         if self.connection is connection and not self.closed:
             self.connection = None
-            self.retry()
+            self.schedule_retry()
 
-    def refuse(self, reason: str) -> None:
-        if reason == UNKNOWN_KEY:
-            self.denied = DENIED
-        self.retry()
+    def on_refused(self, reason: str) -> None:
+        if reason == REFUSED_UNKNOWN_KEY:
+            self.denial_reason = UNKNOWN_KEY_HINT
+        self.schedule_retry()
 
-    def retry(self, after: float = 0.0) -> None:
+    def schedule_retry(self, after: float = 0.0) -> None:
         if self.closed:
             return
-        self._timer.cancel()
-        pause = min(RETRY_SECONDS * 2**self._failed, MAX_RETRY_SECONDS) + self.network.rng.random() * RETRY_SECONDS
-        self._failed = min(self._failed + 1, 10)
-        self._timer = self.network.soon(self, self._try, delay=after + pause)
+        self._retry_timer.cancel()
+        pause = (
+            min(MIN_RETRY_SECONDS * 2**self._failed_attempts, MAX_RETRY_SECONDS)
+            + self.network.rng.random() * MIN_RETRY_SECONDS
+        )
+        self._failed_attempts = min(self._failed_attempts + 1, 10)
+        self._retry_timer = self.network.call_in_process(self, self._try_connect, delay=after + pause)
 
-    def _try(self) -> None:
+    def _try_connect(self) -> None:
         if self.connection is not None:  # which is about to stand, or to be lost
             return
         network = self.network
-        router = network.find(self.host, *self._address)
-        self.attempt = -1
-        if router is None or self.process.full or network.faults(self, router):
-            self.retry()
+        router = network.find_router(self.host, *self._address)
+        self.attempt_number = -1
+        if router is None or self.process.out_of_descriptors or network.active_faults(self, router):
+            self.schedule_retry()
         else:
-            self.attempt = next(network.numbers)
-            self.retry(after=HANDSHAKE_SECONDS)
-            network.soon(router, router.accept, self, self.attempt, delay=2 * network.delay(network.rng))
+            self.attempt_number = next(network.attempt_numbers)
+            self.schedule_retry(after=HANDSHAKE_SECONDS)
+            network.call_in_process(
+                router, router.accept_dealer, self, self.attempt_number, delay=2 * network.draw_delay(network.rng)
+            )
 
 
-def parse(endpoint: str) -> tuple[str, int]:
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
     """Name and port (0 for `*`) of `tcp://name:port`. Raises `OSError`."""
     scheme, _, rest = endpoint.partition("://")
     name, _, port = rest.rpartition(":")
@@ -376,23 +386,23 @@ def parse(endpoint: str) -> tuple[str, int]:
     return name, 0 if port == "*" else int(port)
 
 
-public_key = lru_cache(maxsize=4096)(zmq.curve_public)
+cached_public_key = lru_cache(maxsize=4096)(zmq.curve_public)
 
 
-def refusal(server: ServerKeys, client: ClientKeys | None) -> str:
+def refusal_reason(server: ServerKeys, client: ClientKeys | None) -> str:
     """Why whoever has the `server` keys does not let this peer in; "" if it does."""
     if client is None:
-        return NO_KEY
-    if client.server_public != public_key(server.secret):
-        return OTHER_LEARNER
-    return "" if z85.decode(public_key(client.secret)) in server.allowed else UNKNOWN_KEY
+        return REFUSED_NO_KEY
+    if client.server_public_key != cached_public_key(server.secret_key):
+        return REFUSED_OTHER_LEARNER
+    return "" if z85.decode(cached_public_key(client.secret_key)) in server.allowed_public_keys else REFUSED_UNKNOWN_KEY
 
 
-def flip_bit(rng: Random, frames: Frames) -> Frames:
+def flip_bit(rng: Random, frames: SimulatedFrames) -> SimulatedFrames:
     """One bit of one frame that is not empty."""
     at = rng.choice([i for i, frame in enumerate(frames) if frame] or [-1])
     if at < 0:
         return frames
     changed = bytearray(frames[at])
     changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    return [*frames[:at], Received(changed), *frames[at + 1 :]]
+    return [*frames[:at], SimulatedFrame(changed), *frames[at + 1 :]]

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-BLOCK = 512
+SECTOR_BYTES = 512
 """Bytes that reach the disk together or not at all."""
 
 
@@ -17,106 +17,106 @@ class FileNode:
 
     def __init__(self, mode: int = 0o644):
         self.data = bytearray()
-        self.mode, self.modified, self.linked = mode, 0, True
+        self.mode, self.modified, self.is_linked = mode, 0, True
         self.locks: dict[object, bool] = {}
         """By open file: whether it is shared."""
-        self._stable, self._cut = 0, b""
+        self._synced_bytes, self._truncated_tail = 0, b""
 
     def truncate(self, size: int) -> None:
-        if size < self._stable:
-            self._cut = bytes(self.data[size : self._stable]) + self._cut
-            self._stable = size
+        if size < self._synced_bytes:
+            self._truncated_tail = bytes(self.data[size : self._synced_bytes]) + self._truncated_tail
+            self._synced_bytes = size
         if size <= len(self.data):
             del self.data[size:]
         else:
             self.data.extend(bytes(size - len(self.data)))
 
-    def sync(self) -> None:
-        self._stable, self._cut = len(self.data), b""
+    def mark_synced(self) -> None:
+        self._synced_bytes, self._truncated_tail = len(self.data), b""
 
-    def lose(self, rng: Random) -> None:
+    def lose_unsynced(self, rng: Random) -> None:
         """Power fails: what is not synced is lost, is there, or is there in part, with blocks of zeros or of anything."""
-        if len(self.data) > self._stable or self._cut:
+        if len(self.data) > self._synced_bytes or self._truncated_tail:
             match rng.choice(("lost", "there", "in part", "in part")):
                 case "lost":
-                    self.data[self._stable :] = self._cut
+                    self.data[self._synced_bytes :] = self._truncated_tail
                 case "in part":
-                    del self.data[rng.randint(self._stable, len(self.data)) :]
-                    self._damage(rng)
-        self.sync()
+                    del self.data[rng.randint(self._synced_bytes, len(self.data)) :]
+                    self._damage_blocks(rng)
+        self.mark_synced()
         self.locks.clear()
 
-    def _damage(self, rng: Random) -> None:
-        start = self._stable
+    def _damage_blocks(self, rng: Random) -> None:
+        start = self._synced_bytes
         while start < len(self.data):
-            end = min(start - start % BLOCK + BLOCK, len(self.data))
+            end = min(start - start % SECTOR_BYTES + SECTOR_BYTES, len(self.data))
             if rng.random() < 0.2:
                 self.data[start:end] = bytes(end - start) if rng.random() < 0.7 else rng.randbytes(end - start)
             start = end
 
 
 class DirectoryNode:
-    """Names in a directory. `synced`: those that a power failure leaves."""
+    """Names in a directory. `synced_names`: those that a power failure leaves."""
 
     def __init__(self) -> None:
-        self.names: dict[str, Node] = {}
-        self.synced: dict[str, Node] = {}
+        self.names: dict[str, TreeNode] = {}
+        self.synced_names: dict[str, TreeNode] = {}
         self.modified = 0
 
 
-Node = FileNode | DirectoryNode
+TreeNode = FileNode | DirectoryNode
 
 
-class Entry(NamedTuple):
+class EntryChange(NamedTuple):
     """What a name in a directory stands for from now on; None: nothing."""
 
     directory: DirectoryNode
     name: str
-    node: Node | None
+    node: TreeNode | None
 
-    def enter(self, names: dict[str, Node]) -> None:
+    def apply_to(self, names: dict[str, TreeNode]) -> None:
         if self.node is None:
             names.pop(self.name, None)
         else:
             names[self.name] = self.node
 
 
-class Tree:
+class FileTree:
     """Paths, and the changes of names that are not synced, in their order. A change is made whole or not at all; of those in one
     directory, a power failure leaves the first few."""
 
     def __init__(self) -> None:
         self.root = DirectoryNode()
-        self.used = 0
+        self.used_bytes = 0
         """Bytes of files."""
-        self._changes: list[tuple[Entry, ...]] = []
+        self._changes: list[tuple[EntryChange, ...]] = []
 
-    def find(self, path: Path) -> Node:
+    def find_node(self, path: Path) -> TreeNode:
         """Raises `FileNotFoundError`, `NotADirectoryError`."""
-        node: Node = self.root
-        for name in _names(path):
+        node: TreeNode = self.root
+        for name in _path_names(path):
             if isinstance(node, FileNode):
-                raise error(errno.ENOTDIR, path)
+                raise os_error(errno.ENOTDIR, path)
             if name not in node.names:
-                raise error(errno.ENOENT, path)
+                raise os_error(errno.ENOENT, path)
             node = node.names[name]
         return node
 
-    def parent(self, path: Path) -> tuple[DirectoryNode, str]:
-        """The directory of `path`, and the name in it; "" for the root. Raises like `find`."""
-        names = _names(path)
-        parent = self.find(path.parent) if names else self.root
+    def find_parent(self, path: Path) -> tuple[DirectoryNode, str]:
+        """The directory of `path`, and the name in it; "" for the root. Raises like `find_node`."""
+        names = _path_names(path)
+        parent = self.find_node(path.parent) if names else self.root
         if isinstance(parent, FileNode):
-            raise error(errno.ENOTDIR, path)
+            raise os_error(errno.ENOTDIR, path)
         return parent, names[-1] if names else ""
 
-    def change(self, *entries: Entry) -> None:
+    def apply_changes(self, *entries: EntryChange) -> None:
         """In order."""
         for entry in entries:
-            entry.enter(entry.directory.names)
+            entry.apply_to(entry.directory.names)
         self._changes.append(entries)
 
-    def sync(self, directory: DirectoryNode) -> None:
+    def sync_names(self, directory: DirectoryNode) -> None:
         """The changes of its names, and whatever was changed before together with them, are on the disk."""
         with_it, synced, left = {directory}, [], []
         for change in reversed(self._changes):
@@ -127,20 +127,20 @@ class Tree:
                 left.append(change)
         for change in reversed(synced):
             for entry in change:
-                entry.enter(entry.directory.synced)
+                entry.apply_to(entry.directory.synced_names)
         self._changes = left[::-1]
 
     def write_back(self) -> None:
         """Everything is on the disk."""
         for change in self._changes:
             for entry in change:
-                entry.enter(entry.directory.synced)
+                entry.apply_to(entry.directory.synced_names)
         self._changes = []
-        for node in self._all(self.root):
+        for node in self._all_nodes(self.root):
             if isinstance(node, FileNode):
-                node.sync()
+                node.mark_synced()
 
-    def lose(self, rng: Random) -> None:
+    def lose_unsynced(self, rng: Random) -> None:
         """Power fails."""
         counts: dict[DirectoryNode, int] = {}
         for change in self._changes:
@@ -151,40 +151,40 @@ class Tree:
             directories = dict.fromkeys(entry.directory for entry in change)
             if all(left[directory] for directory in directories):
                 for entry in change:
-                    entry.enter(entry.directory.synced)
+                    entry.apply_to(entry.directory.synced_names)
                 left |= {directory: left[directory] - 1 for directory in directories}
             else:
                 left |= dict.fromkeys(directories, 0)
         self._changes = []
-        self.used = 0
-        pending: list[Node] = [self.root]
+        self.used_bytes = 0
+        pending: list[TreeNode] = [self.root]
         while pending:
             node = pending.pop()
             if isinstance(node, DirectoryNode):
-                node.names = dict(sorted(node.synced.items()))
+                node.names = dict(sorted(node.synced_names.items()))
                 pending += node.names.values()
             else:
-                node.linked = True
-                node.lose(rng)
-                self.used += len(node.data)
+                node.is_linked = True
+                node.lose_unsynced(rng)
+                self.used_bytes += len(node.data)
 
-    def _all(self, node: Node) -> list[Node]:
-        found: list[Node] = [node]
+    def _all_nodes(self, node: TreeNode) -> list[TreeNode]:
+        found: list[TreeNode] = [node]
         for each in found:
             if isinstance(each, DirectoryNode):
                 found += each.names.values()
         return found
 
 
-def _names(path: Path) -> tuple[str, ...]:
+def _path_names(path: Path) -> tuple[str, ...]:
     if ".." in path.parts:
         raise ValueError(f"{path}: '..' is not simulated")
     return path.parts[1:] if path.is_absolute() else path.parts
 
 
-def error(number: int, path: Path) -> OSError:
+def os_error(number: int, path: Path) -> OSError:
     """`FileNotFoundError` for `ENOENT`, and so on."""
     return OSError(number, os.strerror(number), str(path))
 
 
-__all__ = ["DirectoryNode", "Entry", "FileNode", "Node", "Tree", "error"]
+__all__ = ["DirectoryNode", "EntryChange", "FileNode", "FileTree", "TreeNode", "os_error"]

@@ -290,7 +290,7 @@ async def test_a_client_of_another_run_is_refused_and_counted_and_not_told_which
     inbox = Inbox()
     async with receiving(inbox, SETTINGS, run_id="todays-secret-plan") as (receiver, endpoint):
         for count in (1, 2):
-            async with sending(endpoint, SETTINGS, run_id="yesterday") as sender:
+            async with sending(endpoint, TransportConfig(ack_timeout=60), run_id="yesterday") as sender:  # one hello
                 with pytest.raises(SenderRefusedError, match="run 'yesterday'") as refused:
                     await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
             assert "todays-secret-plan" not in str(refused.value)

@@ -284,7 +284,7 @@ class Fleet:
             )
         routing, capacity = reports[0]["routing"], self.config.transport.credit_bytes
         need = max_buffer_bytes(self.config, RoutingShape(**routing) if routing else None)
-        if need > capacity:  # the groups of the next step pass in any case: `Capacity`
+        if need > capacity:  # the groups of the next step pass in any case: `MemoryBudget`
             self.events.warning(
                 "credit_is_small",
                 credit_bytes=capacity,

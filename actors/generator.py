@@ -78,7 +78,7 @@ class EngineAndRenderer(NamedTuple):
 
 
 class LearnerConnection(NamedTuple):
-    """Where `connect` connects to: the learner, and the transport of its weights."""
+    """Where `connect_to_learner` connects to: the learner, and the transport of its weights."""
 
     sender: TrajectorySender
     weight_receiver: WeightReceiver
@@ -383,7 +383,7 @@ class GeneratorActor:
         }
 
     def _replace_rejected(self, trajectory: Trajectory, reason: str) -> None:
-        """The learner will never take it. Its group is trained without it, unless that happens too often (`Tasks`)."""
+        """The learner will never take it. Its group is trained without it, unless that happens too often (`TaskSource`)."""
         name = trajectory.trajectory_id
         self._events.error("trajectory_rejected", trajectory_id=name, reason=reason)
         failure = f"the learner rejected trajectory {name}: {reason}"

@@ -275,7 +275,7 @@ class VersionInstaller:
         """With what it has installed; or with a later version, if the learner did not score this one and has trained on."""
         scores, version = published.scores, published.version
         if scores is None and generator.probed_version < 0:
-            try:  # without a limit: whether the learner answers at all is for `Watch` to judge
+            try:  # without a limit: whether the learner answers at all is for `StallMonitor` to judge
                 scores = await self._learner.call("score_probe", version)
             except ActorLostError as error:  # this is not the generator's loss
                 raise ProcessLost(f"the learner did not score the probe's text: {error}") from error
@@ -343,7 +343,8 @@ class VersionInstaller:
 
     @staticmethod
     async def _await_answer(generator: FleetGenerator, call: asyncio.Future[Any], limit: float) -> Any:
-        """Raises `TimeoutError`, but not while the generator is suspect: how long it may be silent is for `Watch` to judge."""
+        """Raises `TimeoutError`, but not while the generator is suspect: how long it may be silent is for `StallMonitor` to
+        judge."""
         while not call.done():
             await asyncio.wait([call], timeout=limit)
             if not call.done() and generator.state is not HealthState.SUSPECT:

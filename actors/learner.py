@@ -80,8 +80,8 @@ class LearnerModel:
 
 @dataclass
 class LearnerComponents:
-    """What `listen` makes: where trajectories arrive, the steps on them, which are prepared ahead, their checkpoints, and the
-    versions they make."""
+    """What `start_listening` makes: where trajectories arrive, the steps on them, which are prepared ahead, their
+    checkpoints, and the versions they make."""
 
     inbox: TrajectoryInbox
     trainer: Trainer

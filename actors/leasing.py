@@ -168,7 +168,7 @@ class LeaseClient:
         self._useful_concurrency = useful_concurrency(self._schedule, fleet)
 
     def wake_loop(self) -> None:
-        """An episode is over, the engine has new weights, or `raise_failure` or `stopping` has something."""
+        """An episode is over, the engine has new weights, or `raise_failure` or `is_stopping` has something."""
         self._woken.set()
 
     async def run(self, is_stopping: Callable[[], bool]) -> None:

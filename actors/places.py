@@ -11,7 +11,7 @@ from r3async.config import Config
 from r3async.world import ActorOptions, ClusterNode, InsufficientResourcesError, Reservation, ResourceBundle, World
 
 WRITE_LANE, CHECKPOINT_LANE = "write", "checkpoint"
-"""The threads of a rank's own for `write` and `write_state`. Another one makes every other call."""
+"""The threads of a rank's own for `write_version` and `write_checkpoint`. Another one makes every other call."""
 
 
 def rank_placement(config: Config) -> ActorOptions:

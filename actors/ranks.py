@@ -279,5 +279,5 @@ class RankActor:
             use_interface(name)
 
     def call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of this rank's learner: `write` in the lane `WRITE_LANE`, `write_state` in `CHECKPOINT_LANE`."""
+        """A method of this rank's learner: `write_version` in the lane `WRITE_LANE`, `write_checkpoint` in `CHECKPOINT_LANE`."""
         return getattr(self._learner, name)(*args, **kwargs)

@@ -39,9 +39,9 @@ class ConductorState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     tasks: dict[str, Any] = {}
     """`TaskHistory.state_dict()`: what tasks scored, if that changes which are posed."""
     record_bytes: dict[str, int] = {}
-    """By file name, for example `metrics.jsonl`: how long that record was. `rewind` cuts off what came later."""
+    """By file name, for example `metrics.jsonl`: how long that record was. `rewind_records` cuts off what came later."""
     record_kept: dict[str, list[str]] = {}
-    """Lines behind them that the disk had not taken yet, each with its end. `rewind` writes them."""
+    """Lines behind them that the disk had not taken yet, each with its end. `rewind_records` writes them."""
     pending_rows: list[dict[str, Any]] = []
     """Rows of steps whose weights had not been delivered: not in the record yet."""
     elapsed: float = 0.0
@@ -112,7 +112,7 @@ class RunState(TrainingState, frozen=True, forbid_unknown_fields=True, kw_only=T
     schema: int = STATE_SCHEMA
     run_id: str
     config: dict[str, Any]
-    """The resolved configuration (`to_dict`)."""
+    """The resolved configuration (`config_to_dict`)."""
     model_path: str
     """The start path: where configuration, tokenizer and the reference model come from."""
     model_fingerprint: str

@@ -32,7 +32,7 @@ class CheckpointSchedule:
         evaluated_every: int = 0,
         last_step: int = 0,
     ):
-        """`evaluated_every`: `evaluation.every`; with `checkpoint.keep_best` each evaluated step has one. `last`: the
+        """`evaluated_every`: `evaluation.every`; with `checkpoint.keep_best` each evaluated step has one. `last_step`: the
         step that the run resumes from."""
         self._config, self._clock = config, clock
         self._evaluation_interval = evaluated_every if config.keep_best else 0

@@ -15,8 +15,8 @@ CommandName = Literal["train", "sft", "eval", "init-model"]
 
 
 class ReadCondition(NamedTuple):
-    """`settings`, sections or single ones, by their dotted names, are read where `is_met`; `requirement` says when, after "
-    ""it needs"."""
+    """`settings`, sections or single ones, by their dotted names, are read where `is_met`; `requirement` says when, after
+    "it needs"."""
 
     settings: tuple[str, ...]
     requirement: str

@@ -76,10 +76,10 @@ SINGLE_RANK = RankGroup(0, 1, torch.device("cpu"))
 class LearnerBackend:
     """A model and its optimizer, or this process's part of them. `trainer.py` makes steps of it.
 
-    A backend builds the model (its `load`, which is collective; no constructor is), feeds it forward and exports it; the rest
-    is here. Where there are several ranks (`learner.parallel`), every call is collective: all ranks have to make it, in the
-    same order. Ranks that share a data-parallel index are given the same micro-batches; data-parallel ranks are given the same
-    *number* of them (`batch.packing.make_padding_batch` makes up for what is missing).
+    A backend builds the model (its `from_pretrained`, which is collective; no constructor is), feeds it forward and exports
+    it; the rest is here. Where there are several ranks (`learner.parallel`), every call is collective: all ranks have to make
+    it, in the same order. Ranks that share a data-parallel index are given the same micro-batches; data-parallel ranks are
+    given the same *number* of them (`batch.packing.make_padding_batch` makes up for what is missing).
 
     Every call must come from the thread that built the backend. It need not be the main thread, but it has to be one:
     grad mode and the number of OpenMP threads are per thread in torch.

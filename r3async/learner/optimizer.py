@@ -229,7 +229,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_states(self, states: Iterable[Mapping[str, Tensor]], update_count: int) -> None:
-        """Resume as if `update_count` had been made and `states()` were that, but with the `master` of the whole parameter,
+        """Resume as if `update_count` had been made and `iter_states()` were that, but with the `master` of the whole parameter,
         whatever its share. Parameters become their masters; no gradient is left. Not collective."""
         self.zero_grad()
         self.update_count = update_count

@@ -64,7 +64,7 @@ def replace_untrainable(
 def prepare_minibatches(
     groups: Sequence[Sequence[Trajectory]], config: Config
 ) -> tuple[list[list[Sample]], dict[str, float]]:
-    """The samples of each minibatch, with the columns `advantages`, `compute_loss_weights`, `episode`, `place` and `probed`,
+    """The samples of each minibatch, with the columns `advantages`, `loss_weights`, `episode`, `place` and `probed`,
     and figures about them.
 
     A group is in one minibatch, with all its episodes and all samples of each: what is compared stays together, and what

@@ -3,7 +3,7 @@
 Replay fixes the *selection* of experts. Their gate weights come from the learner's own scores at the replayed ids, so the
 router still receives gradient. A backend's router asks `RoutingReplay.choose_experts` which experts to use, and nothing else.
 
-Which micro-batch a router serves is known at every moment, in any order of forward and backward passes: `bound` makes a
+Which micro-batch a router serves is known at every moment, in any order of forward and backward passes: `bind_routes` makes a
 micro-batch current for its forward pass, and a hook on the output of that pass makes it current again as soon as its
 backward pass, which may recompute layers, begins. Nothing is queued, so nothing can run out of step; what is used after
 the block has ended raises.
@@ -122,7 +122,7 @@ class MicroBatchRoutes:
 
         A row whose recorded set is the router's own set comes back in the router's own order, so that replaying what the
         model would do anyway changes no bit. A row that is not recorded is the router's own. Raises `RoutingError` if the
-        number of tokens is not the micro-batch's, or if the block of `bound` has ended.
+        number of tokens is not the micro-batch's, or if the block of `bind_routes` has ended.
         """
         replay = self._replay
         if self.is_closed:

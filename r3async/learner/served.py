@@ -197,7 +197,7 @@ def apply_update(
 ) -> OptimizerUpdate:
     """Clip and make the optimizer's step, unless there is a cause not to, or the measured drift is beyond `rollout_kl.max`; then
     shorten it if the drift after it is beyond `rollout_kl.limit`. Collective. `total`, `drift`: see
-    `Minibatch.reduce_loss_sums`, `.drifts`; `moments`: `gap_moments`.
+    `Minibatch.reduce_loss_sums`, `.drifts`; `moments`: `compute_gap_moments`.
 
     The coefficient of the next step follows from the drift measured in this one, if this one has contrast.
     """

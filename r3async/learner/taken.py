@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class DeterministicGather:
-    """`taken(x)`: rows `source_rows` int64 `[P]` of `x [N, ...]`. The gradient of a row is the sum of those at its
+    """`gather(x)`: rows `source_rows` int64 `[P]` of `x [N, ...]`. The gradient of a row is the sum of those at its
     `gradient_slots`, in order.
 
     `slot_offsets` int64 `[N]`: where the slots of each row begin; None if each row has one.

@@ -2,8 +2,7 @@
 
 In the learner actor, beside the step before, if the groups are there by then (`actors/reception.py`, `NextStep`):
 
-1. What cannot be trained has a stand-in in its place                         `Trainer.prepare_step`,
-`preparation.replace_untrainable`
+1. What cannot be trained has a stand-in in its place                         `Trainer.prepare_step`, `replace_untrainable`
 2. Advantages, minibatches, the weight of every token in the loss             `preparation.prepare_minibatches`
 3. Each minibatch is planned and packed for the data-parallel ranks           `pack_for_ranks`
 
@@ -23,8 +22,8 @@ In the learner actor again:
 6. The minibatches' metrics as one, and traces                                `combine_results`, `RouteFileTracer.write_trace`
 
 Ranks run the same lines. What they are given differs, and what they decide does not: every decision follows from figures
-that were reduced over all of them. A model is asked four things only (`LearnerBackend`): how it was built, `forward`, `scores`
-and `export`.
+that were reduced over all of them. A model is asked four things only (`LearnerBackend`): how it was built, `forward`,
+`score_tokens` and `export_weights`.
 """
 
 from __future__ import annotations

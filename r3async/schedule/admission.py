@@ -25,10 +25,10 @@ in flight waits for published versions alone, which engines get whatever is play
 A lease stays its owner's until its group is trained: an owner that has finished a group may still die with trajectories
 that the learner never got.
 
-An owner that is silent (its process was stopped) is waited for by nobody: its leases return (`lose`) though it may wake and play
-on. The argument needs nothing of it but that its engine has the version of the lease. So a token of `g`, whoever plays it and
-however late it arrives, is not older than `v`. If `g` was trained meanwhile, what arrives is a duplicate. If not, it is as young
-as what the next owner samples may be: a lease of `g` names the same version again.
+An owner that is silent (its process was stopped) is waited for by nobody: its leases return (`requeue_leases`) though it may
+wake and play on. The argument needs nothing of it but that its engine has the version of the lease. So a token of `g`,
+whoever plays it and however late it arrives, is not older than `v`. If `g` was trained meanwhile, what arrives is a
+duplicate. If not, it is as young as what the next owner samples may be: a lease of `g` names the same version again.
 
 Pure: no clock, no sockets. Owners are generators.
 """

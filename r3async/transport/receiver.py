@@ -72,11 +72,11 @@ class TrajectoryReceiver:
     """Accepts each trajectory once and hands it to `on_trajectory(trajectory, nbytes)`.
 
     In this order: `validate(trajectories)`, of some at once, off the event loop if the payload is large; `admit(trajectory)`, on
-    the event loop, which is False for a duplicate; `store.put`, if there is a store; `on_trajectory`, on the event loop, which
-    owns the trajectory (read-only arrays) from then on; and then it is acknowledged, and its sender forgets it. What has to
-    survive a crash is in the store by then. If `validate` names a reason or `admit` raises `RejectionError`, the trajectory
-    is rejected with that reason, and nothing of it is stored; any exception is logged and rejects it too, for a message that
-    trips over a defect must neither stop the receiver nor be resent for ever.
+    the event loop, which is False for a duplicate; `store.put_trajectory`, if there is a store; `on_trajectory`, on the event
+    loop, which owns the trajectory (read-only arrays) from then on; and then it is acknowledged, and its sender forgets it.
+    What has to survive a crash is in the store by then. If `validate` names a reason or `admit` raises `RejectionError`, the
+    trajectory is rejected with that reason, and nothing of it is stored; any exception is logged and rejects it too, for a
+    message that trips over a defect must neither stop the receiver nor be resent for ever.
 
     Memory: trajectories that arrived and are not released take at most `settings.credit_bytes`, and beyond that only what
     the next `window` groups take, which are let in whatever else is held; `MemoryBudget` has the rule and why it cannot deadlock.

@@ -1,7 +1,7 @@
 """A run that is being written, read a little at a time: each byte of its files once, however long the run is.
 
 `FollowedFile` is one file of lines, `FollowedRun` the directory of a run as views show it: columns of metrics, the last
-events, and what these say of the run's state. Nothing here waits; call `poll` as often as the view should change.
+events, and what these say of the run's state. Nothing here waits; call `read_new` as often as the view should change.
 """
 
 from __future__ import annotations

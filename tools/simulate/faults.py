@@ -52,7 +52,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     """From `at` on, for `seconds`, of virtual time.
 
     `cut`             nothing passes between generator `target` and the learner, and connections are lost
-    `half_open_connections`       what goes from `target` over connections of now never arrives, and nobody notices
+    `half_open`       what goes from `target` over connections of now never arrives, and nobody notices
     `stall`           nothing passes between generator `target` and the learner; afterwards everything arrives
     `delay`           messages take up to `amount` seconds longer, each its own time: those of different peers overtake each other
     `damage`          a share of `amount` of the messages arrives with a changed bit

@@ -280,8 +280,7 @@ class ClusterJobs:
                 time.sleep(2.0)
 
     def get_status(self, job: str) -> dict[str, Any]:
-        """`get_status` (PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED), `message`, `make_entrypoint`, `seconds` (0 before it
-        runs)."""
+        """`status` (PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED), `message`, `entrypoint`, `seconds` (0 before it runs)."""
         with self._explain_errors():
             info = self._client.get_job_info(job)
         began, ended = info.start_time or 0, info.end_time or time.time() * 1000

@@ -23,7 +23,7 @@ from r3async.untrusted import MalformedError, decode_json
 
 
 class ApiError(Exception):
-    """A request that is answered with an error. `code`, `param` and `error_type` are OpenAI's names for it; `can_retry`:
+    """A request that is answered with an error. `code`, `param` and `error_type` (their `type`) are OpenAI's; `can_retry`:
     whether asking again may help."""
 
     def __init__(
@@ -49,7 +49,7 @@ def build_openai_error(refused: ApiError) -> dict[str, Any]:
 
 class SampledAnswer(msgspec.Struct, frozen=True):
     """One answer. `sampled_text`: what the policy sampled, without its stop token. `stop_string`: the stop string of the
-    request that ended it, if one did. `finish_reason` is `stop_string` or `length`. `answer_name`: by it the session knows
+    request that ended it, if one did. `finish_reason` is `stop` or `length`. `answer_name`: by it the session knows
     which turn it became."""
 
     answer_name: str

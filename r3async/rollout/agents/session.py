@@ -91,7 +91,7 @@ class AgentSession:
         self.closed = asyncio.Event()
         """The agent ended it, or the episode was taken from it. No request is answered any more."""
         self.exceeded_limit = ""
-        """Why a request was refused, if one was for good: `turn_count` or `length`."""
+        """Why a request was refused, if one was for good: `turns` or `length`."""
         self.engine_failure: Exception | None = None
         """What the engine failed with, too often."""
         self.stored_conversations: dict[str, Sequence[Mapping[str, Any]]] = {}

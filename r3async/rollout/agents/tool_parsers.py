@@ -39,7 +39,7 @@ async def parse_builtin(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[
 
 
 def detect_parser(template: str) -> str:
-    """The parser for what a chat template teaches: `parse_builtin` for Hermes' form, and where it teaches none."""
+    """The parser for what a chat template teaches: `builtin` for Hermes' form, and where it teaches none."""
     if "<｜tool▁calls▁begin｜>" in template and "```json" in template:
         return "deepseek_v3"
     return next((parser for marker, parser in PARSER_BY_MARKER if marker in template), BUILTIN_PARSER)

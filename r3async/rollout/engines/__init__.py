@@ -67,8 +67,9 @@ class Generation(msgspec.Struct, frozen=True):
     engine has none): the last sampled token has not been fed yet, so at most `P + n - 1 - routes_from` rows; after an
     abort there may be fewer. `routes_from` is what the request wanted (`resolve_routes_from`), or lower if the engine cannot
     leave known rows out. The first span's version is the one that the request entered under. `supports`: of each of
-    `token_ids`, if the request asked for a `mask`; each token is in its own, and log-probs are of distributions over these.
-    `stop_reason`: `stop` (a stop token, which is the last token, or a stop string, which ends in it), `length`, or `abort`.
+    `token_ids`, if the request asked for one (`needs_sampling_mask`); each token is in its own, and log-probs are of
+    distributions over these. `stop_reason`: `stop` (a stop token, which is the last token, or a stop string, which ends in
+    it), `length`, or `abort`.
     """
 
     token_ids: np.ndarray

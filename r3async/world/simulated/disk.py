@@ -18,7 +18,7 @@ READ_OPERATIONS = frozenset({"open", "size", "read", "map", "stat", "list", "fre
 GROW_OPERATIONS = frozenset({"create", "append", "make"})
 WRITE_OPERATIONS = GROW_OPERATIONS | {"truncate", "sync", "rename", "remove", "sync_directory"}
 OPEN_OPERATIONS = frozenset({"open", "create", "list", "sync_directory"})
-"""Operations, as `refuse` takes and `observe` gets them. `create`: `open` of a file that is not there."""
+"""Operations, as `refuse_operations` takes and `on_operation` gets them. `create`: `open` of a file that is not there."""
 
 
 class DiskProcess(Protocol):

@@ -27,7 +27,7 @@ from r3async.weights.tcp import TcpReceiver, TcpServer
 from r3async.world.disk import write_at
 from r3async.world.real import REAL_WORLD
 from r3async.world.zeromq import ZeroMqSockets
-from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
+from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS, until
 
 
 def tensors(step: int, elements: int = 300_000, lr: float = 3e-6) -> dict[str, torch.Tensor]:
@@ -192,7 +192,9 @@ def test_a_host_that_nobody_reaches_is_avoided(tmp_path, monkeypatch):
         manifest, parts = learner.publish(0)
         await asyncio.gather(*(fetch(r, manifest, parts) for r in lost))
         tree = learner.server._trees._trees[parts[0].name]
-        for node in tree._nodes.values():  # as if they were still receiving
+        lost_nodes = [node for name, node in tree._nodes.items() if name != ROOT_ADDRESS]
+        await until(lambda: all(node.is_done for node in lost_nodes))  # a host has it before the learner hears that
+        for node in lost_nodes:  # as if they were still receiving
             node.is_done = False
         tree._nodes[ROOT_ADDRESS].children = FANOUT
         # not before: on a busy machine the hosts above would take the learner for silent, and one another for lost

@@ -13,14 +13,16 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config, ConfigError, is_loopback_host
-from r3async.config.generation import bracket_ipv6
+from r3async.config.rollout import bracket_ipv6
 from r3async.data.versions import Lineage
 from r3async.learner import LearnerError
 from r3async.record.timeline import Timeline
+from r3async.weights.fetch import TcpReceiver, TcpServer
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.nccl import NcclReceiver, NcclSender
 from r3async.weights.probe import make_probe_pair
 from r3async.weights.publish import (
+    DeltaVersionStore,
     SharedMemoryReceiver,
     TransferOffer,
     VersionStore,
@@ -28,16 +30,13 @@ from r3async.weights.publish import (
     WeightSender,
     default_weights_directory,
 )
-from r3async.weights.sending import DeltaVersionStore
-from r3async.weights.tcp import TcpReceiver, TcpServer
 from r3async.world import WorkerThread, World
-from r3async.world.disk_waits import DiskRetrier
-from r3async.world.keys import ClientKeys, ServerKeys
+from r3async.world.files import DiskRetrier
 from r3async.world.real import REAL_WORLD
+from r3async.world.sockets import ClientKeys, ServerKeys
 
 if TYPE_CHECKING:
-    from r3async.actors.ranked import RemoteRanks
-    from r3async.actors.ranks import LocalRank
+    from r3async.actors.ranks import LocalRank, RemoteRanks
 
 _WILDCARD_HOSTS = ("*", "0.0.0.0", "::")
 WRITE_DISK_HINT = "the run waits, and nothing is lost: free bytes there, or file descriptors of this process"
@@ -63,7 +62,7 @@ class VersionWriter:
 
     `torch_lane` makes the calls of `ranks`, and `writer_lane` writes. A disk that does not take a version is tried again
     until it does, and `report_event` is told when that begins and ends. `probe_tokens` int32 `[T]`: the tokens of the probe's
-    text (`r3async.actors.probing.probe_generator`); None: there is no probe. `write_seconds`: that one version may take to be
+    text (`r3async.actors.installer.probe_generator`); None: there is no probe. `write_seconds`: that one version may take to be
     written. `server` gives what is written to other hosts, if any."""
 
     world: World

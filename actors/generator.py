@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from r3async.actors.away import RemoteModelFiles, fetch_model_files, shares_run_directory
 from r3async.actors.delivery import build_weight_receiver
 from r3async.actors.leasing import LeaseClient, VersionGate
+from r3async.actors.placement import RemoteModelFiles, fetch_model_files, shares_run_directory
 from r3async.actors.process import (
     ActorNotLoaded,
     describe_process,
@@ -27,19 +27,17 @@ from r3async.actors.process import (
 )
 from r3async.config import Config, EnvConfig, config_from_dict, config_to_dict, resolve_envs
 from r3async.data.mixed import split_seed
-from r3async.data.records import Trajectory
+from r3async.data.tokens import Trajectory
 from r3async.envs import EnvironmentFactory
 from r3async.envs.factory import build_environment_factory
 from r3async.record.events import open_event_log
 from r3async.record.routes import record_engine_routes
 from r3async.record.timeline import LagMeter, StageTimer, Timeline, time_engine_calls
-from r3async.rollout.agents.agents import is_agent, open_agent_player
+from r3async.rollout.agents import is_agent, open_agent_player
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines import CorruptWeightsError, Engine, InstallReport, build_engine, sample_probe
-from r3async.rollout.episode import EpisodeTask, build_failed_trajectory
-from r3async.rollout.evaluation import count_tasks_by_part, drop_long_prompts, evaluate_sets
-from r3async.rollout.group import GroupPlayer
-from r3async.rollout.outcomes import Evaluation
+from r3async.rollout.engine import CorruptWeightsError, Engine, InstallReport, build_engine, sample_probe
+from r3async.rollout.episode import EpisodeTask, GroupPlayer, build_failed_trajectory
+from r3async.rollout.evaluation import Evaluation, count_tasks_by_part, drop_long_prompts, evaluate_sets
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
 from r3async.schedule.validation import find_invalid, validate_trajectories
@@ -48,7 +46,7 @@ from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
 from r3async.weights.probe import SampledProbe
 from r3async.weights.publish import TransferOffer, WeightReceiver
 from r3async.world import ActorRef, World
-from r3async.world.keys import ClientKeys, TransportError, resolve_generator_keys
+from r3async.world.sockets import ClientKeys, TransportError, resolve_generator_keys
 from r3async.world.stages import create_stage_task, in_stage, stage
 
 GENERATOR_CLOSE_SECONDS = 5.0
@@ -257,7 +255,7 @@ class GeneratorActor:
         return await self._engine.score_tokens(np.asarray(token_ids, np.int32))
 
     async def sample_probe(self, token_ids: list[int]) -> SampledProbe:
-        """See `engines.probing.sample_probe`, at the run's temperature."""
+        """See `sample_probe`, at the run's temperature."""
         return await sample_probe(self._engine, np.asarray(token_ids, np.int32), self.config.episode.temperature)
 
     def encode_probe(self, text: str) -> list[int]:

@@ -4,52 +4,332 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 
-from r3async.actors.away import shares_run_directory
-from r3async.actors.delivery import WRITE_DISK_HINT, Published, VersionWriter, build_weight_server
-from r3async.actors.process import ActorNotLoaded, describe_process, prepare_process
-from r3async.actors.ranked import RemoteRanks, load_learner
-from r3async.actors.ranks import LocalRank
-from r3async.actors.reception import NextStep, TrajectoryInbox
+from r3async.actors.delivery import WRITE_DISK_HINT, Published, VersionWriter, build_weight_server, resolve_endpoint
+from r3async.actors.placement import shares_run_directory
+from r3async.actors.process import ActorNotLoaded, describe_process, prepare_process, wait_for_event
+from r3async.actors.ranks import LocalRank, RemoteRanks, load_learner
 from r3async.checkpoint import CheckpointWriter, open_checkpoint
 from r3async.checkpoint.state import LEARNER_RECORD_FILES, ConductorState, TrainingState
-from r3async.config import config_from_dict, resolve_envs
-from r3async.data.model_shape import RoutingShape
-from r3async.data.records import Trajectory
+from r3async.config import Config, config_from_dict, resolve_envs
+from r3async.data.models import RoutingShape, read_write_sizes
+from r3async.data.tokens import Trajectory, is_trajectory_of_group
 from r3async.data.versions import FIRST_LINEAGE, Lineage
-from r3async.data.written import read_write_sizes
-from r3async.learner.batch.planner import CostModel, build_cost_model
+from r3async.learner import LearnerError, RejectedTrajectory
+from r3async.learner.advantages import group_has_variance
+from r3async.learner.batch import CostModel, build_cost_model
 from r3async.record.events import open_event_log
 from r3async.record.recording import StepRecorder
 from r3async.record.routes import RouteFileTracer
-from r3async.record.steps import (
+from r3async.record.timeline import LagMeter, StageTimer, Timeline
+from r3async.record.writer import (
     TRAINED_FILE,
     compute_environment_metrics,
     compute_episode_metrics,
     make_trained_step,
     select_previews,
 )
-from r3async.record.timeline import LagMeter, StageTimer, Timeline
-from r3async.schedule.difficulty import score_groups
-from r3async.schedule.groups import GroupBuffer
-from r3async.schedule.validation import check_staleness, compute_staleness_metrics
+from r3async.rollout.episode import EpisodeTask, build_failed_trajectory
+from r3async.schedule.admission import compute_staleness_bound, count_slots, max_groups_for_step
+from r3async.schedule.groups import GroupBuffer, max_trajectory_bytes
+from r3async.schedule.tasks import EpisodeEnd, FailureSource, TaskFailures, TrajectoryQuarantine, score_groups
+from r3async.schedule.validation import check_staleness, compute_staleness_metrics, find_invalid, validate_trajectories
+from r3async.transport.receiver import RejectionError, TrajectoryLedger, TrajectoryReceiver
+from r3async.transport.spool import Spool
 from r3async.untrusted import decode_python_json
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY
-from r3async.world import ActorOptions, World
+from r3async.world import ActorOptions, WorkerThread, World
 from r3async.world.appending import AppendFile
 from r3async.world.files import read_file
+from r3async.world.sockets import resolve_learner_keys
 from r3async.world.stages import stage
 
 if TYPE_CHECKING:
     from r3async.learner.trainer import PreparedStep, Trainer
+
+
+# What the learner receives: checked on arrival, kept until a checkpoint has trained it, gathered into groups for a step, and
+# made ready for it.
+
+
+T = TypeVar("T")
+
+ARRIVAL_POLL_SECONDS = 1.0
+"""Between two looks, at most, at what has arrived."""
+COMMIT_CLOSE_SECONDS = 5.0
+
+
+class TrajectoryInbox:
+    """Owns receiver, spool and quarantine. All methods belong to the event loop. `events`: a structlog logger.
+
+    `buffer`: with what a resumed run has trained already. `routing`: of the routes that engines record. `vocab_size`: of the
+    learner's model. `version()`: of its weights.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        run_id: str,
+        config: Config,
+        run_dir: Path,
+        lineage: Lineage,
+        events: Any,
+        *,
+        buffer: GroupBuffer,
+        routing: RoutingShape | None,
+        vocab_size: int,
+        version: Callable[[], int],
+    ):
+        schedule = config.schedule
+        self._world, self._config, self._lineage, self._events = world, config, lineage, events
+        self.buffer, self.routing, self._vocab_size, self._version = buffer, routing, vocab_size, version
+        self.staleness_bound = compute_staleness_bound(schedule)
+        self._slot_count = count_slots(schedule)
+        self._quarantine = TrajectoryQuarantine(
+            run_dir / "quarantine", config.buffer.quarantine_bytes, events.error, files=world.files
+        )
+        self.spool: Spool | None = None
+        """None without durability."""
+        if config.buffer.durability == "disk":
+            self.spool = Spool(
+                run_dir / "spool",
+                config.buffer,
+                report_event=events.warning,
+                quarantine=self._quarantine.add_trajectory,
+                world=world,
+            )
+        self.keys, self.keys_for_generators = resolve_learner_keys(config.transport, world.files)
+        self.receiver = TrajectoryReceiver(
+            run_id,
+            config.transport,
+            self._add_arrival,
+            keys=self.keys,
+            is_expected=lambda group, name: is_trajectory_of_group(group, name, schedule.samples_per_group),
+            max_trajectory_bytes=max_trajectory_bytes(config, routing),
+            validate=self._find_invalid,
+            admit=self._admit_trajectory,
+            store=self.spool,
+            # A step may wait for that many groups, counted from the oldest that is not trained.
+            window=(self._slot_count if schedule.takes_extra_groups else schedule.groups_per_step)
+            + schedule.window
+            - 1,
+            ledger=TrajectoryLedger(buffer.consumed),
+            on_reject=self._report_rejection,
+            world=world,
+        )
+        self._is_recovering = False
+        """What is validated now was kept by the spool since before this start."""
+        self._rejected_failures = TaskFailures(
+            config.supervise.max_failed_fraction, schedule.samples_per_group, self._slot_count + schedule.window
+        )
+        self._commit_tasks: list[asyncio.Task[int]] = []
+        self._arrival = asyncio.Event()
+
+    async def start(self) -> str:
+        """Take back what the spool kept, and bind the socket. Returns where generators reach it."""
+        self._is_recovering = True
+        endpoint = resolve_endpoint(self._config, self._world, await self.receiver.start())
+        self._is_recovering = False
+        if self.receiver.recovered:
+            self._events.info("spool_recovered", trajectories=self.receiver.recovered)
+        return endpoint
+
+    # -- called by the receiver ------------------------------------------------------------------------------------
+
+    def _find_invalid(self, trajectories: Sequence[Trajectory]) -> dict[int, str]:
+        """Off the event loop, if they are long."""
+        check = partial(
+            validate_trajectories,
+            vocab_size=self._vocab_size,
+            learner_version=self._version(),
+            max_tokens=self._config.learner.max_tokens_per_micro_batch,
+            routing=self.routing,
+            samples_per_group=self._config.schedule.samples_per_group,
+            staleness_bound=self.staleness_bound,
+            lineage=self._lineage,
+            is_recovered=self._is_recovering,
+            needs_supports=self._config.episode.needs_sampling_mask,
+        )
+        return {at: str(error) for at, error in find_invalid(trajectories, check).items()}
+
+    def _admit_trajectory(self, trajectory: Trajectory) -> bool:
+        """Whether the step waits for this episode; before it is stored."""
+        beyond = len(self.buffer.consumed) + self._slot_count
+        if trajectory.group_index >= beyond:
+            # After a resume: it was made when more steps had been, which are taken back.
+            raise RejectionError(f"group {trajectory.group_index} cannot have a slot: only groups before {beyond} can")
+        return self.buffer.needs_trajectory(trajectory)
+
+    def _add_arrival(self, trajectory: Trajectory, nbytes: int) -> None:
+        if not self.buffer.add(trajectory, nbytes):
+            self.receiver.release_trajectory(trajectory.trajectory_id)
+        elif self.buffer.is_complete(trajectory.group_index):
+            self.wake_waiters()
+
+    def _report_rejection(self, trajectory_id: str, reason: str) -> None:
+        self._events.error("trajectory_refused", trajectory_id=trajectory_id, reason=reason)
+
+    # -- called by a step ------------------------------------------------------------------------------------------
+
+    def wake_waiters(self) -> None:
+        """Who waits for groups looks again."""
+        self._arrival.set()
+
+    async def wait_for_groups(self, since: tuple[int, int], interrupted: asyncio.Event) -> list[int]:
+        """The groups that the next step takes; none if `interrupted`. `since`: steps made and groups consumed since the last
+        publication."""
+        schedule = self._config.schedule
+        at_least = at_most = schedule.groups_per_step
+        if schedule.takes_extra_groups:
+            steps, consumed = since
+            at_most = max_groups_for_step(
+                slots=self._slot_count,
+                groups_per_step=at_least,
+                steps_left=schedule.steps_per_publication - steps,
+                consumed_since=consumed,
+            )
+        if replaced := schedule.replaced_groups:
+            at_most = min(at_most, at_least + replaced)
+        counts = self._has_contrast if replaced else None
+        while not (indices := self.buffer.choose_groups(at_least, at_most, schedule.tokens_per_step, counts)):
+            if interrupted.is_set():
+                return []
+            self._arrival.clear()
+            await wait_for_event(self._arrival, ARRIVAL_POLL_SECONDS)
+        return [] if interrupted.is_set() else indices
+
+    def _has_contrast(self, group: Sequence[Trajectory]) -> bool:
+        try:
+            return group_has_variance(group, self._config.algorithm, self._config.episode.max_new_tokens)
+        except Exception:
+            return True  # the step says what is wrong with it
+
+    async def quarantine_rejected(
+        self, rejected: Sequence[RejectedTrajectory], groups: Sequence[Sequence[Trajectory]]
+    ) -> None:
+        """A resume must not meet these again. Raises `LearnerError` if there are too many (`supervise.max_failed_fraction`)."""
+        if self.spool is not None:
+            await self.spool.remove_trajectories({(t.group_index, t.trajectory_id): reason for t, reason in rejected})
+        else:
+            for t, reason in rejected:
+                await self._world.threads.run(self._quarantine.add_trajectory, t, reason)
+        failed = {t.trajectory_id for t, _ in rejected}
+        for t in (t for group in groups for t in group):
+            by: FailureSource | None = "learner" if t.trajectory_id in failed else None
+            self._rejected_failures.record_end(EpisodeEnd(t.group_index, t.episode_index, t.task_seed, by))
+        if rejected and self._rejected_failures.exceeds_limit("learner"):
+            trajectory, reason = rejected[0]
+            raise LearnerError(
+                f"trajectory {trajectory.trajectory_id} cannot be trained: {reason} "
+                f"({self._rejected_failures.describe_failures('learner')})"
+            )
+
+    def make_stand_in(self, trajectory: Trajectory) -> Trajectory:
+        """For one that cannot be trained: of its episode, and nothing of it is trained or compared. From any thread."""
+        t = trajectory
+        task = EpisodeTask(t.group_index, t.episode_index, t.task_seed)
+        made = build_failed_trajectory(task, self.routing, 0, generator_id=t.generator_id, at=t.finished_at)
+        return msgspec.structs.replace(made, lineage=t.lineage)
+
+    def release_trained(self, indices: Sequence[int]) -> None:
+        """These groups are over."""
+        for index in indices:
+            self.receiver.forget_group(index)
+
+    def collect_metrics(self) -> dict[str, float]:
+        """Metrics."""
+        receiver = self.receiver
+        return {
+            "transport/received": receiver.received,
+            "transport/duplicates": receiver.duplicates,
+            "transport/rejected": receiver.rejected,
+            "transport/damaged": receiver.damaged,
+            "transport/strangers": receiver.refused_peers.total(),
+            "buffer/ready_groups": self.buffer.count_ready_groups(),
+        }
+
+    def get_status(self) -> dict[str, Any]:
+        """See `LearnerActor.get_status`."""
+        schedule = self._config.schedule
+        return {
+            "received": self.receiver.received,
+            "ready_groups": self.buffer.count_ready_groups(),
+            "lacking": self.buffer.missing_episodes(max(schedule.groups_per_step, schedule.window)),
+            "storing": self.spool.wait_state if self.spool is not None else None,
+        }
+
+    def missing_episodes(self, group_indices: Sequence[int]) -> dict[int, list[int]]:
+        """Episodes of these groups that have not arrived."""
+        return {g: self.buffer.missing_in_group(g) for g in group_indices}
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def prepare_commit(self) -> Callable[[], None]:
+        """To be called when a checkpoint that is made now is on the disk: what it has trained need not be kept any more."""
+        spool = self.spool
+        if spool is None:
+            return lambda: None
+        groups = [group for group in spool.groups if group in self.buffer.consumed]
+
+        def commit() -> None:
+            self._commit_tasks = [task for task in self._commit_tasks if not task.done()]
+            self._commit_tasks.append(asyncio.get_running_loop().create_task(spool.delete_trained(groups)))
+
+        return commit
+
+    async def close(self) -> None:
+        """Receive nothing any more, and let go of the spool."""
+        await self.receiver.close()
+        if self.spool is not None:
+            if self._commit_tasks:
+                await asyncio.wait(self._commit_tasks, timeout=COMMIT_CLOSE_SECONDS)
+            await self.spool.close()
+
+
+class NextStep(Generic[T]):
+    """The groups of the next step, made ready in a thread of their own while this step trains.
+
+    It is a guess: nothing is taken from the buffer, and what was made is used by a step that takes these very groups only. So the
+    choice of groups, what is consumed, and what a checkpoint or a crash keeps, are those of a step that makes all of it when it
+    begins. `prepare(groups)` must follow from the groups alone. All methods belong to the event loop.
+    """
+
+    def __init__(
+        self, inbox: TrajectoryInbox, lane: WorkerThread, prepare: Callable[[Sequence[Sequence[Trajectory]]], T]
+    ):
+        self._inbox, self._lane, self._prepare = inbox, lane, prepare
+        self._groups: list[int] = []
+        self._preparing: asyncio.Task[T] | None = None
+
+    async def prefetch(self, since: tuple[int, int], interrupted: asyncio.Event) -> None:
+        """Wait until the groups are there that a step after `since` would take now, and begin to make them ready. Whoever
+        cancels it ends the waiting, not the making."""
+        self._groups = await self._inbox.wait_for_groups(since, interrupted)
+        if self._groups:
+            episodes = self._inbox.buffer.episodes_of(self._groups)
+            self._preparing = asyncio.create_task(self._lane.run(self._prepare, episodes))
+            self._preparing.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # nobody may ask for it
+
+    async def get_result(self, indices: list[int], groups: Sequence[Sequence[Trajectory]]) -> T:
+        """What `prepare` makes of these groups, which `indices` names. Raises what it raises."""
+        making, self._preparing = self._preparing, None
+        if making is not None and self._groups == indices:
+            return await making
+        if making is not None:
+            making.cancel()
+        return await self._lane.run(self._prepare, groups)
+
 
 LEARNER_CLOSE_SECONDS = 5.0
 
@@ -271,7 +551,7 @@ class LearnerActor:
         `with_probe_scores`, these score the probe's text.
 
         Returns metrics, whether there are new weights (then `write_version` has to be called), the groups consumed, and episode
-        previews; None if interrupted while waiting, which has no end of its own (`actors/watch.py`). Raises `StalenessError`,
+        previews; None if interrupted while waiting, which has no end of its own (`actors/fleet.py`). Raises `StalenessError`,
         without training, if a token is older than the schedule allows.
         """
         self._activity = "waiting"

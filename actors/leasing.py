@@ -20,10 +20,15 @@ from r3async.actors.process import wait_for_event
 from r3async.config import Config
 from r3async.record.routes import parse_episode_id
 from r3async.record.timeline import CounterGrowth, LagMeter
-from r3async.rollout.engines import Engine, Generation, GenerationRequest
-from r3async.rollout.group import GroupPlayer
-from r3async.schedule.admission import AdmissionController, GroupLease
-from r3async.schedule.pace import ConcurrencyLimiter, IdleTimeCounter, useful_concurrency
+from r3async.rollout.engine import Engine, Generation, GenerationRequest
+from r3async.rollout.episode import GroupPlayer
+from r3async.schedule.admission import (
+    AdmissionController,
+    ConcurrencyLimiter,
+    GroupLease,
+    IdleTimeCounter,
+    useful_concurrency,
+)
 from r3async.schedule.tasks import EpisodeEnd
 from r3async.untrusted import decode_msgpack
 from r3async.world import ActorRef

@@ -15,18 +15,26 @@ import msgspec
 from r3async.actors.fleet import Fleet, FleetGenerator
 from r3async.actors.process import RPC_SECONDS, RunFailed
 from r3async.checkpoint import CheckpointDirectory, RunState
-from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path, read_evaluations, write_evaluation
+from r3async.checkpoint.directory import EvaluationFile, evaluation_path, read_evaluations, write_evaluation
 from r3async.config import Config, resolve_envs
-from r3async.envs.raised import summarize_error
+from r3async.envs.errors import summarize_error
 from r3async.record.reading import EVALUATION_FILE, QUARANTINE_FILE, QuarantinedTask, read_json_objects, read_quarantine
-from r3async.rollout.outcomes import flatten_evaluation
+from r3async.rollout.evaluation import flatten_evaluation
 from r3async.schedule.admission import count_slots
-from r3async.schedule.difficulty import NO_SIZE_MESSAGE, TaskHistory, TaskScore
-from r3async.schedule.mix import MixedTaskCursor
-from r3async.schedule.tasks import EpisodeEnd, FailedTask, FailureSource, TaskCursor, TaskFailures
+from r3async.schedule.tasks import (
+    NO_SIZE_MESSAGE,
+    EpisodeEnd,
+    FailedTask,
+    FailureSource,
+    MixedTaskCursor,
+    TaskCursor,
+    TaskFailures,
+    TaskHistory,
+    TaskScore,
+)
 from r3async.world import ActorLostError, World
 from r3async.world.appending import AppendFile
-from r3async.world.disk_waits import DiskRetrier
+from r3async.world.files import DiskRetrier
 from r3async.world.real import REAL_WORLD
 
 MAX_ERROR_CHARACTERS = 500
@@ -158,7 +166,7 @@ class Evaluator:
     answer for `supervise.silence_seconds`, another one plays it from the beginning, or the same one when it is back: one that had
     nothing more to play is brought back by `revive_generator`. `run_dir/evaluation.jsonl` gets an object for each,
     `{"step", "time", "evaluation/reward_mean", …}`: the newest step when it began, and the versions of the weights that sampled
-    it. All of it is in a file beside the checkpoints (`checkpoint/evaluations.py`). `events`: a structlog logger.
+    it. All of it is in a file beside the checkpoints (`checkpoint/directory.py`). `events`: a structlog logger.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ def chaos_run() -> dict[str, Any]:
 
 def wire_messages() -> list[list[int]]:
     """Return the sizes and checksums of the frames of ten trajectories."""
-    from r3async.transport.wire import encode_trajectory
+    from r3async.data.wire import encode_trajectory
     from tests.helpers.wire import make_table, make_trajectory
 
     messages = []

@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from r3async.config import Config as Config
     from r3async.config import ConfigError as ConfigError
     from r3async.config import load_config as load_config
-    from r3async.data.records import SCHEMA as SCHEMA
-    from r3async.data.records import Column as Column
-    from r3async.data.records import Sample as Sample
-    from r3async.data.records import TokenTable as TokenTable
-    from r3async.data.records import Trajectory as Trajectory
-    from r3async.data.records import Turn as Turn
+    from r3async.data.tokens import SCHEMA as SCHEMA
+    from r3async.data.tokens import Column as Column
+    from r3async.data.tokens import Sample as Sample
+    from r3async.data.tokens import TokenTable as TokenTable
+    from r3async.data.tokens import Trajectory as Trajectory
+    from r3async.data.tokens import Turn as Turn
     from r3async.envs import Action as Action
     from r3async.envs import BlockingEnvironment as BlockingEnvironment
     from r3async.envs import Environment as Environment
     from r3async.envs import EnvironmentFailed as EnvironmentFailed
     from r3async.envs import Message as Message
     from r3async.envs import StepResult as StepResult
-    from r3async.learner.losses.policy_loss import LossInputs as LossInputs
-    from r3async.learner.losses.policy_loss import PolicyLoss as PolicyLoss
-    from r3async.learner.losses.policy_loss import by_token as by_token
-    from r3async.rollout.outcomes import Evaluation as Evaluation
+    from r3async.learner.policy_loss import LossInputs as LossInputs
+    from r3async.learner.policy_loss import PolicyLoss as PolicyLoss
+    from r3async.learner.policy_loss import by_token as by_token
+    from r3async.rollout.evaluation import Evaluation as Evaluation
     from r3async.tools.callbacks import Callback as Callback
     from r3async.tools.callbacks import CallbackFailed as CallbackFailed
     from r3async.tools.callbacks import CheckpointRecord as CheckpointRecord
@@ -52,7 +52,7 @@ _HOME = {
     "r3async.actors.process": ("NotTrained", "RunFailed", "StoppedBeforeStep"),
     "r3async.api": ("evaluate", "train"),
     "r3async.config": ("Config", "ConfigError", "load_config"),
-    "r3async.data.records": ("SCHEMA", "Column", "Sample", "TokenTable", "Trajectory", "Turn"),
+    "r3async.data.tokens": ("SCHEMA", "Column", "Sample", "TokenTable", "Trajectory", "Turn"),
     "r3async.envs": (
         "Action",
         "BlockingEnvironment",
@@ -61,8 +61,8 @@ _HOME = {
         "Message",
         "StepResult",
     ),
-    "r3async.learner.losses.policy_loss": ("LossInputs", "PolicyLoss", "by_token"),
-    "r3async.rollout.outcomes": ("Evaluation",),
+    "r3async.learner.policy_loss": ("LossInputs", "PolicyLoss", "by_token"),
+    "r3async.rollout.evaluation": ("Evaluation",),
     "r3async.tools.callbacks": (
         "Callback",
         "CallbackFailed",

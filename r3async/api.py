@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from r3async.config import Config, load_config
-from r3async.config.read import apply_overrides
-from r3async.envs.objects import build_factory_with_objects, extract_objects, register_objects
-from r3async.rollout.outcomes import Evaluation
+from r3async.config.load import apply_overrides
+from r3async.envs.factory import build_factory_with_objects, extract_objects, register_objects
+from r3async.rollout.evaluation import Evaluation
 from r3async.world.processes import run_on_shared_loop
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def train(
     an update) and `StoppedBeforeStep`, which are such. Ctrl-C ends the run in order, and it can resume. Blocking; also in a
     notebook.
     """
-    from r3async.actors.supervise import RunLauncher
+    from r3async.actors.driver import RunLauncher
     from r3async.tools.train import StopRequest
     from r3async.tools.train import train as run
 

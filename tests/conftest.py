@@ -47,7 +47,7 @@ def tiny_model(tmp_path_factory):
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def vllm_engine(tiny_model):
     """The suite's one vLLM engine, 32 requests at once. Its tests run in the session's event loop."""
-    from r3async.rollout.engines.vllm import VllmEngine
+    from r3async.rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine(
         str(tiny_model),
@@ -185,8 +185,8 @@ def _only_what_its_marker_says(request, monkeypatch):
         import ray
 
         monkeypatch.setattr(ray, "init", lambda *args, **kwargs: pytest.fail("it starts Ray: mark it `ray`"))
-    if request.node.get_closest_marker("engine") is None and "r3async.rollout.engines.vllm" in sys.modules:
-        from r3async.rollout.engines.vllm import VllmEngine
+    if request.node.get_closest_marker("engine") is None and "r3async.rollout.vllm.engine" in sys.modules:
+        from r3async.rollout.vllm.engine import VllmEngine
 
         if request.node.get_closest_marker("ray") is None:
             monkeypatch.setattr(VllmEngine, "start", lambda self: pytest.fail("it starts vLLM: mark it `engine`"))

@@ -20,10 +20,10 @@ from typing import Any, Literal
 import msgspec
 
 from r3async.config import Config, DataConfig, EnvEntryConfig, RewardConfig, Section
-from r3async.config.evaluation import EvaluationSetConfig
+from r3async.config.rollout import EvaluationSetConfig
 from r3async.config.section import strip_range
-from r3async.data.architectures import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
-from r3async.record.catalogue import METRICS
+from r3async.data.models import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
+from r3async.record.metrics import METRICS
 from r3async.tools.dashboard import render_dashboard
 
 REFERENCE_PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"

@@ -14,21 +14,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from r3async.actors.process import RunFailed
 from r3async.checkpoint import CheckpointDirectory
 from r3async.config import REDACTED, Config, ConfigError, EnvConfig, config_from_dict, config_to_dict, load_config
-from r3async.config.read import Overrides, apply_overrides, nest_overrides, refuse_literal_secrets
+from r3async.config.load import Overrides, apply_overrides, nest_overrides, refuse_literal_secrets
 from r3async.envs import EnvironmentFactory
 from r3async.envs.factory import build_environment_factory
-from r3async.rollout.agents.agents import OUTSIDE_AGENT, is_agent, make_agent
+from r3async.rollout.agents import OUTSIDE_AGENT, is_agent, make_agent
 from r3async.rollout.chat import ChatRenderer, TemplateError
-from r3async.rollout.engines import Engine, build_engine
+from r3async.rollout.engine import Engine, build_engine
 from r3async.rollout.evaluation import (
     BaselinePolicy,
+    EpisodeOutcome,
+    Evaluation,
     drop_long_prompts,
     evaluate_sets,
     evaluate_without_model,
+    join_sets,
     refuse_shared_prompts,
     resolve_evaluation_env,
 )
-from r3async.rollout.outcomes import EpisodeOutcome, Evaluation, join_sets
 from r3async.tools.terminal import SafeConsole
 from r3async.untrusted import decode_python_json
 from r3async.world.files import make_directory, replace_file

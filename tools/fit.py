@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.layout import PlacementError, ProcessLayout, ResourceDemand, plan_layout
+from r3async.actors.placement import PlacementError, ProcessLayout, ResourceDemand, plan_layout
 from r3async.config import Config
 from r3async.tools.memory import GIB
 from r3async.tools.plan import RunPlan

@@ -35,17 +35,20 @@ from r3async.config import (
     config_to_dict,
     resolve_envs,
 )
-from r3async.config.training import RoutingConfig
-from r3async.data.records import Sample
+from r3async.config.algorithm import RoutingConfig
+from r3async.data.tokens import Sample
 from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
+from r3async.envs.builtin import ReverseText
 from r3async.envs.dataset import is_dataset
-from r3async.envs.factory import BUILTIN_ENVIRONMENTS, build_environment_factory
-from r3async.envs.objects import get_registered_objects, register_objects
-from r3async.envs.raised import summarize_error
-from r3async.envs.tasks import ReverseText
-from r3async.rollout.chat import ChatRenderer, Conversation
-from r3async.rollout.demonstrations import Demonstration
-from r3async.rollout.engines.vllm_owner import exit_with_owner
+from r3async.envs.errors import summarize_error
+from r3async.envs.factory import (
+    BUILTIN_ENVIRONMENTS,
+    build_environment_factory,
+    get_registered_objects,
+    register_objects,
+)
+from r3async.rollout.chat import ChatRenderer, Conversation, Demonstration
+from r3async.rollout.vllm.client import exit_with_owner
 from r3async.world.files import replace_directory
 from r3async.world.processes import add_user_module_path, hide_main_module, run_on_shared_loop
 
@@ -240,7 +243,7 @@ def warm_up_model(
     learner: TorchLearner, data: OracleDemonstrations, init: InitConfig, progress: ShowProgress
 ) -> tuple[int, float]:
     """Supervised steps until the mean sampled reward is `init.warm_reward`. Returns steps and the reward reached."""
-    from r3async.learner.batch.packing import pack_samples
+    from r3async.learner.batch import pack_samples
     from r3async.learner.supervised import run_supervised_step
 
     def sampled_reward() -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from r3async.config import Config, LearnerConfig, ParallelConfig
-from r3async.data.model_shape import ModelShape, ModelShapeError
+from r3async.data.models import ModelShape, ModelShapeError
 from r3async.tools.memory import GIB, RankMemory, estimate_rank_memory
 
 MEMORY_HEADROOM = 0.95

@@ -19,8 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from r3async.tools.report import ServeError
-from r3async.views.browse import EpisodeQuery
-from r3async.views.live import LiveRun
+from r3async.views.live import EpisodeQuery, LiveRun
 from r3async.views.report import LivePage, make_names_distinct, render_comparison_page, render_run_page
 from r3async.views.templates import TEMPLATE_DIRECTORY, load_plotly_script
 

@@ -31,7 +31,7 @@ token and layer, in the compute dtype:
 
 Tensor parallelism comes with sequence parallelism, and divides all of it. 1F1B keeps `pp - stage` micro-batches of
 `layers / pp` layers at stage `stage`. A micro-batch has at most `learner.max_tokens_per_micro_batch` tokens. Logits: two
-fp32 tensors and a mask of at most `learner.logprobs.LOGIT_CHUNK_ELEMENTS`; backward, one of them in fp32 and in the compute
+fp32 tensors and a mask of at most `learner.kernels.LOGIT_CHUNK_ELEMENTS`; backward, one of them in fp32 and in the compute
 dtype, and the gradient of the output matrix, summed in fp32.
 
 **Temporary copies**: one bucket of gradients in fp32 while ranks sum it, and one of moments with `offload_moments`; with
@@ -52,9 +52,16 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config, ConfigError, LearnerConfig
-from r3async.data.architectures import ARCHITECTURES, UNSUPPORTED_MODEL_TYPES, find_architecture, list_supported_types
-from r3async.data.model_shape import ModelShape, ModelShapeError, parse_model_shape
-from r3async.data.written import DTYPE_BYTES
+from r3async.data.models import (
+    ARCHITECTURES,
+    DTYPE_BYTES,
+    UNSUPPORTED_MODEL_TYPES,
+    ModelShape,
+    ModelShapeError,
+    find_architecture,
+    list_supported_types,
+    parse_model_shape,
+)
 from r3async.tools.adapted import count_adapters
 from r3async.untrusted import decode_python_json
 
@@ -62,9 +69,9 @@ GIB = 2**30
 GPU_PARAMETERS = 10**9
 """A model of more parameters is planned for GPUs."""
 CHUNK_ELEMENTS = 2**25
-"""`learner.logprobs.LOGIT_CHUNK_ELEMENTS`; to import that would import torch."""
+"""`learner.kernels.LOGIT_CHUNK_ELEMENTS`; to import that would import torch."""
 BUCKET_ELEMENTS = 2**26
-"""`learner.shares.COLLECTIVE_BUCKET_ELEMENTS`, and that of `learner.offload`."""
+"""`learner.optimizer.COLLECTIVE_BUCKET_ELEMENTS`, and that of `learner.offload`."""
 CONTEXT_BYTES = 1.5 * GIB
 
 

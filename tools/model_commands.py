@@ -137,8 +137,8 @@ def diagnose(
 
     from r3async.checkpoint import CheckpointError
     from r3async.learner import LearnerError
-    from r3async.rollout.engines import EngineError
-    from r3async.rollout.engines.stages import ActivationError
+    from r3async.rollout.activations import ActivationError
+    from r3async.rollout.engine import EngineError
     from r3async.tools.diagnose.command import find_diagnosis_target
     from r3async.tools.diagnose.command import run_diagnosis as examine
     from r3async.tools.diagnose.diagnosis import describe_diagnosis

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import Config, config_to_dict
-from r3async.record.backends import EpisodeExample, make_episode_example
 from r3async.record.events import EVENTS_FILE
 from r3async.record.reading import EPISODES_FILE, EVALUATION_FILE
+from r3async.record.sinks import EpisodeExample, make_episode_example
 from r3async.views.follow import FollowedFile
 from r3async.views.summary import RunHistory, get_failure_key
 
@@ -30,8 +30,7 @@ class MetricsForwarder:
     said once. Never waits but at the end."""
 
     def __init__(self, config: Config, run_dir: Path, print_line: Callable[[str], object]):
-        from r3async.record.prometheus import serve_metrics
-        from r3async.record.sinks import open_sinks
+        from r3async.record.sinks import open_sinks, serve_metrics
 
         self._sinks = open_sinks(config.observe, run_dir, config_to_dict(config), print_line)
         self._run_dir, self._say = run_dir, print_line

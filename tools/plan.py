@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.actors.layout import ResourceDemand, find_smallest_layout
+from r3async.actors.placement import ResourceDemand, find_smallest_layout
 from r3async.config import Config, ConfigError, check_policy_loss
-from r3async.data.model_shape import ModelShape, RoutingShape
-from r3async.data.records import SCHEMA
-from r3async.data.written import DTYPE_BYTES, WriteSizes
+from r3async.data.models import DTYPE_BYTES, ModelShape, RoutingShape, WriteSizes
+from r3async.data.tokens import SCHEMA
 from r3async.schedule.admission import compute_staleness_bound, count_slots
 from r3async.schedule.groups import TRAJECTORY_HEADER_BYTES, max_buffer_bytes
 from r3async.tools.adapted import count_adapters

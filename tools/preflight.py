@@ -13,10 +13,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from r3async.actors.layout import ResourceDemand, find_smallest_layout
+from r3async.actors.placement import ResourceDemand, find_smallest_layout
 from r3async.config import Config, ConfigError, EnvConfig, did_you_mean, resolve_envs, strip_brackets
-from r3async.data.architectures import find_architecture
-from r3async.data.model_shape import ModelShape, ModelShapeError, parse_model_shape, read_moe_layers
+from r3async.data.models import ModelShape, ModelShapeError, find_architecture, parse_model_shape, read_moe_layers
 from r3async.envs import (
     Action,
     EnvironmentProtocolError,
@@ -26,9 +25,9 @@ from r3async.envs import (
     require_step_result,
 )
 from r3async.envs.dataset import is_dataset
+from r3async.envs.errors import summarize_error
 from r3async.envs.factory import build_environment_factory
-from r3async.envs.raised import summarize_error
-from r3async.rollout.agents.agents import is_agent
+from r3async.rollout.agents import is_agent
 from r3async.rollout.episode import close_environment
 from r3async.tools.memory import (
     GPU_PARAMETERS,
@@ -191,7 +190,7 @@ def check_custom_loss(config: Config) -> None:
     """A policy loss of the user's own returns what a step takes."""
     if ":" not in config.algorithm.policy_loss:
         return
-    from r3async.learner.losses.policy_loss import check_custom_loss
+    from r3async.learner.policy_loss import check_custom_loss
 
     check_custom_loss(config.algorithm)
 

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config
-from r3async.config.read import apply_overrides
-from r3async.data.records import Trajectory
+from r3async.config.load import apply_overrides
+from r3async.data.tokens import Trajectory
 from r3async.learner import LearnerError
 from r3async.record.recording import (
     RecordedStep,
@@ -159,8 +159,8 @@ class _ReplaySession:
         return apply_overrides(config, self._changed, "train") if self._changed else config
 
     def _load_learner(self) -> tuple[Any, Any]:
-        from r3async.actors.loading import load_standalone_learner
-        from r3async.learner.batch.planner import build_cost_model
+        from r3async.actors.driver import load_standalone_learner
+        from r3async.learner.batch import build_cost_model
         from r3async.learner.trainer import Trainer
 
         config = self.config

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from r3async.actors import run_dir
+from r3async.actors import driver as run_dir
 from r3async.checkpoint.directory import ignore_event
 from r3async.config import Config, ConfigError
 from r3async.world.appending import EventReporter
@@ -28,7 +28,7 @@ def open_named_run(
     root: Path = Path("runs"),
     report_event: EventReporter = ignore_event,
 ) -> run_dir.RunDirectory:
-    """`runs/NAME`, see `r3async.actors.run_dir.open_run_directory`; `runs/latest` points at it."""
+    """`runs/NAME`, see `r3async.actors.driver.open_run_directory`; `runs/latest` points at it."""
     name = config.name or f"{Path(preset).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = asyncio.run(run_dir.open_run_directory(config, root / name, print_line, report_event))
     try:

@@ -1,4 +1,4 @@
-"""`r3async scale`: more generators for a running run, or fewer. Asked for by a file in its directory (`actors/crew.py`), and
+"""`r3async scale`: more generators for a running run, or fewer. Asked for by a file in its directory (`actors/driver.py`), and
 answered by its events."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from r3async.actors.crew import ScaleRequest, write_scale_request
+from r3async.actors.driver import ScaleRequest, write_scale_request
 from r3async.config import ConfigError
 from r3async.views.follow import FollowedFile, FollowedRun
 from r3async.world.real import REAL_WORLD

@@ -17,12 +17,12 @@ from rich.console import Console
 
 from r3async.actors.process import StoppedBeforeStep
 from r3async.checkpoint import Checkpoint, CheckpointError, CheckpointSchedule, CheckpointWriter
-from r3async.checkpoint.resume import begin_lineage, fingerprint_model
+from r3async.checkpoint.directory import begin_lineage, fingerprint_model
 from r3async.checkpoint.state import TrainingState
 from r3async.config import Config, ConfigError
-from r3async.data.records import Sample
+from r3async.data.tokens import Sample
 from r3async.record.events import open_event_log
-from r3async.record.steps import MetricsFile
+from r3async.record.writer import MetricsFile
 from r3async.tools.preflight import check_model_directory
 from r3async.tools.run_dir import check_disk_space, explain_full_disk, open_named_run
 from r3async.tools.sft_data import SupervisedRows
@@ -39,9 +39,9 @@ from r3async.tools.train import (
 from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:
-    from r3async.actors.run_dir import RunDirectory
+    from r3async.actors.driver import RunDirectory
     from r3async.data.versions import Lineage
-    from r3async.learner.batch.packing import MicroBatch
+    from r3async.learner.batch import MicroBatch
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -111,7 +111,7 @@ class SupervisedRun:
         lineage = self._take_lineage(self._run.resume_from)
         self._view.rewind_to_step(self._step)
         self._view.show_phase("loading the model")
-        from r3async.actors.loading import load_standalone_learner
+        from r3async.actors.driver import load_standalone_learner
 
         learner = load_standalone_learner(config, self._model_path, directory.absolute(), REAL_WORLD)
         events = open_event_log(directory, "learner")
@@ -188,7 +188,7 @@ class SupervisedRun:
         }
 
     def _pack_for_ranks(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
-        from r3async.learner.batch.packing import pack_for_ranks
+        from r3async.learner.batch import pack_for_ranks
 
         learner = self._config.learner
         return pack_for_ranks(

@@ -42,10 +42,10 @@ def check_buildable(config: Config, path: Path) -> None:
 def _check_backend_build(config: Config, path: Path) -> None:
     """Raises `LearnerError`."""
     if config.learner.backend == "megatron":
-        from r3async.learner.trained import check_model_directory as fits
+        from r3async.learner.model import check_model_directory as fits
 
         fits(path, config.learner.parallel)
     elif config.learner.backend == "torch":
-        from r3async.learner.torch.built import check_buildable as built
+        from r3async.learner.torch.backend import check_buildable as built
 
         built(config, path)

@@ -7,8 +7,7 @@ x (n - 1) / n from each rank, and twice that to leave the sum on all (Patarasu a
 from __future__ import annotations
 
 from r3async.config import Config
-from r3async.data.model_shape import ModelShape
-from r3async.data.written import DTYPE_BYTES
+from r3async.data.models import DTYPE_BYTES, ModelShape
 from r3async.tools.adapted import count_adapters
 from r3async.tools.memory import count_replicas
 

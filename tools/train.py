@@ -24,7 +24,7 @@ from r3async.tools.terminal import SafeConsole
 from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:
-    from r3async.actors.supervise import RunLauncher
+    from r3async.actors.driver import RunLauncher
     from r3async.world.appending import EventReporter
 
 
@@ -75,7 +75,7 @@ def handle_stop_signals(request: StopRequest) -> Iterator[None]:
 
 
 class TerminalUI:
-    """The terminal, the outlets and the signals: what a run's driver knows of the person; see `supervise.DriverUI`."""
+    """The terminal, the outlets and the signals: what a run's driver knows of the person; see `driver.DriverUI`."""
 
     def __init__(self, view: LiveView, forwarder: MetricsForwarder, request: StopRequest, callbacks: CallbackRunner):
         self.view, self.forwarder, self.request, self.callbacks = view, forwarder, request, callbacks
@@ -158,8 +158,8 @@ def _prepare_and_train(
     request: StopRequest,
     callbacks: CallbackRunner,
 ) -> Path:
+    from r3async.actors.driver import RunLauncher, supervise_run
     from r3async.actors.process import RunFailed
-    from r3async.actors.supervise import RunLauncher, supervise_run
     from r3async.envs.mix import add_default_evaluation_sets
     from r3async.record.sinks import check_sinks
     from r3async.rollout.evaluation import check_environment
@@ -215,7 +215,7 @@ def make_reporter(view: LiveView) -> EventReporter:
 
 def _make_start_model(config: Config, run_dir: Path, view: LiveView, request: StopRequest) -> Path:
     """The start model of a run that has none. While it is made, Ray starts."""
-    from r3async.actors.supervise import connect_cluster
+    from r3async.actors.driver import connect_cluster
     from r3async.tools.init_model import init_model_in_process, init_or_copy_model
 
     def meanwhile() -> None:

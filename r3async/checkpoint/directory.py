@@ -1,5 +1,4 @@
-"""The directory of a run's checkpoints: written aside and renamed, verified when opened, pruned, never half there. And who uses
-the run's directory: a run that is resumed must not begin while a process of its past still writes.
+"""The directory of a run's checkpoints: written aside and renamed, verified when opened, pruned, resumed from.
 
 `checkpoints/step-00000010/` is complete whenever it has that name. Everything else has a name that says so: `.partial` is
 being written, `.removing` is being removed (both are removed at the next start), `.bad` could not be read when it was the
@@ -9,14 +8,18 @@ them).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
+import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from r3async.checkpoint.evaluations import find_best_evaluation, read_evaluations, remove_evaluations
+import msgspec
+
 from r3async.checkpoint.state import (
     MANIFEST_FILE,
     MANIFEST_SCHEMA,
@@ -26,6 +29,7 @@ from r3async.checkpoint.state import (
     FileEntry,
     IncompatibleCheckpoint,
     RunState,
+    TrainingState,
     decode_manifest,
     decode_state,
     encode_state,
@@ -33,16 +37,18 @@ from r3async.checkpoint.state import (
     verify_checkpoint_file,
     write_checkpoint_file,
 )
-from r3async.config import Config
-from r3async.world import Files
-from r3async.world.appending import EventReporter
-from r3async.world.files import make_directory, read_file
+from r3async.config import REDACTED, CheckpointConfig, Config, config_to_dict, flatten_section
+from r3async.data.models import read_write_sizes
+from r3async.data.versions import Lineage, RunStart
+from r3async.schedule.admission import AdmissionController
+from r3async.untrusted import MalformedError, decode_json
+from r3async.world import Files, World
+from r3async.world.appending import EventReporter, whole_record_bytes
+from r3async.world.files import make_directory, read_file, replace_file
 from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:
     from r3async.checkpoint.tensors import LearnerStateReader
-import asyncio
-import errno
 
 STATE_FILE = "run.json"
 _STEP_PATTERN = re.compile(r"step-(\d{8,})")
@@ -375,3 +381,421 @@ class RunLock:
     def close(self) -> None:
         """Let go. Idempotent."""
         self._file.close()
+
+
+# When a checkpoint is due, and writing it while training goes on: copied between two steps, written beside those that follow.
+
+
+WriteRankFiles = Callable[[Path], Sequence[FileEntry]]
+"""Writes what the learner's ranks copied into a directory, to the disk, and says what that was. It may raise."""
+
+
+class CheckpointSchedule:
+    """Whether a step is followed by a checkpoint. Pure but for the clock (seconds, monotonic) that it is given."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        clock: Callable[[], float] = REAL_WORLD.clock.monotonic,
+        evaluated_every: int = 0,
+        last_step: int = 0,
+    ):
+        """`evaluated_every`: `evaluation.every`; with `checkpoint.keep_best` each evaluated step has one. `last_step`: the
+        step that the run resumes from."""
+        self._config, self._clock = config, clock
+        self._evaluation_interval = evaluated_every if config.keep_best else 0
+        self.last_step, self._last_time = last_step, clock()
+        """Step of the last checkpoint that was begun."""
+
+    def __call__(self, step: int) -> bool:
+        """`step` was just made. `checkpoint.every_steps` counts from step 0, so that a resumed run keeps its rhythm."""
+        every, minutes = self._config.every_steps, self._config.every_minutes
+        by_steps = bool(every) and step // every > self.last_step // every
+        evaluated = bool(self._evaluation_interval) and step % self._evaluation_interval == 0
+        return by_steps or evaluated or (bool(minutes) and self._clock() - self._last_time >= 60 * minutes)
+
+    def mark_begun(self, step: int) -> None:
+        """A checkpoint of `step` was begun."""
+        self.last_step, self._last_time = step, self._clock()
+
+
+class CheckpointWriter:
+    """Writes a run's checkpoints in a thread of its own, one at a time. Belongs to the learner's event loop.
+
+    A failure is reported at once, and training goes on: the next checkpoint is the next try. It leaves nothing behind that
+    could be taken for a checkpoint, and those that are there stay. `events`: a structlog logger.
+    """
+
+    def __init__(
+        self, config: Config, run_id: str, model_path: Path, run_dir: Path, events: Any, *, world: World = REAL_WORLD
+    ):
+        self._settings, self._config = config.checkpoint, config_to_dict(config)
+        written = read_write_sizes(config, model_path, files=world.files)
+        self._write_timeout = config.checkpoint.resolve_write_timeout(written.checkpoint_bytes)
+        self._run_id, self._model_path, self._events, self._world = run_id, model_path, events, world
+        self._checkpoints = CheckpointDirectory.from_config(
+            config, run_dir, report=self._report_event, files=world.files
+        )
+        self._thread = world.threads.new_worker("checkpoint")
+        self._fingerprint = ""
+        """Of the start model, once it has been taken."""
+        self._pending: tuple[int, asyncio.Task[None]] | None = None
+        """The step of the checkpoint that is being written, and who writes it."""
+        self._failure: CheckpointError | None = None
+        """Of the last one that has ended."""
+
+    def _report_event(self, event: str, /, **facts: object) -> None:
+        report = self._events.error if event.endswith(("_failed", "_bad")) else self._events.info
+        report(event, **facts)
+
+    async def save_checkpoint(
+        self,
+        state: TrainingState,
+        copy_state: Callable[[], Awaitable[object]],
+        write_files: WriteRankFiles,
+        on_committed: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Copy what the ranks have (`copy_state`), and begin to write it, as soon as the checkpoint before is written.
+
+        `write_files` is called once, in the writer's thread; what it writes must be a copy that later steps do not change. With
+        `checkpoint.asynchronous` off it has been written when this returns. `on_committed` is called on the event loop, once the
+        checkpoint is visible and on the disk. Raises `CheckpointError` if one takes longer than `checkpoint.write_timeout`.
+        """
+        await self._wait_for_pending()
+        if not self._fingerprint:
+            run, files = self._world.threads.run, self._world.files
+            self._fingerprint = await run(fingerprint_model, self._model_path, files=files)
+        whole = RunState(
+            run_id=self._run_id,
+            config=self._config,
+            model_path=str(self._model_path),
+            model_fingerprint=self._fingerprint,
+            **msgspec.structs.asdict(state),
+        )
+        await copy_state()
+        self._pending = state.steps, asyncio.create_task(self._write_checkpoint(whole, write_files, on_committed))
+        if not self._settings.asynchronous:
+            await self._wait_for_pending()
+
+    async def wait_until_written(self) -> None:
+        """Wait for what is being written. Raises `CheckpointError` if the last one failed, or takes too long."""
+        await self._wait_for_pending()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _wait_for_pending(self) -> None:
+        if self._pending is None:
+            return
+        step, writing = self._pending
+        await asyncio.wait([writing], timeout=self._write_timeout)
+        if not writing.done():
+            raise CheckpointError(
+                f"the checkpoint of step {step} was not written within {self._write_timeout:g} s (checkpoint.write_timeout)"
+            )
+        self._pending = None
+        writing.result()
+
+    async def _write_checkpoint(
+        self, state: RunState, write_files: WriteRankFiles, on_committed: Callable[[], object]
+    ) -> None:
+        clock = self._world.clock.monotonic
+        began = clock()
+        try:
+            path, nbytes = await self._thread.run(self._write_and_commit, state, write_files)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._report_event("checkpoint_failed", step=state.steps, error=reason)
+            self._failure = CheckpointError(
+                f"the checkpoint of step {state.steps} could not be written: {reason}. Those before it are intact; mend the "
+                "cause (space, rights) and resume"
+            )
+            return
+        self._failure = None
+        seconds = clock() - began
+        on_committed()
+        self._report_event("checkpoint_written", step=state.steps, path=str(path), bytes=nbytes, seconds=seconds)
+        try:
+            if removed := await self._thread.run(self._checkpoints.prune_old):
+                self._report_event("checkpoints_pruned", steps=removed)
+        except (OSError, CheckpointError) as error:  # what was written is there all the same; the next one prunes again
+            self._report_event("checkpoint_prune_failed", error=str(error))
+
+    def _write_and_commit(self, state: RunState, write_files: WriteRankFiles) -> tuple[Path, int]:
+        partial = self._checkpoints.begin_checkpoint(state.steps)
+        try:
+            records = write_files(partial)
+            return self._checkpoints.commit_checkpoint(state, records), sum(r.size for r in records)
+        except BaseException:
+            with contextlib.suppress(OSError):  # else at the next start
+                self._checkpoints.discard_partial(state.steps)
+            raise
+
+
+# Whether a checkpoint may be continued with this configuration and model, how records and leases go back to that step, and the
+# starts of a run.
+#
+# Each start is a line of a file in the run's directory, which is on the disk before any process of that start exists: so two
+# crashes without a checkpoint between them still leave two lineages. The file also tells the directory of a run from any other:
+# it is made with the directory.
+
+
+LINEAGES_FILE = "lineages.json"
+
+FIXED_SETTINGS = (
+    "seed",
+    "model.path",
+    "model.init",
+    "env",
+    "schedule.max_staleness",
+    "schedule.groups_per_step",
+    "schedule.samples_per_group",
+    "schedule.steps_per_publication",
+    "schedule.tokens_per_step",
+    "schedule.replaced_groups",
+    "schedule.window",
+    "learner.backend",
+    "learner.lora",
+    "learner.freeze_router",
+    "sft",
+)
+"""Settings, and whole sections, that a run keeps: which tasks come next, slots and leases, what is trained, and the layout
+of the tensors."""
+
+CHANGEABLE_SETTINGS = (
+    "steps, learner.lr and the rest of learner (parallel, dtype, …), algorithm, generator, checkpoint, supervise"
+)
+
+
+def find_changed_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
+    """By dotted key: the value saved and the value now, where they are not the same.
+
+    A setting that the saved configuration does not know has its default. `name` and `resume` are no settings of training.
+    """
+    # As a checkpoint has them: without tuples.
+    old, new, defaults = (
+        flatten_section(decode_json(msgspec.json.encode(each)))
+        for each in (saved, config_to_dict(config), config_to_dict(Config()))
+    )
+    out = {}
+    for key in sorted({*old, *new} - {"name", "resume"}):
+        was, value = old.get(key, defaults.get(key)), new.get(key, defaults.get(key))
+        if not _may_be_equal(was, value):
+            out[key] = (was, value)
+    return out
+
+
+def _may_be_equal(was: Any, value: Any) -> bool:
+    """What a secret was is not known any more."""
+    if isinstance(was, list) and isinstance(value, list) and len(was) == len(value):
+        return all(map(_may_be_equal, was, value))
+    return was == value or REDACTED in (was, value)
+
+
+def check_resume_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ from those `saved` (`config_to_dict`) and may. Raises `CheckpointError` naming those that
+    may not."""
+    changed = find_changed_settings(saved, config)
+    refused = {k: v for k, v in changed.items() if any(k == f or k.startswith(f"{f}.") for f in FIXED_SETTINGS)}
+    if "env.args.digest" in refused:
+        path = config_to_dict(config)["env"]["args"].get("path") or config.env.name
+        raise CheckpointError(
+            f"the rows of `data` = {path!r}, or which of them are evaluated, have changed since the run began: put the file "
+            'back, or set resume="none" to start over'
+        )
+    if refused:
+        said = "; ".join(f"`{key}` was {was!r} and is {now!r}" for key, (was, now) in refused.items())
+        raise CheckpointError(
+            f"the run cannot be resumed with other settings: {said}. Set them back, or set "
+            f'resume="none" to start over. What may differ: {CHANGEABLE_SETTINGS}'
+        )
+    return changed
+
+
+def check_start_model(state: RunState, model_path: Path, *, files: Files = REAL_WORLD.files) -> None:
+    """Raises `CheckpointError` if the start model is not the one that the run began with, which is its reference model."""
+    fingerprint = fingerprint_model(model_path, files=files)
+    if fingerprint != state.model_fingerprint:
+        raise CheckpointError(
+            f"the model in {model_path} is not the one that the run began with (in {state.model_path}): its fingerprint is "
+            f"{fingerprint[:12]}, not {state.model_fingerprint[:12]}. Put that model back, or set `model.path` to it"
+        )
+
+
+_SAMPLE_BLOCKS, _BLOCK_BYTES = 64, 65536
+
+
+def fingerprint_model(directory: Path, *, files: Files = REAL_WORLD.files) -> str:
+    """SHA-256 over the names and sizes of the model's files, all of `config.json`, and a sample of each weight file.
+
+    A sample: 64 blocks of 64 KiB spread evenly, the header among them. All of a small file, and of a large one enough to tell
+    trained weights from others, without reading hundreds of gigabytes at every start.
+    """
+    digest = hashlib.sha256()
+    names = files.list_names(directory)
+    if "config.json" not in names:
+        raise CheckpointError(f"{directory} is not a model directory: it has no config.json")
+    for name in names:
+        if name != "config.json" and Path(name).suffix not in (".safetensors", ".bin"):
+            continue
+        with files.open(directory / name) as file:
+            size = file.size()
+            digest.update(f"{name}\0{size}\0".encode())
+            step = max(_BLOCK_BYTES, -(-max(0, size - _BLOCK_BYTES) // (_SAMPLE_BLOCKS - 1)))
+            for at in range(0, size, step):
+                digest.update(file.read(at, _BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def rewind_records(
+    run_dir: Path,
+    record_bytes: Mapping[str, int],
+    pending_lines: Mapping[str, Sequence[str]] | None = None,
+    *,
+    files: Files = REAL_WORLD.files,
+) -> dict[str, int]:
+    """Cut the run's records back to the lengths they had, and write the lines behind them that were `pending_lines` in memory
+    then. Returns the bytes cut off, by file. Raises `OSError`.
+
+    A record that is shorter than it was, or lost, stays as it is: figures are lost, but training is not.
+    """
+    cut = {}
+    for name in files.list_names(run_dir):
+        length, found = record_bytes.get(name), files.stat(run_dir / name)
+        if length is not None and found is not None and not found.is_directory and found.size > length:
+            with files.open(run_dir / name, create=True) as file:
+                file.truncate(length)
+            cut[name] = found.size - length
+    for name, lines in (pending_lines or {}).items():
+        with files.open(run_dir / name, create=True) as file:
+            file.truncate(whole_record_bytes(run_dir / name, files=files))
+            file.append(["".join(lines).encode()])
+    return cut
+
+
+def restore_admission(admission: AdmissionController, state: RunState) -> None:
+    """Slots and leases as they were, and the checkpoint's weights in every engine. Raises `CheckpointError` if these
+    do not add up."""
+    try:
+        admission.load_state_dict(state.admission, state.consumed, state.consumed_beyond)
+        admission.version_published(state.version)
+    except ValueError as error:
+        raise CheckpointError(f"{STATE_FILE}: admission: {error}") from error
+
+
+class _StartsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    starts: list[RunStart] = []
+
+
+def read_run_starts(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[RunStart] | None:
+    """All starts of the run, oldest first; None if this is not the directory of a run. Raises `CheckpointError` for a file that
+    cannot be read."""
+    try:
+        return decode_json(read_file(run_dir / LINEAGES_FILE, files=files), _StartsFile).starts
+    except FileNotFoundError:
+        return None
+    except (OSError, MalformedError) as error:
+        raise CheckpointError(
+            f"{run_dir / LINEAGES_FILE} cannot be read ({error}): it numbers the starts of the run, and without it tokens of "
+            "weights "
+            'that a resume took back could be trained. Move it and spool/ aside, or set resume="none"'
+        ) from error
+
+
+def mark_run_directory(run_dir: Path, *, files: Files = REAL_WORLD.files) -> None:
+    """`run_dir` is the directory of a run, if it was not one before."""
+    if read_run_starts(run_dir, files=files) is None:
+        _write_starts(run_dir, [], files)
+
+
+def begin_lineage(
+    run_dir: Path, resume: Checkpoint | None, model: str, origin: str = "", *, files: Files = REAL_WORLD.files
+) -> Lineage:
+    """The lineage of a start that begins now, from a checkpoint (of the run `origin`, if it is another one) or, without one, from
+    the start model of fingerprint `model`. Its number was never taken in this directory before, and is on the disk when this
+    returns. Raises `CheckpointError`."""
+    starts = read_run_starts(run_dir, files=files) or []
+    parent, version = (resume.state.lineage, resume.state.version) if resume else (Lineage(), 0)
+    lineage, start = parent.start_child(starts, version, model, origin)
+    _write_starts(run_dir, [*starts, start], files)
+    return lineage
+
+
+def describe_origin(resume: Checkpoint, checkpoints: Path) -> str:
+    """Names the run and step of a checkpoint that is not in `checkpoints`, the run's own; "" for one that is."""
+    ours = resume.path.parent.absolute() == checkpoints.absolute()
+    return "" if ours else f"{resume.state.run_id} step {resume.state.steps}"
+
+
+def _write_starts(run_dir: Path, starts: list[RunStart], files: Files) -> None:
+    replace_file(
+        run_dir / LINEAGES_FILE, msgspec.json.format(msgspec.json.encode(_StartsFile(starts))) + b"\n", files=files
+    )
+
+
+# Results of evaluations beside the checkpoints, `evaluation-00000010.json` each, and which checkpoint is the best by them.
+#
+# A file is there from when its evaluation begins, so that the checkpoint of that step is not removed before it is known
+# whether it is the best.
+
+
+_FILE_PATTERN = re.compile(r"evaluation-(\d{8,})\.json")
+
+
+class EvaluationFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of the evaluation after `step`. `time`: when it was written, in unix seconds. `figures`: of its row in `evaluation.jsonl`;
+    `result`: all of it, with the rewards of each task. Both are empty while it is played."""
+
+    step: int
+    time: float
+    figures: dict[str, Any] = {}
+    result: dict[str, Any] = {}
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.figures)
+
+
+def evaluation_path(directory: Path, step: int) -> Path:
+    """`directory`: of the checkpoints."""
+    return directory / f"evaluation-{step:08d}.json"
+
+
+def write_evaluation(directory: Path, evaluation: EvaluationFile, *, files: Files = REAL_WORLD.files) -> Path:
+    """Raises `OSError`."""
+    make_directory(directory, files=files)
+    path = evaluation_path(directory, evaluation.step)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(evaluation)) + b"\n", files=files)
+    return path
+
+
+def read_evaluations(directory: Path, *, files: Files = REAL_WORLD.files) -> dict[int, EvaluationFile]:
+    """By step, oldest first. What cannot be read, or is none, is left out."""
+    found = {}
+    for name in files.list_names(directory):
+        if not _FILE_PATTERN.fullmatch(name):
+            continue
+        try:
+            one = decode_json(read_file(directory / name, files=files), EvaluationFile)
+        except (OSError, MalformedError):
+            continue
+        found[one.step] = one
+    return dict(sorted(found.items()))
+
+
+def remove_evaluations(directory: Path, *, after: int | None = None, files: Files = REAL_WORLD.files) -> None:
+    """Those that were not finished; with `after` those of later steps, which a resume takes back."""
+    for step, one in read_evaluations(directory, files=files).items():
+        if step > after if after is not None else not one.is_finished:
+            files.remove(evaluation_path(directory, step))
+
+
+def find_best_evaluation(
+    evaluations: dict[int, EvaluationFile], metric: str, steps: list[int]
+) -> tuple[int, float] | None:
+    """Of the checkpoints of `steps`, the first whose evaluation has the largest `metric`, and that. None: none was evaluated."""
+    values = {step: evaluations[step].figures.get(metric) for step in sorted(steps) if step in evaluations}
+    known = {step: float(value) for step, value in values.items() if isinstance(value, int | float)}
+    if not known:
+        return None
+    best = max(known, key=lambda step: known[step])
+    return best, known[best]

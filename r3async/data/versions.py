@@ -1,4 +1,4 @@
-"""Which policy version sampled which token of one engine call, and which weights a version number means. Pure.
+"""Policy versions: which weights a number means, which version sampled which token, and which groups were consumed. Pure.
 
 Versions are counted, and a resume takes steps back: the numbers after its checkpoint are used again, for other weights. So each
 start of a run is a **lineage** with a number of its own, and weights are named by (lineage, version). A lineage begins with the
@@ -8,7 +8,8 @@ parent, or another child of that checkpoint, sampled with it are as good as its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -138,3 +139,68 @@ class Lineage(msgspec.Struct, frozen=True):
 
 FIRST_LINEAGE = Lineage(1)
 """Of a run that nothing came before."""
+
+
+# Which groups are trained next: the oldest complete one within a window, repeatedly.
+#
+# The window reaches from the oldest group that is not consumed, its **head**, to the group `W - 1` leases behind it. Each
+# choice takes the oldest complete group in it; then the window moves on with the head. `W = 1` is strict lease order. With a
+# larger one a straggler may be overtaken, by `W - 1` younger groups at most.
+
+
+class ConsumedGroups:
+    """The groups that were consumed: all below `head`, and a few beyond it."""
+
+    def __init__(self, window: int = 1, head: int = 0, beyond_head: Sequence[int] = ()):
+        if window < 1:
+            raise ValueError(f"schedule.window = {window} must be at least 1, which is strict lease order")
+        self.window, self.head = window, head
+        self.beyond_head = set(beyond_head)
+        """Consumed groups above `head`; fewer than `window`."""
+
+    def __contains__(self, group: int) -> bool:
+        return group < self.head or group in self.beyond_head
+
+    def __len__(self) -> int:
+        return self.head + len(self.beyond_head)
+
+    def after_consuming(self, groups: Iterable[int]) -> ConsumedGroups:
+        """What is consumed when these are too, in this order. Raises `ValueError` as `add` does."""
+        future = ConsumedGroups(self.window, self.head, tuple(self.beyond_head))
+        for group in groups:
+            future.add(group)
+        return future
+
+    def untrained_groups(self) -> Iterator[int]:
+        """All groups that are not consumed, oldest first, without an end."""
+        return (g for g in itertools.count(self.head) if g not in self.beyond_head)
+
+    def groups_in_window(self) -> Iterator[int]:
+        """Those of them that are in the window."""
+        return itertools.takewhile(lambda g: g < self.head + self.window, self.untrained_groups())
+
+    def add(self, group: int) -> None:
+        """Consume `group`. Raises `ValueError` if it was consumed before or is beyond the window."""
+        if group in self:
+            raise ValueError(f"group {group} was consumed already")
+        if group >= self.head + self.window:
+            raise ValueError(
+                f"group {group} may not overtake group {self.head}: schedule.window = {self.window} lets "
+                f"{self.window - 1} younger groups be consumed before it"
+            )
+        self.beyond_head.add(group)
+        while self.head in self.beyond_head:
+            self.beyond_head.remove(self.head)
+            self.head += 1
+
+    def add_groups(self, groups: Iterable[int]) -> None:
+        """Consume all of them, in this order, or, where `add` raises `ValueError`, none."""
+        future = self.after_consuming(groups)
+        self.head, self.beyond_head = future.head, future.beyond_head
+
+    def trainable_groups(self, is_complete: Callable[[int], bool]) -> Iterator[int]:
+        """The groups that would be consumed one after the other from here, until none in the window is complete."""
+        future = self.after_consuming(())
+        while (group := next(filter(is_complete, future.groups_in_window()), None)) is not None:
+            future.add(group)
+            yield group

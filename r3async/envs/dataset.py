@@ -18,13 +18,12 @@ from r3async.config import (
     parse_data_config,
     parse_rewards,
 )
-from r3async.config.places import resolve_user_path
+from r3async.config.paths import resolve_user_path
 from r3async.envs import Action, EnvironmentFactory, EnvironmentProtocolError, Message, StepResult
-from r3async.envs.forms import MISSING, DatasetTask, parse_task, parse_tools
-from r3async.envs.objects import get_pickled_object, is_object_name, register_objects
+from r3async.envs.factory import get_pickled_object, is_object_name, register_objects
 from r3async.envs.pool import make_pooled_factory
 from r3async.envs.rewards import RewardFunction, RewardInputs, check_reward_row, compute_rewards, load_reward
-from r3async.envs.rows import LocatedRow, collect_file_stamps, read_rows
+from r3async.envs.rows import MISSING, DatasetTask, LocatedRow, collect_file_stamps, parse_task, parse_tools, read_rows
 from r3async.untrusted import decode_json
 from r3async.world.processes import run_on_shared_loop
 

@@ -26,8 +26,8 @@ import msgspec
 
 from r3async.config import EnvConfig
 from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, EnvironmentProtocolError, Message, StepResult
+from r3async.envs.errors import RemoteEnvironmentError
 from r3async.envs.pool_worker import WorkerCall, WorkerReply, receive_message, send_message
-from r3async.envs.raised import RemoteEnvironmentError
 from r3async.untrusted import MalformedError, decode_msgpack
 
 # The path comes first: what is imported there has to be what is imported here, the person's own modules included.

@@ -16,10 +16,8 @@ import msgspec
 
 from r3async.config import ConfigError, RewardConfig, did_you_mean
 from r3async.envs import EnvironmentProtocolError
-from r3async.envs.factory import import_for_setting
-from r3async.envs.forms import MISSING, DatasetTask, list_field_names
-from r3async.envs.objects import is_object_name, load_object
-from r3async.envs.rows import INSTALL_HINT
+from r3async.envs.factory import import_for_setting, is_object_name, load_object
+from r3async.envs.rows import INSTALL_HINT, MISSING, DatasetTask, list_field_names
 from r3async.untrusted import format_value, to_finite_float
 
 # -- built in ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config
-from r3async.data.records import Trajectory
+from r3async.data.tokens import Trajectory
 from r3async.world import Files
 from r3async.world.real import REAL_WORLD
 
@@ -54,11 +54,11 @@ class RouteTrace(msgspec.Struct, frozen=True):
 class MinibatchResult(msgspec.Struct, frozen=True):
     """What training one minibatch did, over all ranks: one optimizer step.
 
-    `metrics`: see `figures.build_minibatch_result`. By MoE layer of the whole model: `layer_agreement` float32 `[L]`, the
+    `metrics`: see `metrics.build_minibatch_result`. By MoE layer of the whole model: `layer_agreement` float32 `[L]`, the
     share of recorded tokens whose own top-k set is the recorded one (0 if none is recorded); `expert_load` int64 `[L, experts]`,
     tokens sent to each expert, padding not counted. `traces`: of this rank, if they were asked for. `drift` float64 `[3, n, 2]`:
-    `figures.sum_drift` of all trained tokens, of the probed ones, and of these with the routers' own choice; of no row where
-    nothing measured it. `gap_moments` float64 `[5]`: `figures.compute_gap_moments`. `digests`: of its stages, with
+    `metrics.sum_drift` of all trained tokens, of the probed ones, and of these with the routers' own choice; of no row where
+    nothing measured it. `gap_moments` float64 `[5]`: `metrics.compute_gap_moments`. `digests`: of its stages, with
     `observe.record`.
     """
 

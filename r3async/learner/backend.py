@@ -16,15 +16,14 @@ from torch.nn import Parameter
 
 from r3async.checkpoint.tensors import LearnerStateReader, RankState
 from r3async.config import Config
-from r3async.data.records import Sample, TokenTable
 from r3async.data.routes import route_dtype
+from r3async.data.tokens import Sample, TokenTable
 from r3async.learner import LearnerError
-from r3async.learner.batch.packing import MicroBatch, collate_samples, pad_to_multiple
+from r3async.learner.batch import MicroBatch, collate_samples, pad_to_multiple
 from r3async.learner.digests import StageDigests
-from r3async.learner.expert_biases import ExpertBias, check_expert_biases, update_expert_biases
+from r3async.learner.drift import TrustRegion
 from r3async.learner.lora import LoraAdapters
-from r3async.learner.losses.drift import TrustRegion
-from r3async.learner.optimizer import MasterAdamW
+from r3async.learner.optimizer import ExpertBias, MasterAdamW, check_expert_biases, update_expert_biases
 from r3async.learner.replay import MicroBatchRoutes, RouteBinder, RoutingReplay
 from r3async.learner.state import ReferenceWeights, ShardSlice, capture_learner_state, restore_learner_state, save_model
 
@@ -79,7 +78,7 @@ class LearnerBackend:
     A backend builds the model (its `from_pretrained`, which is collective; no constructor is), feeds it forward and exports
     it; the rest is here. Where there are several ranks (`learner.parallel`), every call is collective: all ranks have to make
     it, in the same order. Ranks that share a data-parallel index are given the same micro-batches; data-parallel ranks are
-    given the same *number* of them (`batch.packing.make_padding_batch` makes up for what is missing).
+    given the same *number* of them (`batch.make_padding_batch` makes up for what is missing).
 
     Every call must come from the thread that built the backend. It need not be the main thread, but it has to be one:
     grad mode and the number of OpenMP threads are per thread in torch.

@@ -16,9 +16,9 @@ import xxhash
 from r3async.learner.optimizer import to_local
 
 if TYPE_CHECKING:
-    from r3async.data.records import Sample
+    from r3async.data.tokens import Sample
     from r3async.learner.backend import LearnerBackend
-    from r3async.learner.batch.packing import MicroBatch
+    from r3async.learner.batch import MicroBatch
 
 ScoreCallback = Callable[[int, torch.Tensor, torch.Tensor], Any]
 DIGEST_MODULUS = 2**64

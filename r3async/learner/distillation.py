@@ -20,13 +20,13 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config, DistillationConfig
-from r3async.config.training import LoraConfig, RoutingConfig
+from r3async.config.algorithm import LoraConfig, RoutingConfig
 from r3async.learner import LearnerError, build_learner
 from r3async.untrusted import decode_json_object
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend, RankGroup
-    from r3async.learner.batch.packing import MicroBatch
+    from r3async.learner.batch import MicroBatch
 
 TOKENIZER_FILE = "tokenizer.json"
 

@@ -1,4 +1,4 @@
-"""AdamW with warm-up, global-norm clipping and fp32 master weights."""
+"""AdamW with warm-up, global-norm clipping and fp32 master weights, sharded and offloaded, and the bias of routers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from r3async.config import Config, LearnerConfig
-from r3async.learner.offload import HostMoments
-from r3async.learner.shares import UNSHARDED, RowShare
+from r3async.learner import LearnerError
+from r3async.learner.replay import RoutingReplay
 
 SkipCause = Literal["", "no_contrast", "not_finite", "trust_region"]
 """Why a step made no update: no trained token has an advantage, a number was not finite, or the drift was beyond
@@ -274,3 +276,232 @@ def _accumulate_gradient(summed: Tensor | _GradientHolder, parameter: Tensor) ->
     else:
         summed.grad.add_(parameter.grad)
     parameter.grad = None
+
+
+# Rows of a parameter, divided among the ranks that hold copies of it: each keeps the optimizer's state of its own rows alone,
+# and updates these (ZeRO stage 1, arXiv 1910.02054).
+#
+# A gradient is summed into the share of each rank, and the updated shares are gathered. Rows stay whole, so a share of a
+# tensor of a checkpoint is a box of it, and any other layout can read what such ranks wrote.
+
+
+SHARE_ALIGNMENT = 16
+"""Values at which shares begin: torch's AdamW on CPU rounds those that do not fill a vector otherwise than the others."""
+COLLECTIVE_BUCKET_ELEMENTS = 2**26
+"""Elements that one collective is about: of gradients, 256 MiB in float32."""
+
+# Their names since torch 2.13, and before.
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def view_rows(tensor: Tensor) -> Tensor:
+    """A view `[rows, columns]` of a contiguous tensor of two dimensions or more; a vector is its own rows."""
+    return tensor if tensor.ndim < 2 else tensor.view(-1, tensor.shape[-1])
+
+
+class RowShare(NamedTuple):
+    """What the rank of number `rank` has, where `num_ranks` divide a parameter."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    def row_range(self, shape: Sequence[int]) -> slice:
+        """Of a parameter of that shape. Shares begin at multiples of `SHARE_ALIGNMENT` values, and are almost alike; small
+        parameters are not on every rank."""
+        columns = shape[-1] if len(shape) > 1 else 1
+        count, step = math.prod(shape) // max(columns, 1), SHARE_ALIGNMENT // math.gcd(columns, SHARE_ALIGNMENT)
+        blocks = -(-count // step)
+        ends = (min(count, at * blocks // self.num_ranks * step) for at in (self.rank, self.rank + 1))
+        return slice(*ends)
+
+    def select_rows(self, tensor: Tensor) -> Tensor:
+        """A view: the tensor itself, or its rows, see `view_rows`."""
+        return tensor if self.num_ranks == 1 else view_rows(tensor)[self.row_range(tensor.shape)]
+
+    def list_shares(self) -> list[RowShare]:
+        """Those of every rank, in order."""
+        return [RowShare(rank, self.num_ranks) for rank in range(self.num_ranks)]
+
+
+UNSHARDED = RowShare()
+
+
+def reduce_scatter_shares(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum over the group, in place: of each gradient the rows of this rank's share. The others have no meaning then.
+    Collective."""
+    for bucket in iter_buckets(gradients):
+        sent = _flatten_shares(bucket, group)
+        got = torch.empty_like(sent[0])
+        _REDUCE_SCATTER(got, sent.view(-1), group=group)
+        _copy_into_share(bucket, _share_in_group(group), got)
+
+
+def all_gather_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Every rank's share of each tensor, in place, on every rank of the group. All are of one dtype. Collective."""
+    for bucket in iter_buckets(tensors):
+        mine = _flatten_shares(bucket, group, local_only=True)[0]
+        got = mine.new_empty(dist.get_world_size(group), len(mine))
+        _ALL_GATHER(got.view(-1), mine, group=group)
+        for share, values in zip(_share_in_group(group).list_shares(), got, strict=True):
+            _copy_into_share(bucket, share, values)
+
+
+def _share_in_group(group: dist.ProcessGroup) -> RowShare:
+    return RowShare(dist.get_rank(group), dist.get_world_size(group))
+
+
+def _flatten_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup, *, local_only: bool = False) -> Tensor:
+    """`[ranks, n]`: every rank's shares of the tensors, one after the other, `n` that of the largest; or this rank's alone."""
+    mine = _share_in_group(group)
+    parts = [[share.select_rows(t) for t in tensors] for share in mine.list_shares()]
+    longest = max(sum(p.numel() for p in some) for some in parts)
+    chosen = [parts[mine.rank]] if local_only else parts
+    out = tensors[0].new_zeros(len(chosen), longest)
+    for row, some in zip(out, chosen, strict=True):
+        torch.cat([p.reshape(-1) for p in some], out=row[: sum(p.numel() for p in some)])
+    return out
+
+
+def _copy_into_share(tensors: Sequence[Tensor], share: RowShare, values: Tensor) -> None:
+    parts = [share.select_rows(t) for t in tensors]
+    sizes = [p.numel() for p in parts]
+    for part, some in zip(parts, values[: sum(sizes)].split(sizes), strict=True):
+        part.copy_(some.view_as(part))
+
+
+def iter_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """In order, of at most `COLLECTIVE_BUCKET_ELEMENTS` each, or one larger tensor."""
+    bucket: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        if bucket and held + tensor.numel() > COLLECTIVE_BUCKET_ELEMENTS:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += tensor.numel()
+    if bucket:
+        yield bucket
+
+
+# Moments of the optimizer in host memory, but for those that an update is about.
+
+
+OFFLOAD_BUCKET_ELEMENTS = 2**26
+"""Elements whose moments are on the device at once, or those of one larger parameter."""
+OFFLOADED_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class HostMoments:
+    """Steps `adam` through its parameters, a bucket at a time.
+
+    A moment's tensor stays where Adam made it, without memory; its values are in host memory, pinned where there is CUDA. Every
+    parameter is updated by the kernel, and from the numbers, that it would be updated with otherwise.
+    """
+
+    def __init__(self, adam: torch.optim.Optimizer, bucket_elements: int = OFFLOAD_BUCKET_ELEMENTS):
+        self._adam, self._bucket_elements = adam, bucket_elements
+        self._host_values: dict[Tensor, dict[str, Tensor]] = {}
+
+    def step(self, parameters: Sequence[Tensor]) -> None:
+        """One step of those that have a gradient."""
+        gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        for bucket in self._iter_buckets(gradients):
+            for parameter, gradient in bucket:
+                self._load_to_device(parameter)
+                parameter.grad = gradient
+            self._adam.step()
+            for parameter, _ in bucket:
+                self.offload_moments(parameter)
+                parameter.grad = None
+
+    def get_moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The values of its moments, in host memory; none before its first update."""
+        return self._host_values.get(parameter, {})
+
+    @contextlib.contextmanager
+    def moments_on_device(self, parameter: Tensor) -> Iterator[None]:
+        """Inside, its moments are on the device, to be read only."""
+        self._load_to_device(parameter)
+        try:
+            yield
+        finally:
+            for name in OFFLOADED_MOMENTS:
+                _local_part(self._adam.state[parameter][name]).untyped_storage().resize_(0)
+
+    def offload_moments(self, parameter: Tensor) -> None:
+        """Move its moments to the host."""
+        for name in OFFLOADED_MOMENTS:
+            moment = _local_part(self._adam.state[parameter][name])
+            host = self._host_values.setdefault(parameter, {})
+            if name not in host:
+                host[name] = torch.empty(moment.shape, dtype=moment.dtype, pin_memory=moment.is_cuda)
+            host[name].copy_(moment)
+            moment.untyped_storage().resize_(0)
+
+    def clear_moments(self) -> None:
+        """There are no moments any more."""
+        self._host_values.clear()
+
+    def _load_to_device(self, parameter: Tensor) -> None:
+        for name, values in self.get_moments(parameter).items():
+            moment = _local_part(self._adam.state[parameter][name])
+            moment.untyped_storage().resize_(values.numel() * values.element_size())
+            moment.copy_(values)
+
+    def _iter_buckets(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        bucket: list[tuple[Tensor, Tensor]] = []
+        held = 0
+        for parameter, gradient in gradients:
+            if bucket and held + parameter.numel() > self._bucket_elements:
+                yield bucket
+                bucket, held = [], 0
+            bucket.append((parameter, gradient))
+            held += parameter.numel()
+        if bucket:
+            yield bucket
+
+
+def _local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# Balancing experts without a term of the loss (arXiv 2408.15664; DeepSeek-V3, Moonlight, GLM-4.5): a bias of each expert
+# decides, with its score, who is chosen, and follows the tokens that the expert got.
+#
+# The tokens are those of the step's own counts (`RoutingCounts.expert_load`), over all ranks: replayed experts as they were
+# replayed, padding left out, a row of several samples once for each. Megatron's own update counts padding and shared rows once,
+# so that neither backend uses it.
+
+
+@dataclass(frozen=True)
+class ExpertBias:
+    """The biases of one router, float32 `[experts]`, on its device: `tensor` is what the router reads. `name`: in checkpoints.
+    `moe_layer_index`: which MoE layer it is. `is_writer`: of the ranks that hold it, this one hands it in."""
+
+    name: str
+    moe_layer_index: int
+    tensor: Tensor
+    is_writer: bool
+
+
+def check_expert_biases(biases: Sequence[ExpertBias], learner: LearnerConfig, replay: RoutingReplay) -> None:
+    """Raise `LearnerError` if biases have to be updated and the model has none."""
+    elsewhere = replay.num_moe_layers and not replay.moe_layer_indices
+    if learner.expert_bias_rate and not biases and not elsewhere:
+        raise LearnerError(
+            f"learner.expert_bias_rate = {learner.expert_bias_rate:g}, but no bias decides which experts this model chooses: set "
+            "it to 0"
+        )
+
+
+@torch.no_grad()
+def update_expert_biases(biases: Sequence[ExpertBias], expert_load: np.ndarray, rate: float) -> None:
+    """Raise the bias of each expert that got fewer tokens than the mean of its layer by `rate`, and lower those that got more.
+    `expert_load` `[layers, experts]`: tokens of a step over all ranks."""
+    for bias in biases:
+        tokens = expert_load[bias.moe_layer_index].astype(np.float64)
+        step = torch.from_numpy(np.sign(tokens.mean() - tokens).astype(np.float32))
+        bias.tensor.add_(step.to(bias.tensor.device), alpha=rate)

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from r3async.data.model_shape import RoutingShape
+from r3async.data.models import RoutingShape
 from r3async.data.routes import RoutingError, iter_sorted_columns, validate_routes
 from r3async.learner import RouteTrace
-from r3async.learner.batch.packing import MicroBatch
+from r3async.learner.batch import MicroBatch
 
 
 class RoutingCounts:

@@ -26,9 +26,7 @@ from torch.nn import Parameter
 
 from r3async.checkpoint.state import CheckpointError
 from r3async.checkpoint.tensors import LearnerMetadata, LearnerStateReader, RankState, SliceValues, TensorSlice
-from r3async.learner.expert_biases import ExpertBias
-from r3async.learner.optimizer import to_local
-from r3async.learner.shares import RowShare
+from r3async.learner.optimizer import ExpertBias, RowShare, to_local
 from r3async.untrusted import decode_python_json
 from r3async.world.files import make_directory, replace_directory
 

@@ -1,9 +1,9 @@
 """The learner's step, from top to bottom: groups of trajectories become updates of the weights, and metrics.
 
-In the learner actor, beside the step before, if the groups are there by then (`actors/reception.py`, `NextStep`):
+In the learner actor, beside the step before, if the groups are there by then (`actors/learner.py`, `NextStep`):
 
 1. What cannot be trained has a stand-in in its place                         `Trainer.prepare_step`, `replace_untrainable`
-2. Advantages, minibatches, the weight of every token in the loss             `preparation.prepare_minibatches`
+2. Advantages, minibatches, the weight of every token in the loss             `prepare_minibatches`
 3. Each minibatch is planned and packed for the data-parallel ranks           `pack_for_ranks`
 
 When the step begins, the event loop takes the groups and checks their ages (`actors/learner.py`, `train_step`). On every rank, on
@@ -29,19 +29,23 @@ that were reduced over all of them. A model is asked four things only (`LearnerB
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
+import torch
+from torch import Tensor
 
 from r3async.config import Config
-from r3async.data.records import Sample, Trajectory
-from r3async.learner import MinibatchResult, RejectedTrajectory
-from r3async.learner.batch.packing import MicroBatch, pack_for_ranks
-from r3async.learner.batch.planner import CostModel
+from r3async.data.tokens import Sample, Trajectory
+from r3async.learner import LearnerError, MinibatchResult, RejectedTrajectory, RouteTrace
+from r3async.learner.advantages import assign_advantages
+from r3async.learner.backend import SINGLE_RANK, RankGroup
+from r3async.learner.batch import CostModel, MicroBatch, pack_for_ranks
 from r3async.learner.distillation import add_teacher_advantages
-from r3async.learner.figures import (
+from r3async.learner.loss import TokenBatch, compute_loss, compute_loss_weights, needs_whole_episodes, split_by_length
+from r3async.learner.metrics import (
     DRIFT_BINS,
     REPLAYED_DRIFT_METRIC,
     SERVED_DRIFT_METRIC,
@@ -50,12 +54,20 @@ from r3async.learner.figures import (
     build_minibatch_result,
     combine_results,
     compute_gap_moments,
+    sum_drift,
 )
-from r3async.learner.losses.objective import needs_whole_episodes
-from r3async.learner.losses.policy_loss import explain_gspo_clipping, needs_old_logprobs
-from r3async.learner.minibatch import Minibatch, build_minibatch
-from r3async.learner.preparation import prepare_minibatches, replace_untrainable
-from r3async.learner.served import apply_update, build_probes, drop_probe_column, is_measurement_due, sum_served_drift
+from r3async.learner.optimizer import SkipCause
+from r3async.learner.policy_loss import explain_gspo_clipping, needs_old_logprobs
+from r3async.learner.replay import MicroBatchRoutes
+from r3async.learner.trust_region import (
+    apply_update,
+    build_probes,
+    drop_probe_column,
+    is_measurement_due,
+    mark_probed_samples,
+    sum_served_drift,
+)
+from r3async.schedule.validation import check_trajectories, find_invalid
 from r3async.world.stages import stage
 
 if TYPE_CHECKING:
@@ -195,6 +207,120 @@ class Trainer:
                 )
 
 
+# What of a step follows from its groups alone: those that can be trained, advantages, minibatches, weights in the loss.
+
+
+T = TypeVar("T")
+
+
+class PreparedGroups(NamedTuple, Generic[T]):
+    """`groups`: those of the step, with stand-ins for what is `rejected`; `prepared`: of them."""
+
+    groups: list[list[Trajectory]]
+    prepared: T
+    rejected: list[RejectedTrajectory]
+
+
+def replace_untrainable(
+    groups: Sequence[Sequence[Trajectory]],
+    prepare: Callable[[Sequence[Sequence[Trajectory]]], T],
+    make_placeholder: Callable[[Trajectory], Trajectory],
+) -> PreparedGroups[T]:
+    """`prepare(groups)`, without what it cannot take: whatever fails in it does not end the run, nor is it met again.
+
+    A trajectory that is not trainable (`check_trajectories`) has `make_placeholder` in its place. So have all of a group of
+    which `prepare` fails though each of its members is: nobody in particular is to blame. Raises what `prepare` raises on
+    what is left: a defect.
+    """
+    trajectories = [t for group in groups for t in group]
+    wrong = find_invalid(trajectories, check_trajectories)
+    unsound = [RejectedTrajectory(trajectories[at], str(error)) for at, error in wrong.items()]
+    each = iter([make_placeholder(t) if at in wrong else t for at, t in enumerate(trajectories)])
+
+    def alone(group: list[Trajectory]) -> list[Trajectory]:
+        try:
+            prepare([group])
+        except Exception as error:
+            reason = f"its group cannot be trained: {type(error).__name__}: {error}"
+            known = {u.trajectory.trajectory_id for u in unsound}
+            unsound.extend(RejectedTrajectory(t, reason) for t in group if t.trajectory_id not in known)
+            return [make_placeholder(t) for t in group]
+        return group
+
+    kept = [[next(each) for _ in group] for group in groups]
+    try:
+        made = prepare(kept)
+    except Exception:
+        kept = [alone(group) for group in kept]
+        made = prepare(kept)
+    return PreparedGroups(kept, made, unsound)
+
+
+def prepare_minibatches(
+    groups: Sequence[Sequence[Trajectory]], config: Config
+) -> tuple[list[list[Sample]], dict[str, float]]:
+    """The samples of each minibatch, with the columns `advantages`, `loss_weights`, `episode`, `place` and `probed`,
+    and figures about them.
+
+    A group is in one minibatch, with all its episodes and all samples of each: what is compared stays together, and what
+    the loss is a mean over is whole.
+    """
+    samples, metrics = assign_advantages(groups, config.algorithm, max_new_tokens=config.episode.max_new_tokens)
+    # Of each sample: its group, and its episode, by the order in which they come.
+    owners = [(g, e) for g, group in enumerate(groups) for e, t in enumerate(group) for _ in t.samples]
+    lengths = [len(s.table) for s in samples]
+    masks = np.concatenate([s.table["loss_mask"] for s in samples] or [np.zeros(0, bool)])
+    finite = np.isfinite(np.concatenate([s.table["rollout_logprobs"] for s in samples] or [np.zeros(0, np.float32)]))
+    trained = split_by_length(masks & finite, lengths)
+    members: list[list[int]] = [[] for _ in groups]
+    for i, (group, _) in enumerate(owners):
+        members[group].append(i)
+    minibatches: list[list[Sample]] = []
+    tokens = [sum(int(trained[i].sum()) for i in of) for of in members]
+    for part in partition_groups(tokens, config.schedule.minibatches_per_step):
+        chosen = [i for group in part for i in members[group]]
+        numbers: dict[tuple[int, int], int] = {}
+        episodes = [numbers.setdefault(owners[i], len(numbers)) for i in chosen]
+        probed = mark_probed_samples([samples[i] for i in chosen], [trained[i] for i in chosen], episodes, config)
+        weights = compute_loss_weights(
+            [trained[i] for i in chosen],
+            episodes,
+            [owners[i][0] for i in chosen],
+            config.algorithm.reduction,
+            norm_length=config.episode.max_new_tokens,
+        )
+        sizes = [lengths[i] for i in chosen]
+        mask = np.concatenate([trained[i] for i in chosen] or [np.zeros(0, bool)])
+        columns = {
+            "loss_weights": weights,
+            "episode": split_by_length(np.repeat(np.asarray(episodes, np.int32), sizes), sizes),
+            "place": split_by_length(np.where(mask, np.cumsum(mask) - 1, -1).astype(np.int32), sizes),
+        }
+        if any(probed):
+            columns["probed"] = split_by_length(np.repeat(probed, sizes), sizes)
+        tables = [
+            samples[i].table.with_columns(**{name: values[at] for name, values in columns.items()})
+            for at, i in enumerate(chosen)
+        ]
+        minibatches.append(
+            [Sample(samples[i].sample_id, t, samples[i].temperature) for i, t in zip(chosen, tables, strict=True)]
+        )
+    return minibatches, metrics
+
+
+def partition_groups(tokens: Sequence[int], parts: int) -> list[list[int]]:
+    """Indices of groups in `parts` parts with about the same number of trained tokens, each in order; deterministic.
+
+    The longest come first, each to the part that has the least so far. Parts that would be empty are left out.
+    """
+    held, members = [0] * parts, [[] for _ in range(parts)]  # type: ignore[var-annotated]
+    for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        least = min(range(parts), key=lambda p: (held[p], len(members[p]), p))
+        members[least].append(index)
+        held[least] += tokens[index]
+    return [sorted(m) for m in members if m]
+
+
 # -- on every rank -------------------------------------------------------------------------------------------------------
 
 
@@ -305,6 +431,97 @@ def begin_minibatch(
     )
 
 
+# -- what ranks agree on before the first forward pass -------------------------------------------------------------------
+
+
+def build_minibatch(
+    micro_batches: Sequence[MicroBatch],
+    config: Config,
+    *,
+    version: int,
+    rollout_kl_coef: float,
+    ranks: RankGroup = SINGLE_RANK,
+    needs_routes: bool = False,
+    routing_shape: tuple[int, int] = (0, 0),
+    skip_untrained: bool = False,
+    trace: bool = False,
+) -> Minibatch:
+    """The minibatch of which these are this rank's micro-batches. Collective: counts are summed over the data-parallel ranks,
+    so that the loss's denominator is global and known before the first micro-batch. Every check is made here.
+
+    `needs_routes`: whether recorded routes are used. `routing_shape`: MoE layers and experts of the model. `skip_untrained`:
+    leave out micro-batches in which nothing is trained; only where no other rank waits for this one.
+
+    Raises `LearnerError`, on every rank alike, if too few of the routes that replay needs were recorded, or if the ranks
+    were given different numbers of micro-batches; and what `find_trained_tokens` raises.
+    """
+    chosen = [find_trained_tokens(m) for m in micro_batches]
+    mine = sum((np.asarray(c.counts, np.float64) for c in chosen), np.zeros(len(TokenCounts._fields)))
+    counts = TokenCounts(*ranks.all_reduce(mine * ranks.is_batch_reporter, "sum").tolist())
+    numbers = [c.episode_index for c in chosen], [c.token_index for c in chosen]
+    largest = [max((int(x.max(initial=-1)) for x in each), default=-1) for each in numbers]
+    extremes = np.asarray([len(micro_batches), -len(micro_batches), *largest], np.float64)
+    most, least, last, place = ranks.all_reduce(extremes, "max").tolist()
+    if most != -least:
+        raise LearnerError(f"ranks were given between {-least:.0f} and {most:.0f} micro-batches, not the same number")
+    floor = config.routing.min_recorded_fraction
+    if counts.trained and needs_routes and counts.recorded_fraction < floor:
+        raise LearnerError(
+            f"only {counts.recorded_fraction:.3f} of the trained tokens have recorded routes, and "
+            f"routing.min_recorded_fraction is {floor}: find out why the engine did not record them, lower that setting, "
+            "or set routing.replay=off"
+        )
+    kept = [i for i, c in enumerate(chosen) if len(c.rows) or not skip_untrained]
+    minibatch = Minibatch(
+        config,
+        version,
+        rollout_kl_coef,
+        ranks,
+        counts,
+        [micro_batches[i] for i in kept],
+        [chosen[i] for i in kept],
+        token_index_count=int(place) + 1,
+        split_episodes=find_split_episodes([c.episode_index for c in chosen], int(last) + 1, ranks),
+        aux_loss_weights=_compute_aux_loss_weights(
+            micro_batches, config.algorithm.router_aux.coef, counts.total, routing_shape, ranks
+        ),
+        records_traces=trace,
+    )
+    if minibatch.needs_global_logprobs and not minibatch.token_index_count:
+        raise LearnerError(
+            f"{config.algorithm.policy_loss!r} or a correction takes whole episodes, of which some are in several "
+            "micro-batches, and the column 'place' is missing"
+        )
+    return minibatch
+
+
+def _compute_aux_loss_weights(
+    micro_batches: Sequence[MicroBatch], coef: float, tokens: float, routing: tuple[int, int], ranks: RankGroup
+) -> np.ndarray | None:
+    """What a unit of a router's probability of an expert adds to the loss, `coef * experts * f_i / tokens`: with the load
+    known beforehand, the term is a plain sum over tokens."""
+    layers, experts = routing
+    if not coef or not layers:
+        return None
+    mine = count_recorded_load(micro_batches if ranks.is_batch_reporter else (), layers, experts)
+    load = ranks.all_reduce(mine.reshape(-1), "sum").reshape(mine.shape)
+    share = load / np.maximum(load.sum(axis=1, keepdims=True), 1.0)
+    return coef * experts * share / max(tokens, 1.0)
+
+
+def count_recorded_load(micro_batches: Sequence[MicroBatch], layers: int, experts: int) -> np.ndarray:
+    """float64 `[layers, experts]`: tokens that the recorded routes send to each expert."""
+    load = np.zeros((layers, experts))
+    for m in micro_batches:
+        if "routed_experts" in m.table:
+            (recorded,) = np.nonzero(m.table["routing_recorded"])
+            rows = m.table["routed_experts"][recorded]
+            times = None if m.row_multiplicity is None else np.repeat(m.row_multiplicity[recorded], rows.shape[2])
+            for layer in range(layers):
+                load[layer] += np.bincount(rows[:, layer].reshape(-1), times, minlength=experts)
+    return load
+
+
 def accumulate_gradients(backend: LearnerBackend, minibatch: Minibatch) -> None:
     """Forward with replay, loss, backward, of every micro-batch; gradients of this rank's tokens add up in the optimizer."""
     if minibatch.needs_global_logprobs:
@@ -319,3 +536,332 @@ def accumulate_gradients(backend: LearnerBackend, minibatch: Minibatch) -> None:
             on_routes=minibatch.record_routes if minibatch.records_traces else None,
             backward=True,
         )
+
+
+# One minibatch on one rank: which of its tokens are trained, with which denominators, and the loss of each micro-batch.
+
+
+class TokenCounts(NamedTuple):
+    """Of one micro-batch, or of a minibatch over all ranks: numbers of tokens, but for the last.
+
+    `trained`. `recorded`: trained ones whose input, the token before, has recorded routes. `with_advantage`: those with an
+    advantage that is not 0. `dropped`: to be trained, but for a rollout log-prob that is not finite. `total`: of all samples,
+    of which `total_recorded` have recorded routes, and `shared` have no row of their own but
+    another sample's. `micro_batches`: those that are not padding only.
+    """
+
+    trained: float
+    recorded: float
+    with_advantage: float
+    dropped: float
+    total: float
+    total_recorded: float
+    shared: float
+    micro_batches: float
+
+    @property
+    def recorded_fraction(self) -> float:
+        return self.recorded / max(self.trained, 1.0)
+
+    @property
+    def total_recorded_fraction(self) -> float:
+        return self.total_recorded / max(self.total, 1.0)
+
+
+@dataclass(frozen=True)
+class TrainedTokens:
+    """Which rows of one micro-batch are trained.
+
+    `rows` int64 `[M]`: trained tokens. `episode_index` int64 `[M]`: the number in the
+    minibatch of the episode that each is of; without the column `episode` each sample is an episode by itself: -1 for the
+    first of them, -2, ... `token_index` int `[M]`: their numbers in the minibatch; empty without the column `place`.
+    """
+
+    rows: np.ndarray
+    episode_index: np.ndarray
+    token_index: np.ndarray
+    counts: TokenCounts
+
+
+def find_trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
+    """Raises `LearnerError` if the first token of a sample, which nothing predicts, is to be trained, if the column
+    `advantages` is missing, or if a trained token has no episode though others have."""
+    table = micro_batch.table
+    wanted = table["loss_mask"]
+    starts = micro_batch.first_rows
+    if wanted[starts].any():
+        first = int(starts[np.flatnonzero(wanted[starts])[0]])
+        sample = micro_batch.sample_ids[int(np.searchsorted(micro_batch.cu_seqlens, first, side="right")) - 1]
+        raise LearnerError(f"sample {sample}: its first token is to be trained, but nothing predicts a first token")
+    if "advantages" not in table:
+        raise LearnerError(f"sample {micro_batch.sample_ids[0]}: column 'advantages' is missing")
+    finite = np.isfinite(table["rollout_logprobs"])
+    rows = np.flatnonzero(wanted & finite)
+    episodes = -np.searchsorted(micro_batch.cu_seqlens, rows, side="right")
+    if "episode" in table:
+        episodes = table["episode"][rows].astype(np.int64)
+        if (episodes < 0).any():
+            raise LearnerError(
+                "column 'episode' is -1 at a trained token: number the episodes of a minibatch 0, 1, ..."
+            )
+    recorded = table["routing_recorded"] if "routing_recorded" in table else np.zeros(len(table), bool)
+    times, real = micro_batch.row_multiplicity, micro_batch.num_real_tokens
+    counts = TokenCounts(
+        trained=len(rows),
+        recorded=int(recorded[micro_batch.previous_rows(rows)].sum()),
+        with_advantage=int(np.count_nonzero(table["advantages"][rows])),
+        dropped=int((wanted & ~finite).sum()),
+        total=real + micro_batch.num_shared_tokens,
+        total_recorded=int((recorded if times is None else recorded * times)[:real].sum()),
+        shared=micro_batch.num_shared_tokens,
+        micro_batches=bool(micro_batch.sample_ids),
+    )
+    places = table["place"][rows] if "place" in table else np.zeros(0, np.int64)
+    return TrainedTokens(rows, episodes, places, counts)
+
+
+@dataclass
+class Minibatch:
+    """Made by `build_minibatch`. `counts`: of all ranks; the rest is this rank's. `version`: of the weights that are trained,
+    which tokens' ages count from. `rollout_kl_coef`: of the trust region. `trained_tokens`: of each of `micro_batches`.
+    `token_index_count`: of the minibatch's places. `split_episodes` bool `[episodes]`: those that have trained tokens in more
+    than one micro-batch of all ranks. `aux_loss_weights` float64 `[layers, experts]` for `RoutingReplay.use_aux_loss`; None
+    without `algorithm.router_aux`."""
+
+    config: Config
+    version: int
+    rollout_kl_coef: float
+    ranks: RankGroup
+    counts: TokenCounts
+    micro_batches: list[MicroBatch]
+    trained_tokens: list[TrainedTokens]
+    token_index_count: int
+    split_episodes: np.ndarray
+    aux_loss_weights: np.ndarray | None
+    records_traces: bool
+    _global_columns: TokenColumns = field(init=False, default_factory=dict)
+    """Of the trained tokens of all ranks, if `set_global_logprobs` was called."""
+    _loss_sums: LossSums | None = field(init=False, default=None)
+    _drift_sums: list[Tensor] = field(init=False, default_factory=list)
+    """float64 `[2, drift_rows, 2]` of each micro-batch that was trained: `sum_drift` of its tokens, and of the probed ones."""
+    _traces: list[RouteTrace] = field(init=False, default_factory=list)
+    _traced_logprobs: dict[int, Tensor] = field(init=False, default_factory=dict)
+    """With `records_traces`: the log-probs of each micro-batch's trained tokens."""
+
+    @property
+    def trained_rows(self) -> list[np.ndarray]:
+        """int64 `[M]` of each micro-batch: its trained rows."""
+        return [c.rows for c in self.trained_tokens]
+
+    @property
+    def needs_global_logprobs(self) -> bool:
+        """Whether `set_global_logprobs` has to be called before the first `compute_micro_batch_loss`: alike on all ranks."""
+        return bool(self.split_episodes.any()) and needs_whole_episodes(self.config.algorithm)
+
+    @property
+    def episode_count(self) -> int:
+        """How many numbered episodes there are on all ranks; 0 without the column `episode`."""
+        return len(self.split_episodes)
+
+    @property
+    def drift_bin_count(self) -> int:
+        """Rows of `measure_drift`."""
+        return DRIFT_BINS + self.episode_count
+
+    @property
+    def skip_cause(self) -> SkipCause:
+        """Why no update is to be made, whatever the gradient; the same on every rank. Empty: one may be made.
+
+        Without an advantage the gradient of the policy loss is 0, and what the other terms leave is rounding noise, which
+        Adam would scale to a full step."""
+        if self.counts.with_advantage:
+            return ""
+        return "not_finite" if self.counts.dropped and not self.counts.trained else "no_contrast"
+
+    def set_global_logprobs(self, logprobs: Sequence[np.ndarray]) -> None:
+        """Take the learner's log-probs as they are now, `[N]` of each of `micro_batches`, and learn of every rank those of
+        the episodes' tokens that it has. Collective."""
+        columns = [self._loss_columns(i) | {"logprobs": logprobs[i][rows]} for i, rows in enumerate(self.trained_rows)]
+        places = [c.token_index for c in self.trained_tokens]
+        self._global_columns = gather_token_columns(places, columns, self.token_index_count, self.ranks)
+
+    def _loss_columns(self, index: int) -> TokenColumns:
+        """Of the trained rows of micro-batch `index`: what the loss takes. Without the column `loss_weights` every trained
+        token of the minibatch weighs the same (`token_mean`)."""
+        table, chosen = self.micro_batches[index].table, self.trained_tokens[index]
+        names = ("rollout_logprobs", "advantages", "old_logprobs", "reference_logprobs")
+        columns = {name: table[name][chosen.rows] for name in names if name in table}
+        even = np.full(len(chosen.rows), 1 / max(self.counts.trained, 1), np.float32)
+        columns["weights"] = table["loss_weights"][chosen.rows] if "loss_weights" in table else even
+        ages = self.version - table["policy_version"][chosen.rows]
+        return columns | {"staleness": ages, "episode": chosen.episode_index}
+
+    def compute_micro_batch_loss(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+        """Scalar loss of micro-batch `index`, whose sums are added. `logprobs`, `entropies`: float32 `[M]`, of its
+        `trained_rows`."""
+        if self.records_traces and self.micro_batches[index].sample_ids:
+            self._traced_logprobs[index] = logprobs.detach()
+        columns, device, own = self._loss_columns(index), logprobs.device, None
+        self._add_drift(self.micro_batches[index], self.trained_tokens[index].rows, logprobs)
+        if self._global_columns and self._is_split(columns["episode"]).any():
+            columns, at = select_episode_columns(
+                self._global_columns, columns["episode"], self.trained_tokens[index].token_index
+            )
+            here = torch.from_numpy(at).to(device)
+            own = torch.zeros(len(columns["episode"]), dtype=torch.bool, device=device).index_fill_(0, here, True)
+            logprobs, entropies = merge_logprobs(columns.pop("logprobs"), here, logprobs, entropies)
+        episodes, sequence = np.unique(columns.pop("episode"), return_inverse=True)
+        columns |= {"episode_index": sequence, "split_episode_ids": np.where(self._is_split(episodes), episodes, -1)}
+        tensors = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
+        loss, sums = compute_loss(
+            TokenBatch(**tensors, num_episodes=len(episodes), in_micro_batch=own),
+            logprobs,
+            entropies,
+            self.config.algorithm,
+            rollout_kl_coef=self.rollout_kl_coef,
+            max_token_staleness=self.config.schedule.max_token_age,
+        )
+        self._loss_sums = sums if self._loss_sums is None else self._loss_sums + sums
+        return loss
+
+    def _is_split(self, episodes: np.ndarray) -> np.ndarray:
+        """bool, as `episodes`: those that other micro-batches have tokens of as well."""
+        return np.isin(episodes, np.flatnonzero(self.split_episodes))
+
+    def reduce_loss_sums(self) -> np.ndarray:
+        """`LossSums.to_numpy` of all micro-batches on all ranks. Collective; after the last `compute_micro_batch_loss`."""
+        sums = self._loss_sums if self.ranks.is_loss_reporter and self._loss_sums is not None else LossSums.zeros()
+        mine = sums.to_numpy()
+        total = self.ranks.all_reduce(mine, "sum")
+        maxima = [LossSums.sum_names().index(name) for name in LossSums.max_names()]
+        total[maxima] = self.ranks.all_reduce(mine[maxima], "max")
+        # The figures of episodes that are in several micro-batches follow from their parts on all ranks.
+        finished = LossSums.zeros()
+        if self.split_episodes.any():
+            parts = sums.split_episode_parts.cpu().numpy()
+            parts = parts[parts[:, 0] >= 0]
+            whole = np.zeros((len(self.split_episodes), 4))
+            np.add.at(whole, parts[:, 0].astype(np.int64), parts[:, 1:])
+            finished.add_episodes(
+                torch.from_numpy(self.ranks.all_reduce(whole.reshape(-1), "sum").reshape(whole.shape))
+            )
+        total += finished.to_numpy()
+        return total
+
+    def measure_drift(self, micro_batch: MicroBatch, rows: np.ndarray, logprobs: Tensor) -> Tensor:
+        """`sum_drift` of the tokens at `rows` int64 `[M]` of any micro-batch, with the learner's log-probs float32 `[M]`."""
+        table = micro_batch.table
+        numbers = [self.version - table["policy_version"][rows], table["turn"][rows], micro_batch.positions[rows]]
+        numbers += [table["episode"][rows]] if self.episode_count else []
+        rollout = torch.from_numpy(table["rollout_logprobs"][rows]).to(logprobs.device)
+        ages, turns, positions, *found = (torch.from_numpy(x.astype(np.int64)).to(logprobs.device) for x in numbers)
+        limit, episodes = self.config.algorithm.rollout_kl.token_limit, found[0] if found else None
+        return sum_drift(logprobs, rollout, ages, turns, positions, limit, episodes, self.episode_count)
+
+    def _add_drift(self, micro_batch: MicroBatch, rows: np.ndarray, logprobs: Tensor) -> None:
+        table, found = micro_batch.table, self.measure_drift(micro_batch, rows, logprobs)
+        probed = np.flatnonzero(table["probed"][rows]) if "probed" in table else np.zeros(0, np.int64)
+        some = logprobs[torch.from_numpy(probed).to(logprobs.device)]
+        self._drift_sums.append(torch.stack([found, self.measure_drift(micro_batch, rows[probed], some)]))
+
+    def reduce_drift(self, served: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sum drift over all ranks: of trained tokens, of the probed ones, and of these when they are `served`.
+
+        Returns `sum_drift` float64 `[3, DRIFT_ROWS, 2]` by age, turn and position, and `[3, episode_count, 2]` by episode.
+        Collective; after the last `compute_micro_batch_loss`. `served`: `sum_drift` of this rank's part.
+        """
+        mine = np.zeros((3, *served.shape))
+        if self._drift_sums and self.ranks.is_loss_reporter:
+            mine[:2] = torch.stack(self._drift_sums).sum(dim=0).cpu().numpy()
+        mine[2] = served
+        total = self.ranks.all_reduce(mine.reshape(-1), "sum").reshape(mine.shape)
+        return total[:, :DRIFT_BINS], total[:, DRIFT_BINS:]
+
+    # -- traces ----------------------------------------------------------------------------------------------------
+
+    def record_routes(self, index: int, routes: MicroBatchRoutes) -> None:
+        """Keep the trace of a micro-batch that has been fed forward, if this rank has routers."""
+        if routes.preferred_experts:
+            self._traces.append(routes.build_trace())
+
+    def collect_traces(self) -> list[RouteTrace]:
+        """Each with its micro-batch's log-probs where this rank has them. A last pipeline stage may have no MoE layer and so
+        no trace of its own: its log-probs come with a trace of no layer."""
+        logprobs: dict[tuple[str, ...], np.ndarray] = {}
+        for index, values in self._traced_logprobs.items():
+            row = np.full(self.micro_batches[index].num_real_tokens, np.nan, np.float32)
+            row[self.trained_rows[index]] = values.float().cpu().numpy()
+            logprobs[self.micro_batches[index].sample_ids] = row
+        traces = [msgspec.structs.replace(t, logprobs=logprobs.pop(t.sample_ids, None)) for t in self._traces]
+        none = np.zeros((0, 0, 0), np.uint16)
+        for micro_batch in (self.micro_batches[index] for index in self._traced_logprobs):
+            samples = micro_batch.sample_ids
+            if samples in logprobs:
+                starts = micro_batch.cu_seqlens[: len(samples) + 1]
+                prefixes = micro_batch.prefixes
+                shared = None if prefixes is None else prefixes[: len(samples)]
+                traces.append(RouteTrace(samples, starts, 0, [], none, none, logprobs[samples], shared))
+        return traces
+
+
+# Episodes whose samples are in several micro-batches, of this rank or of others.
+#
+# A loss that takes whole episodes (`objective.takes_episodes`) is given every trained token of an episode in each micro-batch
+# that has one of them. The learner's log-probs of tokens elsewhere come from a forward pass before the first backward pass, with
+# the same weights; the other columns are known. Each token has a number of its own in the minibatch, the column `place`, so that
+# a sum over ranks puts all of them together.
+
+
+TokenColumns = dict[str, np.ndarray]
+"""Of trained tokens, each `[M]`."""
+
+
+def find_split_episodes(episodes: Sequence[np.ndarray], count: int, ranks: RankGroup) -> np.ndarray:
+    """bool `[count]`: which episodes have trained tokens in more than one micro-batch of all ranks. Collective.
+
+    `episodes`: of each micro-batch, see `TrainedTokens`.
+    """
+    held = np.zeros(count)
+    for found in episodes:
+        held[np.unique(found[found >= 0])] += ranks.is_batch_reporter
+    return ranks.all_reduce(held, "sum") > 1 if count else held > 1
+
+
+def gather_token_columns(
+    places: Sequence[np.ndarray], columns: Sequence[TokenColumns], count: int, ranks: RankGroup
+) -> TokenColumns:
+    """The columns of all trained tokens of the minibatch, of all ranks, in the order of their places. Collective.
+
+    `places` int `[M]`, each below `count`, and `columns`: of each micro-batch of this rank; the same columns on every rank.
+    """
+    names = list(columns[0])
+    table = np.zeros((len(names) + 1, count))
+    for place, mine in zip(places, columns, strict=True):
+        if ranks.is_batch_reporter:
+            table[0, place] = 1
+            for row, name in enumerate(names, 1):
+                table[row, place] = mine[name]
+    table = ranks.all_reduce(table.reshape(-1), "sum").reshape(table.shape)
+    there = table[0] > 0
+    return {
+        name: values[there].astype(columns[0][name].dtype) for name, values in zip(names, table[1:], strict=True)
+    } | {"place": np.flatnonzero(there)}
+
+
+def select_episode_columns(
+    everywhere: TokenColumns, episodes: np.ndarray, places: np.ndarray
+) -> tuple[TokenColumns, np.ndarray]:
+    """The columns of all tokens of those episodes, in the order of their places, and where `places` int `[M]` are among them,
+    int64 `[M]`. `everywhere`: from `gather_token_columns`."""
+    take = np.flatnonzero(np.isin(everywhere["episode"], episodes))
+    columns = {name: values[take] for name, values in everywhere.items()}
+    return columns, np.searchsorted(columns.pop("place"), places)
+
+
+def merge_logprobs(everywhere: np.ndarray, rows: Tensor, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all tokens of some episodes, `[A]`: `everywhere` the log-probs as they were found before, at
+    `rows` int64 `[M]` with the gradient of `logprobs` `[M]`. So every micro-batch sees the same values, to the last bit, and
+    decides alike. Entropies are 0 but for `rows`."""
+    before = torch.from_numpy(everywhere).to(logprobs.device, logprobs.dtype)
+    mine = before[rows] + (logprobs - logprobs.detach())
+    return before.index_copy(0, rows, mine), torch.zeros_like(before).index_copy(0, rows, entropies)

@@ -1,4 +1,4 @@
-"""Copies of a run's records elsewhere: steps, evaluations and examples of episodes go to TensorBoard, W&B, MLflow, trackio.
+"""Copies of a run's records elsewhere: Prometheus, TensorBoard, W&B, MLflow and trackio.
 
 A sink cannot slow or stop a run. Each has a thread and a bounded queue of its own: `write` never waits, what does not fit is
 left out and counted, and whatever a sink raises ends that sink alone. `metrics.jsonl` is the record; these are copies.
@@ -6,16 +6,32 @@ left out and counted, and whatever a sink raises ends that sink alone. `metrics.
 
 from __future__ import annotations
 
+import errno
+import importlib.util
+import json
+import math
+import os
 import queue
+import re
+import secrets
+import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import msgspec
+import numpy as np
+
+from r3async.config import flatten_section
 from r3async.config.operation import ObserveConfig
 from r3async.config.section import ConfigError
-from r3async.record.backends import SINK_BACKENDS, EpisodeExample, MetricsRow, SinkBackend, find_missing_package
+from r3async.record.metrics import find_metric
+from r3async.record.reading import read_run_config
+from r3async.world.files import make_directory, replace_file
 
 PrintLine = Callable[[str], object]
 MAX_QUEUED_ROWS = 1024
@@ -144,3 +160,372 @@ def open_sinks(
 
     sinks = [Sink(name, maker(name), MAX_QUEUED_ROWS, print_line) for name in config.sinks]
     return SinkSet(sinks, timeout)
+
+
+# What each service of `sinks.py` is given, and in which form: TensorBoard, W&B, MLflow, trackio.
+#
+# A run that resumes continues what its earlier starts wrote: `sinks/` in its directory has the id of its run in each service.
+
+
+MetricsRow = Mapping[str, Any]
+"""Of a step or of an evaluation: `step`, `time` in seconds since 1970, and figures by name."""
+
+
+class EpisodeExample(NamedTuple):
+    """A played episode, as a row of a table. `answer`: all its turns after the first prompt."""
+
+    step: int
+    trajectory: str
+    reward: float
+    turns: int
+    prompt: str
+    answer: str
+
+
+EPISODES_TABLE = "episodes"
+"""What the table of examples is called."""
+MAX_TABLE_EXAMPLES = 256
+"""In a service that has one table for the whole run."""
+MAX_TEXT_CHARACTERS = 10_000
+"""Of a prompt or an answer in the table; what is longer is cut."""
+RUN_IDS_DIRECTORY = "sinks"
+"""A directory of a run: what the run is called in each service, in a file that has the service's name."""
+MLFLOW_TABLES_TAG, MLFLOW_TABLES = (
+    "mlflow.loggedArtifacts",
+    json.dumps([{"path": f"{EPISODES_TABLE}.json", "type": "table"}]),
+)
+"""By which MLflow knows a file as a table."""
+
+
+def make_episode_example(episode: Mapping[str, Any]) -> EpisodeExample:
+    """From an object of `episodes.jsonl`. Raises `KeyError`, `TypeError` or `ValueError` for what is none."""
+    turns = [dict(turn) for turn in episode["turns"]]
+    said = [turns[0]["assistant"]] if turns else []
+    for turn in turns[1:]:
+        said += [f"[environment] {turn['user']}", str(turn["assistant"])]
+    prompt, answer = (turns[0]["user"] if turns else "", "\n\n".join(said))
+    return EpisodeExample(
+        int(episode["step"]),
+        str(episode.get("trajectory", "")),
+        float(episode["reward"]),
+        len(turns),
+        str(prompt)[:MAX_TEXT_CHARACTERS],
+        answer[:MAX_TEXT_CHARACTERS],
+    )
+
+
+class SinkBackend(Protocol):
+    """Where rows go. Made, called and closed in the sink's own thread."""
+
+    def write_metrics(self, row: MetricsRow) -> None:
+        """The figures of a step, or of an evaluation, which may be of an earlier step."""
+        ...
+
+    def write_examples(self, examples: Sequence[EpisodeExample]) -> None:
+        """Episodes that were not shown before."""
+        ...
+
+    def close(self) -> None: ...
+
+
+SINK_PACKAGES = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "trackio": ("trackio", "trackio"),
+}
+"""By sink: the module that it imports, and what pip calls it."""
+
+
+def find_missing_package(name: str) -> str:
+    """What to install for that sink; empty if it is there. Imports nothing."""
+    module, package = SINK_PACKAGES[name]
+    return "" if importlib.util.find_spec(module) else package
+
+
+def select_numbers(row: MetricsRow) -> dict[str, float]:
+    """The figures of a row that can be drawn, also those that an environment told an evaluation: no texts, no nulls, and not what
+    counts the rows."""
+    told = [(of, value) for of, value in row.items() if of.endswith("/metrics") and isinstance(value, Mapping)]
+    inner = {f"{of}/{name}": value for of, values in told for name, value in values.items()}
+    return {
+        name: float(value)
+        for name, value in {**row, **inner}.items()
+        if isinstance(value, (int, float)) and name not in ("step", "time")
+    }
+
+
+def read_run_id(run_dir: Path, service: str) -> str:
+    """Of the run in that service, from an earlier start; "" if there was none."""
+    path = run_dir / RUN_IDS_DIRECTORY / service
+    return path.read_text().strip() if path.is_file() else ""
+
+
+def write_run_id(run_dir: Path, service: str, run_id: str) -> str:
+    """For the next start. Returns it."""
+    make_directory(run_dir / RUN_IDS_DIRECTORY)
+    replace_file(run_dir / RUN_IDS_DIRECTORY / service, run_id.encode())
+    return run_id
+
+
+class TensorBoardBackend:
+    """Event files in `runs/NAME/tensorboard`: `tensorboard --logdir runs`. TensorFlow is not needed."""
+
+    def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.plugins.text.summary import text_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._events, self._summaries, self._text = event_pb2, summary_pb2, text_pb
+        self._file = EventFileWriter(str(run_dir / "tensorboard"), max_queue_size=1, flush_secs=5)
+        self._last_step = math.inf
+
+    def write_metrics(self, row: MetricsRow) -> None:
+        figures = select_numbers(row)
+        if not all(name.startswith("evaluation/") for name in figures):
+            if row["step"] <= self._last_step:
+                # A start of the run: what earlier ones wrote of this step, and of later ones, is not of this run any more.
+                log = self._events.SessionLog(status=self._events.SessionLog.START)
+                self._add_event(row, session_log=log)
+            self._last_step = row["step"]
+        values = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        self._add_event(row, summary=self._summaries.Summary(value=values))
+
+    def write_examples(self, examples: Sequence[EpisodeExample]) -> None:
+        table = np.array([EpisodeExample._fields, *([str(cell) for cell in each] for each in examples)])
+        self._add_event({"step": examples[-1].step, "time": time.time()}, summary=self._text(EPISODES_TABLE, table))
+
+    def _add_event(self, row: MetricsRow, **fields: Any) -> None:
+        self._file.add_event(self._events.Event(step=row["step"], wall_time=row["time"], **fields))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbBackend:
+    """A run of W&B. `offline`: `wandb sync runs/NAME/wandb/offline-run-*` sends it later, all starts of a run to one run there.
+
+    Steps are the metric `step`, not W&B's own count, which never goes back: an evaluation comes after later steps, and a run
+    that resumes from a checkpoint repeats some."""
+
+    def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
+        import wandb
+
+        number = read_run_id(run_dir, "wandb") or write_run_id(run_dir, "wandb", secrets.token_hex(8))
+        self._run = wandb.init(
+            project=config.project,
+            name=run_dir.name,
+            id=number,
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(settings),
+            mode=config.wandb_mode,
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
+            allow_val_change=True,
+        )
+        self._table = wandb.Table
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def write_metrics(self, row: MetricsRow) -> None:
+        self._run.log({**select_numbers(row), "step": row["step"]})
+
+    def write_examples(self, examples: Sequence[EpisodeExample]) -> None:
+        table = self._table(columns=list(EpisodeExample._fields), data=[list(each) for each in examples])
+        self._run.log({EPISODES_TABLE: table, "step": examples[-1].step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowBackend:
+    """A run of the experiment `observe.project`, in `observe.mlflow_uri` or `runs/NAME/mlruns`."""
+
+    def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
+        if not config.mlflow_uri:
+            # MLflow 3 refuses its plain-file store without this variable; a database would be one package more.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._metric = Metric
+        self._client = MlflowClient(config.mlflow_uri or (run_dir / "mlruns").absolute().as_uri())
+        self._examples: deque[EpisodeExample] = deque(maxlen=MAX_TABLE_EXAMPLES)
+        if self._resume_run(run_dir):
+            return  # its parameters stay: MLflow lets none change
+        experiment = self._client.get_experiment_by_name(config.project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(config.project)
+        made = self._client.create_run(
+            number, run_name=run_dir.name, tags={MLFLOW_TABLES_TAG: MLFLOW_TABLES}
+        ).info.run_id
+        self._run = write_run_id(run_dir, "mlflow", made)
+        parameters = [Param(key, str(value)[:500]) for key, value in flatten_section(dict(settings)).items()]
+        for first in range(0, len(parameters), 100):  # of one call, at most
+            self._client.log_batch(self._run, params=parameters[first : first + 100])
+
+    def _resume_run(self, run_dir: Path) -> bool:
+        """Whether an earlier start has a run there."""
+        from mlflow.exceptions import MlflowException
+
+        self._run = read_run_id(run_dir, "mlflow")
+        try:
+            if self._run:
+                self._client.update_run(self._run, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False  # another store than before, or somebody deleted it
+        return bool(self._run)
+
+    def write_metrics(self, row: MetricsRow) -> None:
+        at = int(row["time"] * 1000)
+        named = {name.replace("@", "_at_"): value for name, value in select_numbers(row).items()}  # MLflow takes no @
+        self._client.log_batch(self._run, [self._metric(n, v, at, row["step"]) for n, v in named.items()])
+
+    def write_examples(self, examples: Sequence[EpisodeExample]) -> None:
+        self._examples += examples
+        table = {"columns": EpisodeExample._fields, "data": list(self._examples)}
+        self._client.log_dict(self._run, table, f"{EPISODES_TABLE}.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+class TrackioBackend:
+    """A run of the local trackio project `observe.project`: `trackio show`. A run is known there by its name."""
+
+    def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
+        import trackio
+
+        resume = "allow" if read_run_id(run_dir, "trackio") else "never"
+        write_run_id(run_dir, "trackio", run_dir.name)
+        self._table = trackio.Table
+        self._run = trackio.init(
+            project=config.project, name=run_dir.name, config=dict(settings), embed=False, resume=resume
+        )
+
+    def write_metrics(self, row: MetricsRow) -> None:
+        self._run.log(select_numbers(row), step=row["step"])
+
+    def write_examples(self, examples: Sequence[EpisodeExample]) -> None:
+        table = self._table(columns=list(EpisodeExample._fields), data=[list(each) for each in examples])
+        self._run.log({EPISODES_TABLE: table}, step=examples[-1].step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+SINK_BACKENDS: dict[str, Callable[[ObserveConfig, Path, Mapping[str, Any]], SinkBackend]] = {
+    "tensorboard": TensorBoardBackend,
+    "wandb": WandbBackend,
+    "mlflow": MlflowBackend,
+    "trackio": TrackioBackend,
+}
+
+
+# A `/metrics` endpoint for Prometheus in each process of a run, if `observe.prometheus_port` is set.
+
+
+MAX_PORTS_TRIED = 100
+
+
+def to_prometheus_name(name: str) -> str:
+    """`reward/mean` -> `r3async_reward_mean`."""
+    return "r3async_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+class MetricsEndpoint:
+    """One process's endpoint: its memory, CPU time and open files, the last row that `set_metrics` was given, and what
+    `read_metrics()` returns at that moment.
+
+    Served by a thread of its own, which is the one that calls `read_metrics`; `close` ends it. `port`: where it listens.
+    """
+
+    def __init__(self, role: str, run_dir: Path, config: ObserveConfig):
+        from prometheus_client import CollectorRegistry, ProcessCollector
+
+        self._row: dict[str, float] = {}
+        self.read_metrics: Callable[[], Mapping[str, Any]] = dict
+        self._labels = {"role": role, "run": run_dir.name}
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        registry.register(self)  # it is one by its `collect`
+        self._server, self._thread, self.port = _start_server(
+            registry, config.prometheus_host, config.prometheus_port or 0
+        )
+        host = socket.gethostname() if config.prometheus_host in ("0.0.0.0", "::") else config.prometheus_host
+        self.target_file = run_dir / "prometheus" / f"{role}.json"
+        described = json.dumps([{"targets": [f"{host}:{self.port}"], "labels": self._labels}])
+        try:
+            make_directory(self.target_file.parent)
+            replace_file(self.target_file, described.encode())
+        except OSError as error:  # it serves all the same
+            print(f"{self.target_file} could not be written ({error}): {described}", file=sys.stderr)
+
+    def set_metrics(self, row: Mapping[str, Any]) -> None:
+        """Show these figures from now on; whatever is no number is left out."""
+        self._row = _select_numbers(row)
+
+    def collect(self) -> Iterable[Any]:
+        """For prometheus_client: a gauge a metric."""
+        from prometheus_client.metrics_core import GaugeMetricFamily
+
+        try:
+            now = _select_numbers(self.read_metrics())
+        except Exception as error:  # of an engine that is just stopping, say: the rest is still worth showing
+            print(f"figures for Prometheus could not be read: {error!r}", file=sys.stderr)
+            now = {}
+        for name, value in (self._row | now).items():
+            gauge = GaugeMetricFamily(
+                to_prometheus_name(name), find_metric(name).description, labels=list(self._labels)
+            )
+            gauge.add_metric(list(self._labels.values()), value)
+            yield gauge
+
+    def close(self) -> None:
+        """Stop serving, and take the target file away."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)
+        self.target_file.unlink(missing_ok=True)
+
+
+def _select_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
+
+
+def serve_actor_metrics(role: str, run_dir: Path) -> MetricsEndpoint | None:
+    """`serve_metrics` for a process that knows only its run's directory; None too where there is no configuration in it."""
+    try:
+        config = msgspec.convert(read_run_config(run_dir).get("observe", {}), ObserveConfig)
+    except msgspec.ValidationError as error:
+        print(f"no Prometheus endpoint for {role}: {error}", file=sys.stderr)
+        return None
+    return serve_metrics(role, run_dir, config)
+
+
+def serve_metrics(role: str, run_dir: Path, config: ObserveConfig) -> MetricsEndpoint | None:
+    """This process's endpoint, or None if `observe.prometheus_port` is not set. A run continues without one that cannot be
+    opened: then None too, with a line on stderr, which is the process's log."""
+    if config.prometheus_port is None:
+        return None
+    try:
+        return MetricsEndpoint(role, run_dir, config)
+    except (ImportError, OSError) as error:
+        print(f"no Prometheus endpoint for {role} (observe.prometheus_port): {error}", file=sys.stderr)
+        return None
+
+
+def _start_server(registry: Any, host: str, port: int) -> tuple[Any, threading.Thread, int]:
+    from prometheus_client import start_http_server
+
+    last: OSError | None = None
+    for candidate in range(port, min(port + MAX_PORTS_TRIED, 65536)) if port else [0]:
+        try:
+            server, thread = start_http_server(candidate, addr=host, registry=registry)
+            return server, thread, server.server_port
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            last = error
+    raise OSError(f"no free port from {port} on: {last}")

@@ -16,7 +16,7 @@ import msgspec
 
 from r3async.record.reading import TIMELINE_FILE, convert_valid, read_json_objects
 from r3async.record.routes import EpisodeId, parse_episode_id
-from r3async.rollout.engines import Engine, Generation, GenerationRequest
+from r3async.rollout.engine import Engine, Generation, GenerationRequest
 from r3async.world import Files, Processes, World
 from r3async.world.appending import AppendFile
 from r3async.world.real import REAL_WORLD

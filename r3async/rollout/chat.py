@@ -1,6 +1,6 @@
 """Chat templates, token-in/token-out: sampled tokens are kept as they are, and never tokenised again.
 
-Before each turn the template renders the conversation, and what is new of it only where that is the same (`growing.py`). As long
+Before each turn the template renders the conversation, and what is new of it only where that is the same (`GrowingText`). As long
 as its text begins with what the model has seen (the **extension property**), only the rest is encoded. Where it does not (a
 template that strips earlier thoughts, a history that was compacted), the prompt keeps the tokens up to the first difference, and
 every answer that is repeated word for word keeps its own. Where it stands, the template is asked: the same words may be others'.
@@ -11,19 +11,25 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2.meta
 import jinja2.sandbox
 import msgspec
 import numpy as np
 
-from r3async.data.records import GrowingTokens
+from r3async.data.tokens import GrowingTokens, Sample, TokenTable
 from r3async.envs import REASONING_KEYS, THINK_OPEN_TAG, Message
-from r3async.rollout.growing import GrowingText, TemplateAnalysis
+from r3async.envs.rows import MaskedAnswer
+
+if TYPE_CHECKING:
+    from jinja2 import nodes
 
 CACHE_ENTRIES = 32
 """Texts whose tokens, and beginnings of conversations whose text, are remembered."""
@@ -510,3 +516,403 @@ class Conversation:
     def _append_piece(self, piece: PromptPiece) -> None:
         self._pieces.append(piece)
         self._tokens.extend(piece.token_ids)
+
+
+# The template's text of a conversation that grows, of which only what is new is rendered.
+#
+# A chat template is a function of all messages. Most write a new turn behind the text that there was, and look at nothing but the
+# messages around it. But one may take thoughts out of earlier answers, merge a system message into the last question, or
+# count. So the template itself has to show, on the conversation's own messages, that a part may be rendered in place of the
+# whole:
+#
+# * **Window.** What is rendered is the first prompt, the last turns, and one turn for each *shape* of a message: what a template
+# can tell messages apart by, which is role, calls, and which of the literals that it searches for stand in the text. What it does
+# to any earlier message, it does to the one of that shape in the window, whose text then is no longer what it was.
+# * **Elision.** Turns leave the window only if the template, without them, writes the others exactly as with them.
+# * **Audit.** Each time the number of messages has doubled, and at a new shape, the whole conversation is rendered and compared.
+#
+# A template that fails there renders every conversation whole from then on, and the reason is logged once; so does, from the
+# beginning, one that counts or cannot be read. Where a part may be rendered, a turn costs what it is long, and
+# not what came before it.
+
+
+logger = logging.getLogger(__name__)
+
+RECENT_TURNS = 2
+"""Turns at the end of a conversation that are always rendered."""
+MAX_HARMLESS_CONSTANT = 2
+"""Templates compare with 0, 1 and 2 (`loop.index0 % 2`); one that compares with more may count messages."""
+
+MessageShape = tuple[object, ...]
+
+
+class TemplateAnalysis:
+    """What a template's source says of how it reads messages; and whether a part of a conversation may be rendered for all of it.
+
+    `searched_literals`: literals that it compares with or searches for, apart from roles and white space.
+    """
+
+    def __init__(self, source: str):
+        self.searched_literals: tuple[str, ...] = ()
+        self.full_render_reason = ""
+        """Why every conversation is rendered whole; "" if none has to be."""
+        from jinja2 import Environment, TemplateError
+
+        # transformers' own tag, which jinja2 does not know.
+        plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)
+        try:
+            tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+        except TemplateError as error:
+            self.require_full_render(f"its source cannot be read: {error}")
+            return
+        constants = list(dict.fromkeys(_iter_constants(tree)))
+        self.searched_literals = tuple(text for text in constants if isinstance(text, str) and text.strip())
+        if numbers := [n for n in constants if type(n) is int and n > MAX_HARMLESS_CONSTANT]:
+            self.require_full_render(f"it compares with {numbers[0]}, and may count messages")
+        elif _has_counter(tree):
+            self.require_full_render("it counts")
+
+    def require_full_render(self, reason: str) -> None:
+        """From now on, all conversations of this template."""
+        if not self.full_render_reason:
+            self.full_render_reason = reason
+            logger.warning("with this chat template each turn renders its whole conversation: %s", reason)
+
+    def classify_message(self, message: Message) -> MessageShape:
+        """What the template can tell it by."""
+        calls = tuple(type(c.get("function", c).get("arguments")) for c in message.tool_calls[:2])
+        return (
+            message.role,
+            calls,
+            bool(message.tool_call_id),
+            bool(message.name),
+            bool(message.reasoning_content),
+            bool(message.content),
+            *(mark in message.content for mark in self.searched_literals),
+        )
+
+
+def _iter_constants(tree: nodes.Node) -> Iterator[object]:
+    """Of everything by which a template can decide: comparisons, tests, slices, remainders, arguments of calls and filters; but
+    not what `==` compares with names, which are roles."""
+    from jinja2 import nodes
+
+    for node in tree.find_all((nodes.Compare, nodes.Test, nodes.Slice, nodes.Mod, nodes.FloorDiv, nodes.Call)):
+        names = isinstance(node, nodes.Compare) and not isinstance(node.expr, nodes.Const)
+        for constant in node.find_all(nodes.Const):
+            if not (names and isinstance(constant.value, str) and constant.value.isidentifier()):
+                yield constant.value
+    for node in tree.find_all(nodes.Filter):
+        yield from (constant.value for argument in node.args for constant in argument.find_all(nodes.Const))
+
+
+def _has_counter(tree: nodes.Node) -> bool:
+    """Whether it adds a number to what it remembers from message to message."""
+    from jinja2 import nodes
+
+    return any(
+        isinstance(node.target, nodes.NSRef)
+        and any(node.find_all((nodes.Add, nodes.Sub, nodes.Mul)))
+        and any(isinstance(constant.value, int) for constant in node.find_all(nodes.Const))
+        for node in tree.find_all(nodes.Assign)
+    )
+
+
+class _RenderedTurn(msgspec.Struct, frozen=True):
+    """An answer with the messages that followed it, and the text that the template wrote for them; or several turns as one."""
+
+    messages: list[Message]
+    text: str
+
+
+class GrowingText:
+    """The text of a conversation. `render` is the template; `analysis` are those of all conversations of that template.
+
+    Begins with `render_first`. Not for concurrent use.
+    """
+
+    def __init__(self, render: Callable[[Sequence[Message]], str], analysis: TemplateAnalysis):
+        self._render, self._analysis = render, analysis
+        self._first_prompt = self._rendered_window = _RenderedTurn([], "")
+        """The first prompt, and what is rendered: it and the window together."""
+        self._turns: list[_RenderedTurn] = []
+        self._window: list[int] = []
+        """Turns that are rendered, in order."""
+        self._newest_by_shape: dict[MessageShape, int] = {}
+        """Turn with a message of that shape."""
+        self._message_count = self._audited_count = 0
+        self.text_length = 0
+        """Characters of the whole text."""
+
+    @property
+    def text(self) -> str:
+        return "".join([self._first_prompt.text, *(turn.text for turn in self._turns)])
+
+    @property
+    def messages(self) -> list[Message]:
+        return [m for turn in (self._first_prompt, *self._turns) for m in turn.messages]
+
+    @property
+    def last_message(self) -> Message | None:
+        return self._rendered_window.messages[-1] if self._rendered_window.messages else None
+
+    def render_first(self, messages: Sequence[Message]) -> str:
+        """Render a conversation, which takes the place of the one before. Returns its text. Raises what `render` raises."""
+        return self._reset_to(list(messages), self._render(messages))
+
+    def render_next(self, messages: Sequence[Message]) -> tuple[str, bool]:
+        """`messages` follow those before. Returns what the template writes behind its text before, and True; or, where that is no
+        longer how its text begins, the whole text and False. If `render` raises `ValueError`, so does this, changing nothing."""
+        if self._analysis.full_render_reason:
+            self._widen_window()
+        shown, whole = [*self._rendered_window.messages, *messages], len(self._window) == len(self._turns)
+        try:
+            text = self._render(shown)
+        except ValueError as error:
+            if whole:
+                raise
+            return self._render_everything(messages, f"without earlier turns it says: {error}")
+        if not text.startswith(self._rendered_window.text):
+            return (self._reset_rewritten(messages, text), False) if whole else self._render_everything(messages)
+        added = text[len(self._rendered_window.text) :]
+        shapes = list(map(self._analysis.classify_message, messages))
+        if not whole and (
+            self._message_count >= 2 * self._audited_count
+            or any(shape not in self._newest_by_shape for shape in shapes)
+        ):
+            everything = self._render([*self.messages, *messages])
+            if everything != self.text + added:
+                self._analysis.require_full_render("text of a turn depends on turns long before it")
+                return self._reset_rewritten(messages, everything), False
+            self._audited_count = self._message_count
+        self._rendered_window = _RenderedTurn(shown, text)
+        self._append_turn(_RenderedTurn(list(messages), added), shapes)
+        self._shrink_window()
+        return added, True
+
+    def _render_everything(self, messages: Sequence[Message], reason: str = "") -> tuple[str, bool]:
+        text = self._render([*self.messages, *messages])
+        if reason:
+            self._analysis.require_full_render(reason)
+        return self._reset_rewritten(messages, text), False
+
+    def _widen_window(self) -> None:
+        if len(self._window) < len(self._turns):
+            self._window, self._rendered_window = list(range(len(self._turns))), _RenderedTurn(self.messages, self.text)
+
+    def _reset_to(self, messages: list[Message], text: str) -> str:
+        self._first_prompt = self._rendered_window = _RenderedTurn(messages, text)
+        self._turns, self._window, self._newest_by_shape = [], [], {}
+        self._message_count = self._audited_count = len(messages)
+        self.text_length = len(text)
+        return text
+
+    def _reset_rewritten(self, messages: Sequence[Message], text: str) -> str:
+        """`text` is that of the whole conversation, `messages` included, and does not extend the one before: the template has
+        changed earlier turns. They are one turn from now on, if its text can be told from what comes before and behind it."""
+        head, between = self._first_prompt, self.messages[len(self._first_prompt.messages) :]
+        self._reset_to([*head.messages, *between, *messages], text)
+        if self._analysis.full_render_reason or not between or not text.startswith(head.text):
+            return text
+        try:
+            alone = self._render([*head.messages, *messages])
+        except ValueError:
+            return text
+        last, at = alone[len(head.text) :], len(text) - len(alone) + len(head.text)
+        if alone.startswith(head.text) and at >= len(head.text) and text.endswith(last):
+            self._first_prompt = head
+            for turn in (_RenderedTurn(between, text[len(head.text) : at]), _RenderedTurn(list(messages), last)):
+                self._append_turn(turn, list(map(self._analysis.classify_message, turn.messages)))
+            self._message_count = len(self._rendered_window.messages)
+            self.text_length = len(text)
+        return text
+
+    def _append_turn(self, turn: _RenderedTurn, shapes: Sequence[MessageShape]) -> None:
+        self._window.append(len(self._turns))
+        self._newest_by_shape |= dict.fromkeys(shapes, len(self._turns))
+        self._turns.append(turn)
+        self._message_count += len(turn.messages)
+        self.text_length += len(turn.text)
+
+    def _shrink_window(self) -> None:
+        """Let turns leave the window, if that halves it and the template writes the same without them."""
+        kept = sorted({*self._newest_by_shape.values(), *self._window[-RECENT_TURNS:]})
+        turns = [self._first_prompt, *(self._turns[i] for i in kept)]
+        messages = sum(len(turn.messages) for turn in turns)
+        if self._analysis.full_render_reason or len(self._rendered_window.messages) < 2 * messages:
+            return
+        if len(self._window) == len(self._turns):
+            self._audited_count = self._message_count  # all of it was rendered just now
+        window = _RenderedTurn([m for turn in turns for m in turn.messages], "".join(turn.text for turn in turns))
+        try:
+            same = self._render(window.messages) == window.text
+        except ValueError as error:
+            self._analysis.require_full_render(f"without earlier turns it says: {error}")
+            return
+        if same:
+            self._window, self._rendered_window = kept, window
+        else:
+            self._analysis.require_full_render("text of a turn depends on turns before it")
+
+
+# Given answers as rows of supervised training: the tokens that a policy would have to sample for them, in the prompts that it
+# would be given. The chat template writes both, and a row is the beginning of a text of its own.
+
+
+_THOUGHT_TAGS = re.compile(r"</?think>")
+"""Which a template may replace by others."""
+
+
+@dataclass
+class Demonstration:
+    """One conversation. `rows`: token ids, and which of them are answers. A prompt that does not begin with the row before (its
+    history was rewritten) begins a new row, whose earlier answers are not learnt again. `unwritten_prompt_end`: what a prompt
+    ends with, and the template does not write before the answer that is given."""
+
+    rows: list[tuple[list[int], list[bool]]] = field(default_factory=lambda: [([], [])])
+    unwritten_prompt_end: str = ""
+
+    def add_turn(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """The answer, with its stop token, to that prompt."""
+        ids, mask = self.rows[-1]
+        if list(prompt[: len(ids)]) != ids:
+            ids, mask = [], []
+            self.rows.append((ids, mask))
+        mask += [False] * (len(prompt) - len(ids)) + [True] * len(answer)
+        ids += [*prompt[len(ids) :], *answer]
+
+    def build_samples(self, name: str) -> list[Sample]:
+        """One a row, called `name`, `name/1`, ..."""
+        out = []
+        for at, (ids, mask) in enumerate(self.rows):
+            table = TokenTable.from_tokens(np.asarray(ids)).with_columns(loss_mask=np.asarray(mask, bool))
+            out.append(Sample(f"{name}/{at}" if at else name, table))
+        return out
+
+
+def build_demonstration(
+    renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+) -> Demonstration:
+    """A conversation that is known whole, each answer of the assistant that is to be learnt after the prompt that an episode
+    would have. Raises `TemplateError`, also for an answer that the template does not write as it is, or does not end."""
+    demonstration, template = Demonstration(), _DemonstrationWriter(renderer, tools)
+    learnt = [i for i, m in enumerate(messages) if m.role == "assistant" and not isinstance(m, MaskedAnswer)]
+    for at, following in zip(learnt, [*learnt[1:], len(messages)], strict=True):
+        prompt, answer = template.write_turn(messages[:at], messages[at], messages[at + 1 : following])
+        demonstration.add_turn(prompt, answer)
+    demonstration.unwritten_prompt_end = template.unwritten_prompt_end
+    return demonstration
+
+
+class _DemonstrationWriter:
+    """What the template writes of a conversation, turn by turn. `unwritten_prompt_end`: see `Demonstration`."""
+
+    def __init__(self, renderer: ChatRenderer, tools: Sequence[Mapping[str, Any]]):
+        self._renderer, self._tools = renderer, tools
+        self._pieces: list[tuple[str, list[int]]] = []
+        """Text and tokens of the turns so far, prompts and answers apart."""
+        self.unwritten_prompt_end = ""
+
+    def write_turn(
+        self, before: Sequence[Message], answer: Message, behind: Sequence[Message]
+    ) -> tuple[list[int], list[int]]:
+        """The tokens of the prompt of the messages `before`, and of the answer. Turns that the template still writes as it did
+        keep their tokens. Raises `TemplateError`."""
+        renderer = self._renderer
+        prompt = renderer.render(before, self._tools)
+        whole = renderer.render_finished([*before, answer], self._tools)
+        while not (prompt.startswith(kept := "".join(text for text, _ in self._pieces)) and whole.startswith(kept)):
+            self._pieces.pop()
+        shared = opened = len(prompt)
+        if not whole.startswith(prompt):  # the template opens an answer otherwise than it writes this one
+            opened = _common_prefix_length(prompt, renderer.render_finished(before, self._tools))
+            shared = _common_prefix_length(prompt, whole)
+            if shared < opened:
+                raise TemplateError("the chat template writes the messages before an answer otherwise when it is there")
+        if not renderer.stop_pattern.search(whole, shared):
+            whole += self._find_end_behind(whole, before, answer, behind)
+        if ended := renderer.stop_pattern.search(whole, shared):
+            whole = whole[: ended.end()]
+        _check_written_answer(renderer, answer, whole[opened:])
+        given, said = renderer.encode(prompt[len(kept) :]), renderer.encode(whole[shared:])
+        if shared < len(prompt):  # what both begin with, in whole tokens
+            told = renderer.encode(whole[len(kept) :])
+            common = _common_prefix_length(given, told)
+            self.unwritten_prompt_end = self.unwritten_prompt_end or renderer.decode(given[common:])
+            given, said = told[:common], told[common:]
+        if [i for i, token in enumerate(said) if token in renderer.stop_token_ids] != [len(said) - 1]:
+            raise TemplateError(f"the tokenizer does not find the end of the answer in {whole[shared:]!r:.200}")
+        seen = [token for _, ids in self._pieces for token in ids]
+        if shared < len(prompt):
+            self._pieces.append((whole[len(kept) :], [*given, *said]))
+        else:
+            self._pieces += [(prompt[len(kept) :], given), (whole[shared:], said)]
+        return [*seen, *given], said
+
+    def _find_end_behind(
+        self, whole: str, before: Sequence[Message], answer: Message, behind: Sequence[Message]
+    ) -> str:
+        """What ends the answer where the template leaves that to the message behind it, which begins with a token of its own."""
+        if behind:
+            longer = self._renderer.render([*before, answer, *behind], self._tools)
+            if longer.startswith(whole):
+                return self._renderer.match_special_token(longer[len(whole) :])
+        return self._renderer.find_answer_end(behind[0].role if behind else "user")
+
+
+def _common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items both begin with."""
+    shorter = min(len(one), len(other))
+    if one[:shorter] == other[:shorter]:
+        return shorter
+    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+
+
+def _check_written_answer(renderer: ChatRenderer, answer: Message, written: str) -> None:
+    """Raise `TemplateError` unless the template has `written` all of the answer, and ended it."""
+    for text in (answer.content, answer.reasoning_content):
+        if found := renderer.stop_pattern.search(text):
+            raise TemplateError(f"the answer has {found[0]!r} in it, which ends an answer")
+    if not renderer.stop_pattern.search(written):
+        raise TemplateError(
+            "the chat template writes no token that ends an answer, so that none can be learnt: let it write eos_token behind "
+            "each, or add its own to `eos_token_id` in generation_config.json"
+        )
+    if 0 < answer.content.count("</think>") < written.count("</think>"):
+        raise TemplateError(
+            "the chat template writes a thought of its own before the one that the answer's `content` has: give that as "
+            "`reasoning_content`"
+        )
+    packed, at = _remove_whitespace(written), 0
+    for part in _split_answer(answer):
+        found_at = packed.find(_remove_whitespace(part), at)
+        if found_at < 0:
+            raise TemplateError(f"the chat template leaves this out of the answer, or changes it: {part.strip()!r:.80}")
+        at = found_at + len(_remove_whitespace(part))
+    calls = [call.get("function", call) for call in answer.tool_calls]
+    for part in _iter_argument_texts([[call.get("name"), call.get("arguments")] for call in calls]):
+        if not any(_remove_whitespace(form) in packed for form in (part, json.dumps(part)[1:-1])):
+            raise TemplateError(
+                f"the chat template leaves this out of the answer's `tool_calls`, or changes it: {part!r:.80}"
+            )
+
+
+def _remove_whitespace(text: str) -> str:
+    """White space is the template's."""
+    return "".join(text.split())
+
+
+def _split_answer(answer: Message) -> list[str]:
+    return [answer.reasoning_content, *_THOUGHT_TAGS.split(answer.content)]
+
+
+def _iter_argument_texts(value: Any) -> Iterator[str]:
+    """What names and arguments of calls say."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from (name, *_iter_argument_texts(each))
+    elif isinstance(value, list):
+        for each in value:
+            yield from _iter_argument_texts(each)
+    elif isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
+        yield str(value)

@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 
 from r3async.config import RowsMode
-from r3async.data.model_shape import RoutingShape
-from r3async.data.records import SCHEMA, GrowingTokens, Sample, TokenTable, Turn
+from r3async.data.models import RoutingShape
 from r3async.data.routes import RoutingTrace
 from r3async.data.supports import SupportSets
+from r3async.data.tokens import SCHEMA, GrowingTokens, Sample, TokenTable, Turn
 from r3async.data.versions import expand_version_spans
-from r3async.rollout.engines import Generation
+from r3async.rollout.engine import Generation
 
 
 class PrefixMismatchError(ValueError):

@@ -1,4 +1,4 @@
-"""Which group may be leased, when, to whom, and which weights its tokens need: the bound on staleness.
+"""Which group may be leased, when, to whom, and which weights its tokens need: the bound on staleness, and the pace of a run.
 
 A version of the weights is made by `K` steps, each of which consumes at least `P` groups, within a window of `W`
 (`schedule.window`). There are `N = (S + 1) * P * K` **slots**. A group takes a slot when it is first leased, and its slot
@@ -36,13 +36,15 @@ Pure: no clock, no sockets. Owners are generators.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypedDict
 
 import msgspec
 
 from r3async.config import ScheduleConfig
-from r3async.data.window import ConsumedGroups
+from r3async.data.versions import ConsumedGroups
+from r3async.world.real import REAL_WORLD
 
 
 class GroupLease(msgspec.Struct, frozen=True):
@@ -308,3 +310,290 @@ class AdmissionController:
         self._trained_by_version = [(self.version, self._published_count)]
         self._waiting_episodes = dict(saved["waiting"])
         self._leases_by_group = {group: dict(owners) for group, owners in saved["owners"]}
+
+
+# Whether generation and training are as fast as each other, and how many episodes a generator plays at once.
+#
+# Over the last steps: the learner was idle while it waited for groups (the buffer ran dry), and a generator's places were
+# idle while they stood empty because no slot was free (the buffer was full); places that slots could never fill
+# (`useful_concurrency`) are none. What a side would do if it never waited is what
+# it did over the share of time that it worked:
+#
+# ratio = (episodes finished / (1 - idle share of generation)) / (episodes trained / (1 - idle share of training))
+#
+# Below 1 generation is the slower side, above 1 training. Pure; time comes with what is observed, or from an injected clock.
+
+
+PACE_STEPS = 16
+"""Steps that are looked at together."""
+IDLE_THRESHOLD = 0.3
+"""Idle share from which a side counts as waiting."""
+ONE_SIDED_RATIO = 2.0
+"""One side waits for the other, and not both for a slot, if it is idle so many times as long."""
+
+
+def useful_concurrency(schedule: ScheduleConfig, generators: int) -> float:
+    """Episodes that slots let each of so many generators play while the groups of one version are being trained.
+
+    `max(S, 1) * P * K * G / generators`: more places cannot be filled for long, and do not count as idle.
+    """
+    groups = max(schedule.max_staleness, 1) * schedule.groups_per_step * schedule.steps_per_publication
+    return groups * schedule.samples_per_group / generators
+
+
+class StepPace(msgspec.Struct, frozen=True):
+    """What one step reports. Times in seconds, and for generation summed over all places for episodes."""
+
+    seconds: float
+    """From the end of the step before to the end of this one."""
+    waited_seconds: float
+    """Of these, how long the learner waited for groups."""
+    finished_episodes: int
+    """Episodes that arrived."""
+    trained_episodes: int
+    """Episodes that were trained."""
+    idle_share: float
+    """Of generation: places times time that stood empty because no slot was free, over all places times time."""
+
+
+class PaceVerdict(msgspec.Struct, frozen=True):
+    """An event that says which side is waited for: its name, and numbers and advice for the user."""
+
+    event: str
+    facts: dict[str, float | str]
+
+
+class IdleShareMeter:
+    """Of something that every generator has (places for episodes, an engine): how much of it was idle."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, float]] = {}
+        self._idle = self._total = 0.0
+
+    def add_counters(self, owner: str, idle: float, total: float) -> None:
+        """An owner's counters, in seconds since its process began, times how many. Smaller than before: a new process."""
+        before = self._seen.get(owner, (0.0, 0.0))
+        if total < before[1]:
+            before = (0.0, 0.0)
+        self._idle += idle - before[0]
+        self._total += total - before[1]
+        self._seen[owner] = (idle, total)
+
+    @property
+    def has_reports(self) -> bool:
+        """Somebody has, since the last `take_share`."""
+        return self._total > 0
+
+    def take_share(self) -> float:
+        """Share that was idle, since the last call."""
+        share = self._idle / self._total if self._total > 0 else 0.0
+        self._idle = self._total = 0.0
+        return min(1.0, max(0.0, share))
+
+
+class IdleTimeCounter:
+    """Since it was made: places for episodes times seconds, all and those that stood empty because no slot was free; and
+    seconds, all and those in which the engine had no request."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._total = self._empty = self._seconds = self._engine_idle = 0.0
+        self._at = clock()
+
+    def add_interval(self, places: float, empty: float, running_requests: float) -> None:
+        """Since the last call there were so many."""
+        now = self._clock()
+        seconds, self._at = now - self._at, now
+        self._total += places * seconds
+        self._empty += empty * seconds
+        self._seconds += seconds
+        self._engine_idle += 0.0 if running_requests else seconds
+
+    def read_counters(self, paused_seconds: float) -> dict[str, float]:
+        """With metrics of the engine's wall time, of which it was `paused_seconds` for new weights."""
+        return {
+            "places_all": self._total,
+            "places_empty": self._empty,
+            "engine_all": self._seconds,
+            "engine_idle": self._engine_idle,
+            "wall/engine_idle_seconds": self._engine_idle,
+            "wall/engine_install_seconds": paused_seconds,
+            "wall/engine_steps_seconds": max(0.0, self._seconds - self._engine_idle - paused_seconds),
+        }
+
+
+class PaceAnalyzer:
+    """Observes steps. `patience` seconds must have been looked at before a verdict, which is given once until it changes."""
+
+    def __init__(self, patience: float):
+        self._patience = patience
+        self._steps: deque[StepPace] = deque(maxlen=PACE_STEPS)
+        self._last_event = ""
+
+    def observe_step(self, step: StepPace) -> tuple[dict[str, float], PaceVerdict | None]:
+        """Metrics as of this step, and a verdict if there is a new one."""
+        self._steps.append(step)
+        metrics = self.compute_metrics()
+        verdict = self._find_verdict(metrics)
+        last, self._last_event = self._last_event, verdict.event if verdict else ""
+        return metrics, verdict if verdict and verdict.event != last else None
+
+    def compute_metrics(self) -> dict[str, float]:
+        """`pace/ratio`, `learner/idle_share`, `generator/idle_share` of the steps that are looked at."""
+        seconds = max(sum(s.seconds for s in self._steps), 1e-9)
+        learner = min(1.0, sum(s.waited_seconds for s in self._steps) / seconds)
+        generator = min(1.0, sum(s.idle_share * s.seconds for s in self._steps) / seconds)
+        generation = sum(s.finished_episodes for s in self._steps) / max(1 - generator, 1e-3)
+        training = sum(s.trained_episodes for s in self._steps) / max(1 - learner, 1e-3)
+        return {
+            "pace/ratio": generation / max(training, 1e-9),
+            "learner/idle_share": learner,
+            "generator/idle_share": generator,
+        }
+
+    def _find_verdict(self, metrics: dict[str, float]) -> PaceVerdict | None:
+        seconds = sum(s.seconds for s in self._steps)
+        if len(self._steps) < PACE_STEPS // 2 or seconds < self._patience:
+            return None
+        ratio = metrics["pace/ratio"]
+        learner, generator = metrics["learner/idle_share"], metrics["generator/idle_share"]
+        if learner >= IDLE_THRESHOLD and learner >= ONE_SIDED_RATIO * generator:
+            event, hint = (
+                "pace_generation_bound",
+                (
+                    f"the learner waited for {learner:.0%} of the last {seconds:.0f} s: give generation more (generator.count, "
+                    f"generator.concurrency, faster engines), about {1 / max(ratio, 1e-3):.1f} times what it has, or the "
+                    "learner less"
+                ),
+            )
+        elif generator >= IDLE_THRESHOLD and generator >= ONE_SIDED_RATIO * learner:
+            event, hint = (
+                "pace_training_bound",
+                (
+                    f"{generator:.0%} of the generators' places stood empty for the last {seconds:.0f} s because every slot was "
+                    f"taken: give the learner more (learner.parallel, learner.threads), about {max(ratio, 1e-3):.1f} times what "
+                    "it has, or generation less"
+                ),
+            )
+        elif min(generator, learner) >= IDLE_THRESHOLD:
+            event, hint = (
+                "pace_slots_bound",
+                (
+                    f"the learner waited for {learner:.0%} of the last {seconds:.0f} s, and {generator:.0%} of the generators' "
+                    "places stood empty because every slot was taken: more resources help neither; a larger "
+                    "schedule.window (if single episodes are late) or schedule.max_staleness does"
+                ),
+            )
+        else:
+            return None
+        numbers = {name: round(value, 3) for name, value in metrics.items()}
+        return PaceVerdict(event, {**numbers, "seconds": round(seconds, 1), "hint": hint})
+
+
+class PaceMonitor:
+    """Gathers what generators and steps report, and finds who waits for whom. `report_warning(event, **facts)` is called if
+    that lasts."""
+
+    def __init__(
+        self,
+        schedule: ScheduleConfig,
+        report_warning: Callable[..., object],
+        clock: Callable[[], float] = REAL_WORLD.clock.monotonic,
+    ):
+        self._schedule, self._report_warning, self._clock = schedule, report_warning, clock
+        self._places, self._engines, self._pace = (
+            IdleShareMeter(),
+            IdleShareMeter(),
+            PaceAnalyzer(schedule.pace_seconds),
+        )
+        self._last_step_end: float | None = None
+        self._idle_share = self._engine_idle_share = 0.0
+        self._last_received = 0
+        """Trajectories that the learner had received when the last step ended."""
+
+    def report_generator(self, generator_id: str, stats: Mapping[str, float]) -> None:
+        """Counters of a generator's places and of its engine."""
+        self._places.add_counters(generator_id, stats["places_empty"], stats["places_all"])
+        self._engines.add_counters(generator_id, stats["engine_idle"], stats["engine_all"])
+
+    def record_step(self, step: int, groups: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a step that has ended just now and consumed so many groups, with what the learner reported of it. The
+        first one, which waited for the beginning, is left out."""
+        now, before = self._clock(), self._last_step_end
+        received, known = int(metrics["transport/received"]), self._last_received
+        self._last_step_end, self._last_received = now, received
+        if self._places.has_reports:  # else, between two reports, as it was
+            self._idle_share = self._places.take_share()
+        if self._engines.has_reports:
+            self._engine_idle_share = self._engines.take_share()
+        engines = {"generator/engine_idle_share": self._engine_idle_share}
+        if before is None:
+            return engines
+        figures, verdict = self._pace.observe_step(
+            StepPace(
+                seconds=now - before,
+                waited_seconds=metrics["learner/wait_seconds"],
+                finished_episodes=received - known,
+                trained_episodes=groups * self._schedule.samples_per_group,
+                idle_share=self._idle_share,
+            )
+        )
+        # Without staleness the two sides take turns: that is what was asked for.
+        expected = self._schedule.max_staleness == 0 and verdict is not None and verdict.event == "pace_slots_bound"
+        if verdict is not None and not expected:
+            self._report_warning(verdict.event, step=step, **verdict.facts)
+        return figures | engines
+
+
+HIGH_CACHE_USAGE = 0.95
+"""Share of the KV cache above which no further episode is begun."""
+LOW_CACHE_USAGE = 0.85
+"""Share of the KV cache below which the limit may rise."""
+DECREASE_FACTOR = 0.75
+INCREASE_SHARE = 1 / 16
+"""Of the most episodes, for each look at the engine."""
+MIN_CHANGE_SECONDS = 2.0
+"""Between two changes: the engine must have felt the last one."""
+
+
+class ConcurrencyLimiter:
+    """The limit of episodes that a generator plays at once, between `min_limit` and `max_limit`; it begins at `max_limit`.
+
+    Additive increase, multiplicative decrease, as TCP finds the width of a path (Chiu and Jain 1989). An engine whose cache is
+    full preempts requests and computes them again: work done twice, and answers that grow old.
+
+    An engine that reports no `kv_cache_usage` is left at `max_limit`.
+    """
+
+    def __init__(self, min_limit: int, max_limit: int, clock: Callable[[], float]):
+        self.min_limit, self.max_limit, self.limit = min_limit, max_limit, max_limit
+        self._clock = clock
+        self._changed_at = clock()
+        self._preemptions = 0.0
+        self._has_preempted = False
+        """Since the last look that could change the limit."""
+
+    def update_limit(self, stats: Mapping[str, float], playing: int) -> int:
+        """Look at the engine while `playing` episodes run; returns the limit from now on.
+
+        `stats`: `kv_cache_usage` (0..1), `preemptions` (a counter) and `waiting` (requests in the engine's queue).
+        """
+        usage, preemptions = stats.get("kv_cache_usage"), stats.get("preemptions", 0)
+        if usage is None:
+            return self.limit
+        self._has_preempted |= preemptions > self._preemptions
+        self._preemptions = preemptions
+        now = self._clock()
+        if now - self._changed_at < MIN_CHANGE_SECONDS:
+            return self.limit
+        pressed, self._has_preempted = self._has_preempted, False
+        old = self.limit
+        if playing > self.limit:
+            pass  # the last cut is still to be felt
+        elif pressed or (usage > HIGH_CACHE_USAGE and stats.get("waiting", 0) > 0):
+            self.limit = max(self.min_limit, int(playing * DECREASE_FACTOR))
+        elif usage < LOW_CACHE_USAGE and playing >= self.limit:
+            self.limit = min(self.max_limit, self.limit + max(1, int(self.max_limit * INCREASE_SHARE)))
+        if self.limit != old:
+            self._changed_at = now
+        return self.limit

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from r3async.config import Config
-from r3async.data.model_shape import RoutingShape
-from r3async.data.records import SCHEMA, Trajectory
-from r3async.data.window import ConsumedGroups
+from r3async.data.models import RoutingShape
+from r3async.data.tokens import SCHEMA, Trajectory
+from r3async.data.versions import ConsumedGroups
+from r3async.data.wire import MAX_HEADER_BYTES
 from r3async.schedule.admission import count_slots
-from r3async.transport.wire import MAX_HEADER_BYTES
 
 TRAJECTORY_HEADER_BYTES = 4096
 """Allowed for what is not token data in one trajectory."""

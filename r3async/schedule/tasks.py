@@ -1,4 +1,4 @@
-"""Which task a group poses, how many of a run's tasks may fail before it stops, and which task is posed no more. Pure.
+"""The task of each group: its order, its difficulty, the mix of environments, and how many may fail. Pure.
 
 The data cursor: a group's index, and from where tasks are quarantined, say everything. All episodes of a group play one task, so
 they fail together: what is judged is the share of tasks, not of episodes. A task of which some episodes fail counts for their
@@ -9,18 +9,24 @@ And trajectories that will never be trained, kept aside to be inspected (`r3asyn
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
+from statistics import fmean
+from typing import Any, Literal, TypedDict
 
 import msgspec
 import numpy as np
 
-from r3async.data.records import Trajectory
-from r3async.schedule.spool import SPOOL_FORMAT
-from r3async.transport.wire import Frame, WireError, encode_trajectory
+from r3async.config.operation import DifficultyConfig
+from r3async.data.mixed import ENV_SEED_BITS, join_seed, split_seed
+from r3async.data.tokens import Trajectory
+from r3async.data.wire import Frame, WireError, encode_trajectory
+from r3async.transport.spool import SPOOL_FORMAT
 from r3async.world import Files
 from r3async.world.files import make_directory
 from r3async.world.real import REAL_WORLD
@@ -229,3 +235,245 @@ class TrajectoryQuarantine:
             total -= nbytes
             self._files.remove(self.directory / name)
         return path
+
+
+# Which task a group poses, by what the groups of each task scored before: difficulty filter and curriculum. Pure.
+#
+# A task that is always solved, or never, teaches nothing: its advantages are 0. So one that is settled is posed rarely, and
+# with a curriculum tasks that are solved about as often as `target` come first.
+#
+# What a group poses depends on what was trained when it was first leased, and not on its index alone. So it is decided once, and
+# kept until the group is trained: whoever is leased a part of it, plays it again, or resumes the run plays the same task.
+
+
+MAX_CANDIDATES = 64
+"""Tasks that are looked at for one group: where nearly all are settled, one of them is posed all the same."""
+
+NO_SIZE_MESSAGE = (
+    "`schedule.difficulty` needs tasks that come again, and this environment does not know how many it has (`size`): unset "
+    "`settled_share` and `target`, or train rows (data=FILE)"
+)
+"""Where past rewards are to choose tasks, and none is ever posed again."""
+
+TaskScore = tuple[int, float]
+"""A task seed, and the mean reward of one of its groups."""
+
+
+def score_groups(groups: Iterable[Sequence[Trajectory]]) -> list[TaskScore]:
+    """Of each group that was played: failed episodes have no turns, and count for nothing."""
+    played = ([t for t in group if t.turns] for group in groups)
+    return [(members[0].task_seed, fmean(t.reward for t in members)) for members in played if members]
+
+
+class _TaskHistoryState(TypedDict):
+    """What `TaskHistory.state_dict` gives."""
+
+    scores: list[tuple[int, list[float]]]
+    posed: list[tuple[int, int]]
+    replaced: int
+
+
+class TaskHistory:
+    """The one holder of what each task scored. `seed`: of the run. Without an active setting it holds nothing, and every task has
+    its turn."""
+
+    def __init__(self, settings: DifficultyConfig, seed: int):
+        self._settings, self._seed = settings, seed
+        self._scores: dict[int, list[float]] = {}
+        """By task: mean rewards of its last groups, oldest first."""
+        self._task_by_group: dict[int, int] = {}
+        """By group that was leased and is not trained: its task."""
+        self._settled_counts: Counter[str] = Counter()
+        """How many tasks are `easy`, and `hard`."""
+        self._replaced_count = 0
+
+    def choose_task(self, group: int, candidates: Iterator[int]) -> int:
+        """The task of a group. `candidates`: that whose turn it is, and then others, without end."""
+        turn = next(candidates)
+        if not self._settings.is_active:
+            return turn
+        if group not in self._task_by_group:
+            self._task_by_group[group] = self._draw_task(group, chain([turn], candidates))
+            self._replaced_count += self._task_by_group[group] != turn
+        return self._task_by_group[group]
+
+    def _draw_task(self, group: int, tasks: Iterator[int]) -> int:
+        settings, rng = self._settings, random.Random(f"{self._seed}/difficulty/{group}")
+        looked_at: list[int] = []
+
+        def wanted() -> Iterator[int]:
+            for task in islice(tasks, MAX_CANDIDATES):
+                looked_at.append(task)
+                if not self._classify_task(task) or rng.random() < settings.settled_share:
+                    yield task
+
+        found = list(islice(wanted(), 1 if settings.target is None else settings.among))
+        return min(found, key=self._distance_to_target) if found else looked_at[0]
+
+    def _distance_to_target(self, task: int) -> float:
+        """From the target; 0 for a task without past groups. Of two that are equally near, the first is posed."""
+        past, target = self._scores.get(task), self._settings.target
+        return abs(fmean(past) - target) if past and target is not None else 0.0
+
+    def _classify_task(self, task: int) -> Literal["easy", "hard", ""]:
+        past, settings = self._scores.get(task, []), self._settings
+        if len(past) < settings.groups:
+            return ""
+        return "easy" if min(past) >= settings.easy else "hard" if max(past) <= settings.hard else ""
+
+    def record_scores(self, groups: Iterable[int], scores: Iterable[TaskScore]) -> None:
+        """A step consumed these groups; their tasks scored this, in this order."""
+        for group in groups:
+            self._task_by_group.pop(group, None)
+        if self._settings.is_active:
+            for task, score in scores:
+                self._add_scores(task, [score])
+
+    def _add_scores(self, task: int, scores: Sequence[float]) -> None:
+        self._settled_counts[self._classify_task(task)] -= 1
+        self._scores[task] = [*self._scores.get(task, ()), *scores][-self._settings.groups :]
+        self._settled_counts[self._classify_task(task)] += 1
+
+    def collect_metrics(self) -> dict[str, float]:
+        """Metrics; none while no setting is active."""
+        if not self._settings.is_active:
+            return {}
+        return {
+            "data/easy_tasks": float(self._settled_counts["easy"]),
+            "data/hard_tasks": float(self._settled_counts["hard"]),
+            "data/replaced_tasks": float(self._replaced_count),
+        }
+
+    # -- for a checkpoint ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data; `load_state_dict` reads it."""
+        if not self._settings.is_active:
+            return {}
+        return {
+            "scores": [[task, list(past)] for task, past in self._scores.items()],
+            "posed": list(self._task_by_group.items()),
+            "replaced": self._replaced_count,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], buffered_tasks: Mapping[int, int]) -> None:
+        """Resume as the one that made the snapshot; `{}` is of a run without. `buffered_tasks`: tasks, by group, of which the
+        learner kept
+        episodes: after the checkpoint these groups may have been leased with other tasks than would be chosen now. Raises
+        `msgspec.ValidationError` if it is none."""
+        if state:
+            saved = msgspec.convert(state, _TaskHistoryState)
+            self._scores, self._settled_counts, self._replaced_count = {}, Counter(), saved["replaced"]
+            for task, past in saved["scores"]:
+                self._add_scores(task, past)
+            self._task_by_group = dict(saved["posed"])
+        if self._settings.is_active:
+            self._task_by_group |= buffered_tasks
+
+
+# Which of several environments poses the task of a group. Pure: a group's index says everything, so a run that resumes goes on
+# with the same tasks.
+#
+# The order is the smoothest that there is: in any stretch of groups each environment has its share of them, up to one or two. So
+# every step trains all of them, as far as it has groups enough.
+
+
+MAX_PERIOD = 1000
+"""Groups after which the order repeats, at most: weights are rounded to that."""
+
+
+class EnvironmentOrder:
+    """Of groups, by weights. Immutable."""
+
+    def __init__(self, weights: Sequence[float]):
+        quotas = _round_quotas(weights)
+        self.period = sum(quotas)
+        chosen = np.zeros(self.period, np.int64)
+        counts = [0] * len(quotas)
+        for at in range(self.period):
+            # Whoever is furthest behind its share.
+            entry = max(range(len(quotas)), key=lambda e: (quotas[e] * (at + 1) - self.period * counts[e], -e))
+            chosen[at] = entry
+            counts[entry] += 1
+        self._chosen = chosen
+        # [entry, at]: groups of the period before `at` that are the entry's; the last column is the quota.
+        self._before = np.stack([np.append(0, np.cumsum(chosen == e)) for e in range(len(quotas))])
+
+    def environment_of(self, group: int) -> int:
+        """Which environment poses the task of a group."""
+        return int(self._chosen[group % self.period])
+
+    def count_before(self, entry: int, group: int) -> int:
+        """How many groups before `group` are that environment's."""
+        periods, at = divmod(group, self.period)
+        return int(periods * self._before[entry, -1] + self._before[entry, at])
+
+
+def _round_quotas(weights: Sequence[float]) -> list[int]:
+    """How many groups of a period each has: at least one; the largest remainders are rounded up."""
+    total = sum(weights)
+    exact = [MAX_PERIOD * weight / total for weight in weights]
+    quotas = [max(1, math.floor(share)) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda e: (math.floor(exact[e]) - exact[e], e))
+    for entry in by_remainder[: max(0, MAX_PERIOD - sum(quotas))]:
+        quotas[entry] += 1
+    common = math.gcd(*quotas)
+    return [quota // common for quota in quotas]
+
+
+class _EnvironmentQuarantine(Mapping[int, int]):
+    """Of the quarantined tasks of all environments those of one: by its own seed the first of its own groups that does not pose
+    the task any more. A view."""
+
+    def __init__(self, environment: int, order: EnvironmentOrder, entries: int, quarantined: Mapping[int, int]):
+        self._entry, self._order, self._entries, self._all = environment, order, entries, quarantined
+
+    def __getitem__(self, seed: int) -> int:
+        return self._order.count_before(self._entry, self._all[join_seed(self._entry, seed)])
+
+    def __iter__(self) -> Iterator[int]:
+        parts = (split_seed(task, self._entries) for task in self._all)
+        return (seed for entry, seed in parts if entry == self._entry)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class MixedTaskCursor:
+    """As `TaskCursor`, over several environments with these `weights` and `sizes`: each has tasks, epochs and quarantined tasks
+    of its own, in the order of its own groups."""
+
+    def __init__(
+        self,
+        seed: int,
+        weights: Sequence[float],
+        sizes: Sequence[int | None],
+        quarantined: Mapping[int, int] | None = None,
+    ):
+        self._order, known = EnvironmentOrder(weights), {} if quarantined is None else quarantined
+        self._cursors = [
+            TaskCursor(
+                random.Random(f"{seed}/environment {entry}").getrandbits(63),
+                size,
+                _EnvironmentQuarantine(entry, self._order, len(weights), known),
+                bits=ENV_SEED_BITS,
+            )
+            for entry, size in enumerate(sizes)
+        ]
+
+    def pick_task(self, group_index: int) -> int:
+        """Raises `ValueError` if every task of the group's environment is quarantined."""
+        entry = self._order.environment_of(group_index)
+        return join_seed(entry, self._cursors[entry].pick_task(self._order.count_before(entry, group_index)))
+
+    def iter_tasks(self, group_index: int) -> Iterator[int]:
+        """As `TaskCursor.iter_tasks`, of the group's environment."""
+        entry = self._order.environment_of(group_index)
+        own = self._cursors[entry].iter_tasks(self._order.count_before(entry, group_index))
+        return (join_seed(entry, task) for task in own)
+
+    def count_epochs(self, groups: int) -> list[float]:
+        """By environment, how often all its tasks were posed by the first `groups` groups; 0 without a size."""
+        return [
+            cursor.count_epochs(self._order.count_before(entry, groups)) for entry, cursor in enumerate(self._cursors)
+        ]

@@ -6,10 +6,10 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
-from r3async.data.records import Trajectory
-from r3async.transport.wire import Frame
+from r3async.data.tokens import Trajectory
+from r3async.data.wire import Frame
 from r3async.world import Threads
-from r3async.world.keys import TransportError
+from r3async.world.sockets import TransportError
 
 OFFLOAD_BYTES = 256 * 2**10
 """Larger payloads are encoded, checksummed and decoded in a thread. Smaller ones take less than the hop there."""

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.record.catalogue import LINE_COLORS, METRICS, finite_or_none, sort_metrics
+from r3async.record.metrics import LINE_COLORS, METRICS, finite_or_none, sort_metrics
 
 X_AXES = ("step", "time", "tokens")
 """What a curve can be drawn over: the step, seconds since the run began, or tokens that were trained so far."""

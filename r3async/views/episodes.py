@@ -12,10 +12,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.record.catalogue import finite_or_none
+from r3async.record.metrics import finite_or_none
 from r3async.record.reading import read_json_objects, read_run_config
-from r3async.record.routes import RouteEntry, RouteFileError, RouteIndex, TrainedRoutes, load_route_record
-from r3async.record.verify import find_engine_routes, same_experts
+from r3async.record.routes import (
+    RouteEntry,
+    RouteFileError,
+    RouteIndex,
+    TrainedRoutes,
+    find_engine_routes,
+    load_route_record,
+    same_experts,
+)
 from r3async.untrusted import decode_python_json
 from r3async.views.summary import format_number
 

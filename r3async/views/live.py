@@ -1,19 +1,28 @@
-"""A run as a served page shows it: its files are read from where the last look stopped, and only when somebody looks."""
+"""Serves a run as a page: its files are read from where the last look stopped, and only when somebody looks."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from r3async.record.catalogue import finite_or_none
+import msgspec
+import numpy as np
+
+from r3async.config import MIX_ENV
+from r3async.data.container import FramedRecord, map_file
+from r3async.record.metrics import finite_or_none
 from r3async.record.reading import EVALUATION_FILE, convert_valid, damaged_config_event, read_run_config
+from r3async.record.routes import ROUTES_CONTAINER, RouteEntry, RouteIndex, parse_episode_id
 from r3async.record.timeline import FILE, Span
-from r3async.views.browse import EpisodeIndex, EpisodeQuery, make_environment_lookup
-from r3async.views.episodes import StepVersions
+from r3async.schedule.tasks import EnvironmentOrder
+from r3async.views.episodes import RunTokenizer, StepVersions, describe_conversation, load_samples
 from r3async.views.follow import FollowedFile
 from r3async.views.report import RunRecord
+from r3async.views.summary import format_number
+from r3async.views.templates import TEMPLATES
 
 MAX_SPANS, MAX_EVENTS = 20_000, 20_000
 """The newest; the first of a run are in its files."""
@@ -91,3 +100,256 @@ def _append_step_lines(rows: list[dict[str, Any]], lines: Iterable[dict[str, Any
         while step is not None and rows and (last := finite_or_none(rows[-1].get("step"))) is not None and last >= step:
             rows.pop()
         rows.append(line)
+
+
+# The episodes of a run, to be searched while it goes on: conversations, and trajectories whose tokens and routes were kept.
+
+
+MAX_INDEXED_EPISODES = 20_000
+"""Episodes that are kept in mind; of more, the newest."""
+MAX_SEARCHED_CHARACTERS = 2000
+"""Characters of an episode that are searched."""
+EPISODES_PER_PAGE = 50
+MAX_MEMBERS_SHOWN = 16
+"""Members of a group that are shown beside each other."""
+SORT_KEYS = {
+    "newest": lambda one: (-(one.step or 0), one.trajectory),
+    "best": lambda one: (-(one.reward if one.reward is not None else -np.inf), -(one.step or 0)),
+    "worst": lambda one: (one.reward if one.reward is not None else np.inf, -(one.step or 0)),
+}
+
+
+class EpisodeEntry(msgspec.Struct):
+    """What a list shows of one, and where the rest is. `tokens`, `oldest_version` (version of the oldest sampled token): None
+    where only its words were kept. `conversation`: its line of `episodes.jsonl`. `route_entries`: its samples in the files of
+    routes."""
+
+    step: int | None
+    trajectory: str
+    group: int | None = None
+    environment: str = ""
+    reward: float | None = None
+    turns: int = 0
+    tokens: int | None = None
+    oldest_version: int | None = None
+    search_text: str = ""
+    conversation: dict[str, Any] | None = None
+    route_entries: list[RouteEntry] = []
+
+    @property
+    def key(self) -> str:
+        """In addresses."""
+        return f"{self.step}.{self.trajectory}"
+
+
+class EpisodeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which episodes are looked for; None or empty: any. `text`: in what was said, or the beginning of an id."""
+
+    text: str = ""
+    environment: str = ""
+    reward_min: float | None = None
+    reward_max: float | None = None
+    step_min: int | None = None
+    step_max: int | None = None
+    order: str = "newest"
+    page: int = 0
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, str]) -> EpisodeQuery:
+        """Raises `ValueError` for what is no number, or an order that there is not."""
+        try:
+            query = msgspec.convert({name: word for name, word in params.items() if word}, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from error
+        if query.order not in SORT_KEYS or query.page < 0:
+            raise ValueError(f"order must be one of {', '.join(SORT_KEYS)}, and page 0 or more")
+        return query
+
+    def matches_episode(self, episode: EpisodeEntry) -> bool:
+        """What is unknown is neither above nor below."""
+        words = self.text.casefold().strip()
+        return (
+            (not self.environment or self.environment == episode.environment)
+            and _is_within(episode.reward, self.reward_min, self.reward_max)
+            and _is_within(episode.step, self.step_min, self.step_max)
+            and (not words or words in episode.search_text or episode.trajectory.startswith(words))
+        )
+
+
+def _is_within(value: float | None, low: float | None, high: float | None) -> bool:
+    if value is None:
+        return low is None and high is None
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def make_environment_lookup(config: dict[str, Any]) -> Callable[[int | None], str]:
+    """Which environment of a run poses the task of a group. `config`: of the run, as `read_run_config` returns it."""
+    env = config.get("env", {})
+    name, parts = str(env.get("name", "")), env.get("args", {})
+    if name != MIX_ENV or not parts:
+        return lambda group: name
+    labels = sorted(parts)
+    order = EnvironmentOrder([float(parts[label].get("weight", 1.0)) for label in labels])
+    return lambda group: name if group is None else labels[order.environment_of(group)]
+
+
+class EpisodeIndex:
+    """All episodes of which a run kept words or tokens. `read_new` takes in what is new."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._conversations_file = FollowedFile(run_dir / "episodes.jsonl")
+        self.skipped_events: list[dict[str, Any]] = []
+        """Events that say which lines were passed over; whoever tells of them takes them out."""
+        self._index = RouteIndex(run_dir)
+        self._tokenizer: RunTokenizer | None = None
+        self._entries: dict[str, EpisodeEntry] = {}
+        self._add_traces(self._index.trained_entries)
+
+    def read_new(self, find_environment: Callable[[int | None], str]) -> bool:
+        """Take in what was written since the last look; whether that was anything. `find_environment`: of the task of a group."""
+        lines, skipped = self._conversations_file.read_new()
+        self.skipped_events += skipped
+        talks = [line for line in lines if "turns" in line]
+        for line in talks:
+            self._add_conversation(line)
+        new = self._index.read_new()
+        self._add_traces(new)
+        for episode in self._entries.values():
+            episode.environment = episode.environment or find_environment(episode.group)
+        for key in list(self._entries)[: -MAX_INDEXED_EPISODES or None]:
+            del self._entries[key]
+        return bool(talks or new)
+
+    def close(self) -> None:
+        self._conversations_file.close()
+
+    def _add_conversation(self, line: dict[str, Any]) -> None:
+        step, reward = line.get("step"), finite_or_none(line.get("reward"))
+        name = str(line.get("trajectory") or f"line-{len(self._entries)}")
+        episode = self._get_or_create(step, name)
+        turns = line["turns"]
+        said = "\n".join(str(turn.get(who) or "") for turn in turns for who in ("user", "assistant"))
+        episode.conversation, episode.turns = line, len(turns)
+        episode.search_text = said[:MAX_SEARCHED_CHARACTERS].casefold()
+        episode.reward = reward if episode.reward is None else episode.reward
+
+    def _add_traces(self, entries: Iterable[RouteEntry]) -> None:
+        for (step, name), parts in groupby(entries, lambda e: (e.facts["step"], e.facts["trajectory_id"])):
+            kept = list(parts)
+            episode = self._get_or_create(step, name)
+            if {entry.path for entry in episode.route_entries} != {entry.path for entry in kept}:
+                episode.route_entries = []  # of a start of the run that a resume took back
+            episode.route_entries = [*episode.route_entries, *kept]
+            columns = [found for entry in episode.route_entries if (found := _read_columns(entry))]
+            if columns:
+                self._fill_from_columns(episode, columns)
+
+    def _fill_from_columns(self, episode: EpisodeEntry, columns: Sequence[dict[str, np.ndarray]]) -> None:
+        versions = np.concatenate([each["policy_version"][each["loss_mask"]] for each in columns])
+        turns = np.concatenate([each["turn"][each["loss_mask"]] for each in columns])
+        episode.tokens = sum(len(each["token_ids"]) for each in columns)
+        episode.oldest_version = int(versions.min()) if len(versions) else None
+        episode.turns = int(turns.max()) + 1 if len(turns) else 0
+        reward = finite_or_none(sum(float(each["rewards"].sum(dtype=np.float64)) for each in columns))
+        episode.reward = None if reward is None else round(reward, 9)
+        if not episode.conversation:
+            ids = np.concatenate([each["token_ids"] for each in columns])[:MAX_SEARCHED_CHARACTERS]
+            episode.search_text = self.tokenizer.decode_tokens(ids.tolist())[:MAX_SEARCHED_CHARACTERS].casefold()
+
+    def _get_or_create(self, step: int | None, name: str) -> EpisodeEntry:
+        which = parse_episode_id(name)
+        made = EpisodeEntry(step, name, which.group_index if which else None)
+        return self._entries.setdefault(made.key, made)
+
+    @property
+    def tokenizer(self) -> RunTokenizer:
+        """Made when it is needed: a run that just begins has none yet."""
+        if self._tokenizer is None or not self._tokenizer.is_loaded:
+            self._tokenizer = RunTokenizer(self._run_dir)
+        return self._tokenizer
+
+    # -- what is shown ---------------------------------------------------------------------------------------------
+
+    def render_list(self, query: EpisodeQuery, versions: StepVersions) -> str:
+        """A page of those that were looked for, as HTML."""
+        found = sorted(filter(query.matches_episode, self._entries.values()), key=SORT_KEYS[query.order])
+        first = query.page * EPISODES_PER_PAGE
+        return TEMPLATES.get_template("report_found.html").render(
+            episodes=[
+                (one, _compute_staleness(one, versions), _format_reward(one.reward))
+                for one in found[first : first + EPISODES_PER_PAGE]
+            ],
+            environments=sorted({one.environment for one in self._entries.values()}),
+            count=len(found),
+            every=len(self._entries),
+            page=query.page,
+            pages=-(-len(found) // EPISODES_PER_PAGE),
+        )
+
+    def render_episode(self, key: str, versions: StepVersions, *, group: bool = False) -> str | None:
+        """An episode, or all of its group that were kept beside each other, as HTML; None if there is none of this name."""
+        one = self._entries.get(key)
+        if one is None:
+            return None
+        members = list(self._list_group(one))
+        shown = members[:MAX_MEMBERS_SHOWN] if group else [one]
+        return TEMPLATES.get_template("report_opened.html").render(
+            episodes=[
+                (
+                    each,
+                    _compute_staleness(each, versions),
+                    _format_reward(each.reward),
+                    self._render_details(each, versions),
+                )
+                for each in shown
+            ],
+            members=[(each, _format_reward(each.reward)) for each in members],
+            opened=one,
+            beside=group,
+        )
+
+    def _list_group(self, episode: EpisodeEntry) -> Iterator[EpisodeEntry]:
+        if episode.group is None:
+            yield episode
+            return
+        found = [each for each in self._entries.values() if (each.step, each.group) == (episode.step, episode.group)]
+        yield from sorted(found, key=lambda each: each.trajectory)
+
+    def _render_details(self, episode: EpisodeEntry, versions: StepVersions) -> dict[str, Any]:
+        samples = (
+            load_samples(self._index, episode.route_entries, self.tokenizer, versions) if episode.route_entries else []
+        )
+        return {
+            "talk": describe_conversation(episode.conversation) if episode.conversation else None,
+            "samples": samples,
+        }
+
+
+def _compute_staleness(episode: EpisodeEntry, versions: StepVersions) -> int | None:
+    version = versions.by_step.get(episode.step)
+    return None if version is None or episode.oldest_version is None else version - episode.oldest_version
+
+
+def _format_reward(reward: float | None) -> tuple[str, str]:
+    """A reward in words, and how good it looks."""
+    kind = "" if reward is None else "good" if reward >= 0.8 else "warn" if reward >= 0.4 else "bad"
+    return format_number(reward), kind
+
+
+EPISODE_COLUMNS = ("token_ids", "loss_mask", "policy_version", "turn", "rewards")
+
+
+def _read_columns(entry: RouteEntry) -> dict[str, np.ndarray]:
+    """The short columns of a record, without its routes, which are most of it; {} if it is damaged. Its checksum is of all of it:
+    it is verified when the episode is opened."""
+    record = next(ROUTES_CONTAINER.iter_records(map_file(entry.path), entry.offset), None)
+    if not isinstance(record, FramedRecord):
+        return {}
+    places = {name: (dtype, at) for at, (name, dtype, _) in enumerate(entry.arrays, start=1) if name in EPISODE_COLUMNS}
+    try:
+        found = {name: np.frombuffer(record.frames[at], np.dtype(dtype)) for name, (dtype, at) in places.items()}
+    except (IndexError, TypeError, ValueError):
+        return {}
+    sound = set(found) == set(EPISODE_COLUMNS) and len({len(column) for column in found.values()}) == 1
+    return found if sound and found["loss_mask"].dtype == np.bool_ else {}

@@ -370,6 +370,8 @@ def find_free_port(host: str) -> int:
 
 def start_sender_process(endpoint: str, link: str) -> SenderProcess:
     """A sending process, which finds what this one finds, and ends with it."""
-    boot = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from r3async.rollout.engines.vllm_sender import main; main()"
+    boot = (
+        "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from r3async.rollout.vllm.worker import main; main()"
+    )
     command = [sys.executable, "-c", boot, json.dumps(sys.path), endpoint, link, str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

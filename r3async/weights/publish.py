@@ -1,4 +1,4 @@
-"""Versions of the weights: what one consists of, how it gets from the learner to the engines' hosts, and how it is verified.
+"""Publishes a version of the weights: writes it for the engines of a host and sends it to other hosts.
 
 A version is one safetensors file in shared memory, so an engine maps it instead of copying it through a socket. Every
 tensor has a checksum over its bytes: what was published is what is installed, or the run stops and names the tensor. A version
@@ -10,17 +10,32 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
+import math
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
+import xxhash
 
-from r3async.weights.content import SafetensorsEncoder
-from r3async.weights.manifest import WeightError, WeightManifest
-from r3async.world import Buffer, Files, World
+from r3async.data.container import encode_safetensors_header, tensor_bytes, torch_dtype_name
+from r3async.data.models import EXPERT_BIAS_SUFFIX
+from r3async.weights.delta import (
+    DELTA_BLOCK_BYTES,
+    digest_version,
+    encode_delta,
+    encode_records,
+    is_delta_worthwhile,
+    iter_blocks,
+    make_delta_header,
+)
+from r3async.weights.manifest import TensorEntry, WeightError, WeightManifest
+from r3async.world import ActorLostError, Buffer, File, Files, World
+from r3async.world.disk import write_at
 from r3async.world.files import make_directory, write_atomically
 from r3async.world.real import REAL_WORLD
 
@@ -263,3 +278,347 @@ def _remove_abandoned_folders(directory: Path, files: Files) -> None:
             with contextlib.suppress(OSError), files.open(directory / name / LOCK_FILE, create=True) as lock:
                 lock.lock()  # else its owner lives
                 files.remove_tree(directory / name)
+
+
+# The content of a version: tensors copied into host memory, and the bytes of their file.
+
+
+_ALIGN_BYTES = 16
+"""Bytes: where a run of tensors may begin in memory."""
+
+
+@dataclass(frozen=True)
+class TensorSegment:
+    """Tensors of one dtype that are published in one, one behind the other: `values` `[n]` are all of them."""
+
+    names: list[str]
+    values: torch.Tensor
+
+
+class HostWeights(dict[str, "torch.Tensor"]):
+    """Tensors copied into one buffer of host memory, in the order of their file, and used again for the next version: memory
+    that is allocated for each costs more than the copy, and so does each tensor that is handled by itself."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        import torch
+
+        super().__init__()
+        self._layout = _describe_layout(tensors)
+        self._headers: dict[torch.dtype, bytes] = {}
+        alike = itertools.groupby(tensors.items(), lambda item: (item[1].dtype, _keeps_own_dtype(item[0])))
+        runs = [list(group) for _, group in alike]
+        flat = torch.empty(sum(t.nbytes for t in tensors.values()) + _ALIGN_BYTES * len(runs), dtype=torch.uint8)
+        self.segments: list[TensorSegment] = []
+        at = 0
+        for run in runs:
+            at = -(-at // _ALIGN_BYTES) * _ALIGN_BYTES
+            sizes, dtype = [tensor.numel() for _, tensor in run], run[0][1].dtype
+            values = flat[at : at + sum(sizes) * dtype.itemsize].view(dtype)
+            for (name, tensor), part in zip(run, values.split(sizes), strict=True):
+                self[name] = part.view(tensor.shape)
+            self.segments.append(TensorSegment([name for name, _ in run], values))
+            at += values.nbytes
+
+    def matches_layout(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Names, shapes and dtypes are those of the buffer, in its order."""
+        return self._layout == _describe_layout(tensors)
+
+    def copy_from(self, tensors: Mapping[str, torch.Tensor]) -> Self:
+        """Copy `tensors`, on any device and in any layout, which `matches_layout`."""
+        import torch
+
+        torch._foreach_copy_(list(self.values()), [t.detach() for t in tensors.values()])
+        return self
+
+    def copy_in_buckets(self, tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Self:
+        """The same with tensors of which no more than a bucket, or one, is there at once, in any order. Raises `WeightError` if
+        they are not those of the buffer."""
+        import torch
+
+        left, held, size = dict.fromkeys(self), dict[str, torch.Tensor](), 0
+
+        def copy() -> None:
+            torch._foreach_copy_([self[name] for name in held], [t.detach() for t in held.values()])
+
+        for name, tensor in tensors:
+            if name not in left or (self[name].shape, self[name].dtype) != (tensor.shape, tensor.dtype):
+                raise WeightError(f"tensor {name!r} is not what it was in the first version of the weights")
+            del left[name]
+            if held and size + tensor.nbytes > bucket_bytes:
+                copy()
+                held, size = {}, 0
+            held[name], size = tensor, size + tensor.nbytes
+        if held:
+            copy()
+        if left:
+            raise WeightError(
+                f"tensor {next(iter(left))!r} was in the first version of the weights, and is missing now"
+            )
+        return self
+
+    def describe_tensors(self, dtype: torch.dtype) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype as stored, and shape of each tensor, in the order of the file."""
+        return [
+            (name, torch_dtype_name(choose_stored_dtype(name, kind, dtype)), tuple(shape))
+            for name, shape, kind in self._layout
+        ]
+
+    def build_header(self, dtype: torch.dtype) -> bytes:
+        """Of the file, floating-point tensors being stored in `dtype`. Raises `ValueError`; see `encode_safetensors_header`."""
+        if dtype not in self._headers:
+            stored = ((name, choose_stored_dtype(name, kind, dtype), shape) for name, shape, kind in self._layout)
+            self._headers[dtype] = encode_safetensors_header(stored)
+        return self._headers[dtype]
+
+
+def copy_to_host(tensors: Mapping[str, torch.Tensor], buffer: HostWeights | None) -> HostWeights:
+    """A copy, in `buffer` if they fit in it."""
+    if buffer is None or not buffer.matches_layout(tensors):
+        buffer = HostWeights(tensors)
+    return buffer.copy_from(tensors)
+
+
+def copy_share_to_host(
+    iter_share: Callable[[], Iterable[tuple[str, torch.Tensor]]], buffer: HostWeights | None, bucket_bytes: int
+) -> HostWeights:
+    """A copy of what `iter_share()` gives one by one. The first time it is asked twice, lest all of it be there two times."""
+    if buffer is None:
+        buffer = HostWeights({name: tensor.to("meta") for name, tensor in iter_share()})
+    return buffer.copy_in_buckets(iter_share(), bucket_bytes)
+
+
+def _describe_layout(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    return [(name, t.shape, t.dtype) for name, t in tensors.items()]
+
+
+def choose_stored_dtype(name: str, tensor_dtype: torch.dtype, engine_dtype: torch.dtype) -> torch.dtype:
+    """In which a tensor of `tensor_dtype` is published for engines of `engine_dtype`: in that, unless it is no floating-point
+    one, or one that engines keep in single precision whatever they compute in."""
+    return engine_dtype if tensor_dtype.is_floating_point and not _keeps_own_dtype(name) else tensor_dtype
+
+
+def _keeps_own_dtype(name: str) -> bool:
+    return name.endswith(EXPERT_BIAS_SUFFIX)
+
+
+class SafetensorsEncoder:
+    """A safetensors file as a series of parts, none larger than `bucket_bytes`, made one by one as it is iterated over.
+
+    Tensors that are not a `HostWeights` are copied into one. The manifest is known when the last part has been taken: the
+    checksums come from the bytes that were given out. Raises `WeightError` for a tensor that safetensors cannot hold, or if
+    there is none.
+    """
+
+    def __init__(self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, bucket_bytes: int):
+        if not tensors:
+            raise WeightError(f"version {version} has no tensors")
+        self._version, self._dtype, self._bucket_bytes = version, dtype, bucket_bytes
+        self._copy = tensors if isinstance(tensors, HostWeights) else HostWeights(tensors).copy_from(tensors)
+        try:
+            self._header = self._copy.build_header(dtype)
+        except ValueError as error:
+            raise WeightError(str(error)) from error
+        self.entries: dict[str, TensorEntry] = {}
+        """Of what was given out."""
+        runs = self._copy.segments
+        self.nbytes = sum(run.values.numel() * self._segment_dtype(run).itemsize for run in runs)
+
+    def _segment_dtype(self, run: TensorSegment) -> torch.dtype:
+        return choose_stored_dtype(run.names[0], run.values.dtype, self._dtype)
+
+    def __iter__(self) -> Iterator[Buffer]:
+        yield self._header
+        yield from self.iter_data()
+
+    def iter_data(self) -> Iterator[Buffer]:
+        """The file without its header."""
+        for run in self._copy.segments:
+            stored = self._segment_dtype(run)
+            kind, most = torch_dtype_name(stored), max(1, self._bucket_bytes // stored.itemsize)
+            held: list[tuple[str, tuple[int, ...], int]] = []
+            start = stop = 0
+            for name in run.names:
+                tensor = self._copy[name]
+                size = tensor.numel()
+                if held and stop + size - start > most:
+                    yield self._record_bucket(kind, held, tensor_bytes(run.values[start:stop].to(stored)))
+                    held, start = [], stop
+                if size > most:
+                    pieces = run.values[stop : stop + size].split(most)
+                    yield from self._iter_large_tensor(kind, name, (piece.to(stored) for piece in pieces))
+                    start = stop + size
+                else:
+                    held.append((name, tuple(tensor.shape), size * stored.itemsize))
+                stop += size
+            if held:
+                yield self._record_bucket(kind, held, tensor_bytes(run.values[start:stop].to(stored)))
+
+    def _record_bucket(self, kind: str, held: list[tuple[str, tuple[int, ...], int]], data: memoryview) -> memoryview:
+        at = 0
+        for name, shape, nbytes in held:
+            self.entries[name] = TensorEntry(kind, shape, xxhash.xxh3_64_intdigest(data[at : at + nbytes]))
+            at += nbytes
+        return data
+
+    def _iter_large_tensor(self, kind: str, name: str, pieces: Iterable[torch.Tensor]) -> Iterator[Buffer]:
+        digest = xxhash.xxh3_64()
+        for piece in pieces:
+            data = tensor_bytes(piece)
+            digest.update(data)
+            yield data
+        self.entries[name] = TensorEntry(kind, tuple(self._copy[name].shape), digest.intdigest())
+
+    def build_manifest(self, path: str) -> WeightManifest:
+        """What was given out, and is now at `path`."""
+        assert len(self.entries) == len(self._copy)
+        return WeightManifest(version=self._version, path=path, tensors=self.entries, nbytes=self.nbytes)
+
+
+# The learner's host: a version as one file, which one process writes, or several ranks together, and the delta beside it.
+#
+# No rank has more than its own part: each writes its tensors into its own region of the file, and tells their checksums.
+
+
+CallRanks = Callable[[str, Sequence[tuple[Any, ...]]], list[Any]]
+"""A method of every rank, each with arguments of its own; what they return, in the order of the ranks."""
+
+
+class ShareDescription(msgspec.Struct, frozen=True):
+    """A rank's part of `version`: name, dtype and shape of each tensor as stored, in the order of its region."""
+
+    version: int
+    tensors: list[tuple[str, str, tuple[int, ...]]]
+
+
+class DeltaVersionStore(VersionStore):
+    """A `VersionStore` for hosts that fetch: beside a version is its delta from the one before, if it is worth it. The
+    publication's one part is the identity of that, or None."""
+
+    def __init__(self, directory: Path, bucket_bytes: int = DEFAULT_BUCKET_BYTES, world: World = REAL_WORLD):
+        super().__init__(directory, bucket_bytes=bucket_bytes, world=world)
+        self._last_manifest: WeightManifest | None = None
+
+    def announce_version(self, manifest: WeightManifest) -> TransferOffer:
+        """With a part: the identity of the version that the delta beside the file changes, or None. Where the disk takes no delta
+        hosts fetch all of the version."""
+        before, self._last_manifest = self._last_manifest, manifest
+        made = False
+        with contextlib.suppress(OSError):
+            made = before is not None and self._write_delta(before, manifest)
+        return TransferOffer(manifest, [digest_version(before) if before is not None and made else None])
+
+    def _write_delta(self, before: WeightManifest, manifest: WeightManifest) -> bool:
+        """Whether it is worth it, and there."""
+        with contextlib.ExitStack() as opened:
+            pair = open_delta_pair(opened, before, manifest, self._files.open)
+            if pair is None:
+                return False
+            pieces = encode_delta(digest_version(before), digest_version(manifest), *pair)
+            write_atomically(delta_path(Path(manifest.path)), pieces, fsync=False, files=self._files)
+        return True
+
+
+def open_delta_pair(
+    stack: contextlib.ExitStack, before: WeightManifest, manifest: WeightManifest, open_file: Callable[[Path], File]
+) -> tuple[File, File] | None:
+    """The files of two versions, if both are there and a delta between them is worth it."""
+    try:
+        old, new = (stack.enter_context(open_file(Path(m.path))) for m in (before, manifest))
+    except FileNotFoundError:
+        return None
+    return (old, new) if is_delta_worthwhile(old, new) else None
+
+
+class ShardedVersionStore(VersionFolder):
+    """Versions that ranks of this host write together. `deltas`: see `DeltaVersionStore`."""
+
+    def __init__(self, directory: Path, call_ranks: CallRanks, ranks: int, *, deltas: bool, world: World = REAL_WORLD):
+        super().__init__(directory, keep=2, world=world)
+        self._call_ranks, self._ranks, self._deltas = call_ranks, ranks, deltas
+        self._last_manifest: WeightManifest | None = None
+
+    def publish_shares(self, versions_in_use: Collection[int] = ()) -> TransferOffer:
+        """Have the ranks write their snapshots; see `VersionFolder.write_version`."""
+        parts: list[ShareDescription] = self._call_ranks("describe_snapshot", [()] * self._ranks)
+        version = parts[0].version
+        names = [name for part in parts for name, _, _ in part.tensors]
+        if any(part.version != version for part in parts):
+            raise WeightError(f"the ranks hold versions {sorted({p.version for p in parts})} of the weights")
+        if len(set(names)) != len(names) or not names:
+            raise WeightError(f"version {version}: {len(names)} tensors of {len(set(names))} names")
+        manifest = self._write_shares(version, parts, versions_in_use)
+        before, self._last_manifest = self._last_manifest, manifest
+        if not self._deltas:
+            return TransferOffer(manifest)
+        try:
+            return TransferOffer(manifest, [before and self._write_delta(before, manifest)])
+        except (ActorLostError, OSError):  # of a rank, or of the disk; the version is there, and hosts fetch all of it
+            return TransferOffer(manifest, [None])
+
+    def _write_shares(
+        self, version: int, parts: Sequence[ShareDescription], versions_in_use: Collection[int]
+    ) -> WeightManifest:
+        import torch
+
+        described = [(name, getattr(torch, dtype), shape) for part in parts for name, dtype, shape in part.tensors]
+        header = encode_safetensors_header(described)
+        starts = [len(header)]
+        for part in parts:
+            starts.append(starts[-1] + sum(math.prod(s) * getattr(torch, d).itemsize for _, d, s in part.tensors))
+        path = self.reserve_version(version, starts[-1], versions_in_use)
+        aside = path.with_name(f".{path.name}")
+        try:
+            self._files.remove(aside)
+            with self._files.open(aside, exclusive=True, mode=0o600) as file:
+                file.append([header])
+                file.truncate(starts[-1])
+            written = self._call_ranks("write_snapshot", [(str(aside), start) for start in starts[:-1]])
+            self._files.rename(aside, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # what it takes is needed when this is tried again
+                self._files.remove(aside)
+            raise
+        self.add_version(version, path, versions_in_use)
+        entries: dict[str, TensorEntry] = {}
+        for each in written:
+            entries |= each
+        return WeightManifest(version=version, path=str(path), tensors=entries, nbytes=starts[-1] - len(header))
+
+    def _write_delta(self, before: WeightManifest, manifest: WeightManifest) -> Any:
+        with contextlib.ExitStack() as opened:
+            pair = open_delta_pair(opened, before, manifest, self._files.open)
+            if pair is None:
+                return None
+            nbytes = pair[1].size()
+        count = len(list(iter_blocks(nbytes, DELTA_BLOCK_BYTES)))
+        path = delta_path(Path(manifest.path))
+        bounds = [count * rank // self._ranks for rank in range(self._ranks + 1)]
+        parts = [path.with_name(f".{path.name}.{rank}") for rank in range(self._ranks)]
+        self._call_ranks(
+            "write_delta_part",
+            [(before, manifest, bounds[r], bounds[r + 1], str(parts[r])) for r in range(self._ranks)],
+        )
+        head = make_delta_header(digest_version(before), digest_version(manifest), nbytes)
+        write_atomically(path, self._join_delta_parts(head, parts), fsync=False, files=self._files)
+        return digest_version(before)
+
+    def _join_delta_parts(self, head: bytes, parts: Iterable[Path]) -> Iterable[Buffer]:
+        yield head
+        for part in parts:
+            with self._files.open(part) as file:
+                yield file.map_bytes()
+            self._files.remove(part)
+
+
+def write_share_region(path: str, start: int, encoded: SafetensorsEncoder) -> dict[str, TensorEntry]:
+    """A rank's tensors into its region of the file, a bucket at a time. Returns what is there now."""
+    write_at(Path(path), start, encoded.iter_data())
+    return encoded.entries
+
+
+def write_delta_part(
+    before: WeightManifest, manifest: WeightManifest, first: int, last: int, path: str, world: World = REAL_WORLD
+) -> None:
+    """The blocks `first` to `last` of a delta, into a file of their own."""
+    with world.files.open(Path(before.path)) as old, world.files.open(Path(manifest.path)) as new:
+        write_atomically(Path(path), encode_records(old, new, first, last), fsync=False, files=world.files)

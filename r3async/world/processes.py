@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from r3async.config.places import USER_PATH_VARIABLE
+from r3async.config.paths import USER_PATH_VARIABLE
 from r3async.world import MetricsServer, stages
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from r3async.world import Sockets
+from r3async.world.cluster import RayActors
 from r3async.world.disk import SystemFiles
 from r3async.world.processes import SystemProcesses
-from r3async.world.ray import RayActors
 from r3async.world.threads import SystemThreads
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class RealWorld:
         return keeper
 
     def open_sockets(self) -> Sockets:
-        from r3async.world.zeromq import ZeroMqSockets
+        from r3async.world.sockets import ZeroMqSockets
 
         return ZeroMqSockets()
 

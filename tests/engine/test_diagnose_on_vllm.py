@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from r3async.config import config_from_dict
 from r3async.learner import build_learner
-from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.vllm.engine import VllmEngine
 from r3async.tools.diagnose.command import make_prompt
 from r3async.tools.diagnose.diagnosis import examine_outputs
 from r3async.tools.diagnose.reference import ReferenceModel

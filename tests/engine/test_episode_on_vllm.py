@@ -5,7 +5,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3async.config import EpisodeConfig
-from r3async.envs.tasks import ReverseText
+from r3async.envs.builtin import ReverseText
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from tests.helpers.engine import Reference

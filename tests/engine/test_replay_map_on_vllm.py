@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from r3async.data.records import Sample
-from r3async.learner.batch.packing import pack_samples
+from r3async.data.tokens import Sample
+from r3async.learner.batch import pack_samples
 from r3async.learner.torch.backend import TorchLearner
-from r3async.rollout.engines import GenerationRequest
-from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.engine import GenerationRequest
 from r3async.rollout.samples import SampleBuilder
+from r3async.rollout.vllm.engine import VllmEngine
 from r3async.tools.bench.replay_engine import BatchEngine
 from r3async.tools.bench.replay_map import Setting, config_of
 from r3async.tools.bench.replay_report import RandomModel, k3

@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig
-from r3async.rollout.agents.agents import open_agent_player
-from r3async.rollout.agents.tool_parsers import select_tool_parser
+from r3async.rollout.agents import open_agent_player
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines import EngineError
+from r3async.rollout.endpoint.session import select_tool_parser
+from r3async.rollout.engine import EngineError
 from r3async.rollout.episode import EpisodeTask
 from tests.helpers.engine import Reference
 

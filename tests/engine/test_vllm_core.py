@@ -25,9 +25,11 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from r3async.rollout.engines import EngineError, vllm_core, vllm_messages
-from r3async.rollout.engines.vllm_core import AnswerBufferingMixin, check_vllm_interface
-from r3async.rollout.engines.vllm_messages import CoreOutputDecoder, CoreRequest, EngineLoad, build_sampling_params
+from r3async.rollout.engine import EngineError
+from r3async.rollout.vllm import core as vllm_core
+from r3async.rollout.vllm import messages as vllm_messages
+from r3async.rollout.vllm.core import AnswerBufferingMixin, check_vllm_interface
+from r3async.rollout.vllm.messages import CoreOutputDecoder, CoreRequest, EngineLoad, build_sampling_params
 
 pytestmark = pytest.mark.engine
 NAMES = ("a", "b", "c")

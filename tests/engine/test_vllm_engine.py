@@ -17,10 +17,10 @@ import pytest
 import pytest_asyncio
 import torch
 
-from r3async.data.model_shape import RoutingShape
+from r3async.data.models import RoutingShape
 from r3async.data.versions import expand_version_spans
-from r3async.rollout.engines import EngineError
-from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.engine import EngineError
+from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.publish import VersionStore
 from tests.helpers.engine import END, TOLERANCE, Reference, Weights, make_model, prompt, replay, request, same_sets
 
@@ -292,7 +292,7 @@ async def test_a_broken_installation_is_seen_by_the_score_and_a_failed_one_ends_
 async def test_a_killed_owner_leaves_no_process_behind(tiny_model):
     program = (
         "import asyncio, sys, time\n"
-        "from r3async.rollout.engines.vllm import VllmEngine\n"
+        "from r3async.rollout.vllm.engine import VllmEngine\n"
         "async def main():\n"
         "    engine = VllmEngine(sys.argv[1], dtype='float32', concurrency=2, max_model_len=64, kv_cache_gib=0.1)\n"
         "    await engine.start()\n"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from r3async.data.supports import SupportSets
-from r3async.rollout.engines.vllm import VllmEngine
-from r3async.rollout.engines.vllm_masks import pack_bits
+from r3async.rollout.vllm.engine import VllmEngine
+from r3async.rollout.vllm.worker import pack_bits
 from tests.helpers.engine import VOCABULARY, make_model, prompt, request
 
 pytestmark = pytest.mark.engine

@@ -16,10 +16,10 @@ from r3async.config import EpisodeConfig
 from r3async.data.versions import expand_version_spans
 from r3async.envs import Message, StepResult
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines import Generation
-from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.engine import Generation
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import EpisodeSamples, SampleBuilder
+from r3async.rollout.vllm.engine import VllmEngine
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.weights.publish import VersionStore
 from tests.helpers.engine import TOLERANCE, Weights, prompt, replay, request, same_sets, sampled

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
-from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.publish import VersionStore
 from tests.helpers.engine import prompt, request
 

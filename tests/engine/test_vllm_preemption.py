@@ -14,9 +14,9 @@ import pytest
 import pytest_asyncio
 
 from r3async.data.versions import expand_version_spans
-from r3async.rollout.engines import Generation
-from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.engine import Generation
 from r3async.rollout.samples import SampleBuilder
+from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.publish import VersionStore
 from tests.helpers.engine import TOLERANCE, Weights, prompt, replay_feeds, request, same_sets, sampled
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.actors.probing import probe_generator
+from r3async.actors.installer import probe_generator
 from r3async.actors.process import RunFailed
 from r3async.config import load_config
 from r3async.learner.torch.backend import TorchLearner
-from r3async.rollout.engines import sample_probe
-from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.engine import sample_probe
+from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.probe import compare_probe, compare_sampled_probe, make_probe_pair, make_probe_text
 from r3async.weights.publish import VersionStore
 from tests.helpers import torch as ht

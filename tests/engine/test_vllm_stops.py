@@ -13,9 +13,9 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from r3async.rollout.engines import EngineError
-from r3async.rollout.engines.vllm import VllmEngine
-from r3async.rollout.engines.vllm_stops import StopStringMatcher
+from r3async.rollout.engine import EngineError
+from r3async.rollout.vllm.core import StopStringMatcher
+from r3async.rollout.vllm.engine import VllmEngine
 from tests.helpers.engine import END, make_model, prompt, request
 
 pytestmark = pytest.mark.engine

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.publish import VersionStore
 from tests.helpers.engine import TOLERANCE, Reference, Weights, make_model, prompt, request, same_sets
 

@@ -11,9 +11,8 @@ import pytest
 import pytest_asyncio
 
 from r3async.data.versions import VersionSpan, expand_version_spans
-from r3async.rollout.engines import EngineError
-from r3async.rollout.engines.vllm import VllmEngine
-from r3async.rollout.engines.vllm_requests import _confirm_installed
+from r3async.rollout.engine import EngineError
+from r3async.rollout.vllm.engine import VllmEngine, _confirm_installed
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import VersionStore
 from tests.helpers.engine import TOLERANCE, Weights, make_model, prompt, replay_feeds, request, same_sets, sampled

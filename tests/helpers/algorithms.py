@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from r3async.config import AlgorithmConfig, ClipConfig, config_from_dict
-from r3async.learner.figures import LossSums
-from r3async.learner.losses.objective import TokenBatch, compute_loss
+from r3async.learner.loss import TokenBatch, compute_loss
+from r3async.learner.metrics import LossSums
 
 REDUCTIONS = get_args(get_type_hints(AlgorithmConfig)["reduction"])
 

@@ -24,7 +24,7 @@ from r3async.checkpoint.tensors import (
 from r3async.config import Config, config_from_dict
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch.packing import MicroBatch, pack_samples
+from r3async.learner.batch import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
 
 

@@ -8,7 +8,7 @@ import time
 import msgspec
 import zmq
 
-from r3async.rollout.engines.vllm_messages import (
+from r3async.rollout.vllm.messages import (
     ADD_MESSAGE,
     CALL_MESSAGE,
     CORE_DEAD_MESSAGE,

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.rollout.engines import GenerationRequest
-from r3async.rollout.engines.vllm import VllmEngine
-from r3async.rollout.engines.vllm_plan import digest_parameters
-from r3async.rollout.engines.vllm_worker import WorkerExtension
+from r3async.rollout.engine import GenerationRequest
+from r3async.rollout.vllm.engine import VllmEngine
+from r3async.rollout.vllm.worker import WorkerExtension, digest_parameters
+from r3async.weights.fetch import VersionFile
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import VersionStore
-from r3async.weights.reading import VersionFile
 from tests.helpers.architectures import gates_of
 
 VOCABULARY = 264

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3async.data.records import Sample
+from r3async.data.tokens import Sample
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch.packing import MicroBatch, collate_samples
+from r3async.learner.batch import MicroBatch, collate_samples
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from r3async.rollout.engines.vllm_worker import WorkerExtension
+from r3async.rollout.vllm.worker import WorkerExtension
 from r3async.weights.manifest import WeightManifest
 
 

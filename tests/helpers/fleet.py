@@ -10,7 +10,7 @@ from r3async.actors.delivery import Published
 from r3async.actors.fleet import Fleet, LearnerAddress
 from r3async.actors.installer import VersionInstaller
 from r3async.config import load_config
-from r3async.rollout.engines import InstallReport
+from r3async.rollout.engine import InstallReport
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.probe import SampledProbe
 from r3async.weights.publish import TransferOffer

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 
 from r3async.config import Config, RowsMode
-from r3async.data.records import Trajectory
+from r3async.data.tokens import Trajectory
 from r3async.data.versions import VersionSpan
 from r3async.learner.backend import RankGroup
-from r3async.learner.batch.packing import MicroBatch, pack_for_ranks
-from r3async.learner.figures import LossSums
-from r3async.learner.minibatch import build_minibatch
-from r3async.learner.preparation import prepare_minibatches
-from r3async.rollout.engines import Generation
+from r3async.learner.batch import MicroBatch, pack_for_ranks
+from r3async.learner.metrics import LossSums
+from r3async.learner.trainer import build_minibatch, prepare_minibatches
+from r3async.rollout.engine import Generation
 from r3async.rollout.samples import EpisodeSamples
 
 VERSION = 5

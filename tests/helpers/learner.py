@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from r3async.config import Config, config_from_dict
-from r3async.data.records import Sample
+from r3async.data.tokens import Sample
 from r3async.learner.megatron.backend import MegatronLearner
-from r3async.learner.megatron.links import gather_weights
+from r3async.learner.megatron.weights import gather_weights
 
 LENGTHS = [9, 40, 5, 17, 40, 6]
 """Tokens of the samples of most tests: two buckets, not in order."""

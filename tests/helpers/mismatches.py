@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from r3async.rollout.engines.vllm_worker import WorkerExtension
+from r3async.rollout.vllm.worker import WorkerExtension
+from r3async.weights.fetch import VersionFile
 from r3async.weights.manifest import WeightManifest
-from r3async.weights.reading import VersionFile
 from tests.helpers.engine import make_model as tiny
 
 

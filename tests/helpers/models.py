@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from r3async.data.records import Sample, TokenTable
+from r3async.data.tokens import Sample, TokenTable
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 3, 8, 2, 96
 PADDING = 7

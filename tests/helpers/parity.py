@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from r3async.config import Config, config_from_dict
-from r3async.learner.batch.packing import MicroBatch, make_padding_batch, pack_samples
-from r3async.learner.losses.objective import TokenBatch, compute_loss
+from r3async.learner.batch import MicroBatch, make_padding_batch, pack_samples
+from r3async.learner.loss import TokenBatch, compute_loss
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm
 from tests.helpers.learner import hf_gradients
@@ -44,9 +44,9 @@ def of_rank(micro_batches: list[MicroBatch], dp_rank: int, dp: int) -> list[Micr
 
 def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """One step's loss, and its reduced gradients under checkpoint names (on rank 0); and what the step left behind."""
-    from r3async.learner.figures import build_minibatch_result, compute_gap_moments
     from r3async.learner.megatron.backend import MegatronLearner
-    from r3async.learner.megatron.links import gather_weights
+    from r3async.learner.megatron.weights import gather_weights
+    from r3async.learner.metrics import build_minibatch_result, compute_gap_moments
     from r3async.learner.trainer import accumulate_gradients, begin_minibatch
 
     learner = MegatronLearner.from_pretrained(settings, Path(model_path))

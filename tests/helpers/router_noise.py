@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from r3async.rollout.engines.vllm_worker import WorkerExtension
+from r3async.rollout.vllm.worker import WorkerExtension
 
 NOISE = 0.3
 SEED = 11

@@ -8,8 +8,8 @@ import time
 import msgspec
 from vllm.v1.core.sched.interface import PauseState
 
-from r3async.rollout.engines.vllm_core import BufferingScheduler
-from r3async.rollout.engines.vllm_worker import WorkerExtension
+from r3async.rollout.vllm.core import BufferingScheduler
+from r3async.rollout.vllm.worker import WorkerExtension
 from r3async.weights.manifest import WeightManifest
 
 FEEDS: dict[str, list[tuple[int, int, int]]] = {}

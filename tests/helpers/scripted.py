@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from r3async.data.model_shape import RoutingShape
-from r3async.rollout.engines.scripted import scripted_hash, scripted_route_rows
+from r3async.data.models import RoutingShape
+from r3async.rollout.scripted import scripted_hash, scripted_route_rows
 
 
 def scripted_logprob(position: int, version: int, token: int) -> float:

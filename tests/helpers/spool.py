@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import BufferConfig
-from r3async.data.records import Trajectory
-from r3async.schedule.spool import Spool
-from r3async.transport import wire
+from r3async.data import wire
+from r3async.data.tokens import Trajectory
+from r3async.transport.spool import Spool
 from tests.helpers.transport import make_trajectory
 from tests.helpers.wire import runny_table
 

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from r3async.config import Config, config_from_dict
-from r3async.data.records import Sample
+from r3async.data.tokens import Sample
 from r3async.learner import MinibatchResult
-from r3async.learner.batch.packing import MicroBatch
+from r3async.learner.batch import MicroBatch
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.torch.model import PackedInputs
 from r3async.learner.trainer import train_minibatch

@@ -15,10 +15,10 @@ import zmq.asyncio
 from zmq.utils import z85
 
 from r3async.config import TransportConfig
-from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory
-from r3async.transport import TrajectoryReceiver, TrajectorySender, wire
-from r3async.world.keys import ClientKeys, ServerKeys
-from r3async.world.zeromq import apply_client_keys
+from r3async.data import wire
+from r3async.data.tokens import SCHEMA, Sample, TokenTable, Trajectory
+from r3async.transport import TrajectoryReceiver, TrajectorySender
+from r3async.world.sockets import ClientKeys, ServerKeys, apply_client_keys
 
 FAST = TransportConfig(ack_timeout=0.3)
 SLOW = TransportConfig(ack_timeout=60.0)

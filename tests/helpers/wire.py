@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 from hypothesis import HealthCheck, settings
 
-from r3async.data.records import SCHEMA, Sample, TokenSchema, TokenTable, Trajectory, Turn
+from r3async.data import wire
 from r3async.data.supports import SupportSets
-from r3async.transport import wire
+from r3async.data.tokens import SCHEMA, Sample, TokenSchema, TokenTable, Trajectory, Turn
 
 RAW = [n for n, c in SCHEMA.columns.items() if not c.compressible and not c.holds_sets]
 COMPRESSIBLE = [n for n, c in SCHEMA.columns.items() if c.compressible]

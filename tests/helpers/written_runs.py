@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import config_from_dict, config_to_toml
-from r3async.record.catalogue import METRICS
 from r3async.record.events import open_event_log
+from r3async.record.metrics import METRICS
 from r3async.record.routes import RouteFile
-from r3async.record.steps import MetricsFile
 from r3async.record.timeline import Timeline
+from r3async.record.writer import MetricsFile
 from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers.routes import episode
 

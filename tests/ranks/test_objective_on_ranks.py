@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from r3async.config import BUILTIN_POLICY_LOSSES, config_from_dict
-from r3async.learner.losses.objective import compute_loss, compute_loss_weights
+from r3async.learner.loss import compute_loss, compute_loss_weights
 from tests.helpers import models as hm
 from tests.helpers.algorithms import REDUCTIONS, algorithm, batch_of, make_samples
 from tests.helpers.parity import LENGTHS, gradients_of_rank

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from r3async.config import Config, config_from_dict
-from r3async.learner.batch.packing import MicroBatch, pack_samples
+from r3async.learner.batch import MicroBatch, pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm

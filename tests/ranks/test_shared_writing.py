@@ -13,9 +13,8 @@ from r3async.config import Config
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.torch.backend import TorchLearner
 from r3async.weights.delta import apply_delta, digest_version
-from r3async.weights.publish import delta_path
-from r3async.weights.reading import verify_version_file
-from r3async.weights.sending import ShardedVersionStore
+from r3async.weights.fetch import verify_version_file
+from r3async.weights.publish import ShardedVersionStore, delta_path
 from r3async.world.disk import SystemFiles
 from tests.helpers import models as hm
 from tests.helpers.parity import config

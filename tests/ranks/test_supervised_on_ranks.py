@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from r3async.learner.batch.packing import pack_samples
+from r3async.learner.batch import pack_samples
 from tests.helpers import lora as hl
 from tests.helpers import models as hm
 from tests.helpers.parity import BUDGET, LENGTHS

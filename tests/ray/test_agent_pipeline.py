@@ -11,12 +11,11 @@ from rich.console import Console
 
 from r3async.config import EnvConfig, InitConfig, config_from_dict, load_config
 from r3async.envs.factory import build_environment_factory
-from r3async.learner.batch.packing import pack_samples
+from r3async.learner.batch import pack_samples
 from r3async.learner.supervised import run_supervised_step
 from r3async.learner.torch.backend import TorchLearner
 from r3async.record.reading import read_json_objects
-from r3async.record.routes import RouteIndex
-from r3async.record.verify import verify_routes
+from r3async.record.routes import RouteIndex, verify_routes
 from r3async.rollout.chat import ChatRenderer
 from r3async.tools.init_model import OracleDemonstrations, build_byte_tokenizer, build_random_model
 from r3async.tools.train import train

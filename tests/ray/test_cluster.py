@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from r3async.world.ray import SPARE_ACTORS
+from r3async.world.cluster import SPARE_ACTORS
 from tests.helpers.cluster import plain_head
 
 SCRIPT = """
@@ -43,7 +43,7 @@ def test_a_head_ends_with_the_process_of_the_tests_also_when_that_is_killed():
 def test_a_head_on_this_host_that_nothing_names_is_left_alone():
     """Ray finds such a head by a file, would join it, and then refuses the capacity that we ask for."""
     code = (
-        "import ray; from r3async.world.ray import RayActors\n"
+        "import ray; from r3async.world.cluster import RayActors\n"
         "RayActors().join_cluster(None, 3); print(ray.cluster_resources()['CPU'])"
     )
     with plain_head() as address, tempfile.TemporaryDirectory(prefix="r3") as home:
@@ -63,7 +63,7 @@ def test_a_ray_that_is_started_on_a_busy_machine_gets_a_second_chance():
     code = """if True:
         import os, psutil, ray
         from ray._private import services
-        from r3async.world.ray import RayActors
+        from r3async.world.cluster import RayActors
 
         asked, get_node = [], services.get_node
 

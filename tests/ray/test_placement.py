@@ -9,8 +9,7 @@ from collections import Counter
 
 import pytest
 
-from r3async.actors.layout import PlacementError, ResourceDemand, plan_layout
-from r3async.actors.places import reserve_placements
+from r3async.actors.placement import PlacementError, ResourceDemand, plan_layout, reserve_placements
 from r3async.actors.process import RunFailed
 from r3async.config import Config, load_config
 from r3async.tools.presets import list_preset_paths

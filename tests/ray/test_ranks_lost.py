@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from r3async.actors.ranked import RemoteRanks
-from r3async.actors.ranks import RankActor
+from r3async.actors.ranks import RankActor, RemoteRanks
 from r3async.checkpoint.tensors import LearnerStateReader
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import contents, paths, settings
@@ -80,7 +79,7 @@ def model_path(tmp_path_factory):
 
 
 def shares(step):
-    from r3async.learner.batch.packing import pack_samples
+    from r3async.learner.batch import pack_samples
 
     packed = pack_samples(hm.make_samples(step, LENGTHS, temperature=0.8), BUDGET)
     return [of_rank(packed, rank, 2) for rank in range(2)]

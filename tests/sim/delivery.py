@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3async.config import TransportConfig
-from r3async.data.records import Trajectory
-from r3async.data.window import ConsumedGroups
-from r3async.transport import TrajectoryLedger, TrajectoryReceiver, TrajectorySender, decode_trajectory, wire
+from r3async.data import wire
+from r3async.data.tokens import Trajectory
+from r3async.data.versions import ConsumedGroups
+from r3async.transport import TrajectoryLedger, TrajectoryReceiver, TrajectorySender, decode_trajectory
 from r3async.world import World
 from r3async.world.simulated.loop import DeadlockError, LimitReachedError
 from r3async.world.simulated.network import draw_seconds

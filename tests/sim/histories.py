@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from r3async.data.records import format_trajectory_id
+from r3async.data.tokens import format_trajectory_id
 from r3async.tools.simulate.history import (
     Acknowledged,
     Asked,

@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 
 from r3async.config import load_config
+from r3async.data.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, join_item_frames
 from r3async.tools.chaos.accounting import Acknowledged
 from r3async.tools.chaos.actors import FAULTS, Recorder, chaos_directory
 from r3async.tools.chaos.run import Rehearsal, look_into
-from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, join_item_frames
 from r3async.world.simulated.world import START_TIME
 from tests.sim.whole import SMALL, Simulated
 

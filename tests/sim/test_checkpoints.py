@@ -17,9 +17,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from r3async.actors.run_dir import open_run_directory
+from r3async.actors.driver import open_run_directory
 from r3async.checkpoint import CheckpointDirectory, CheckpointError, CheckpointWriter, find_checkpoint
-from r3async.checkpoint.resume import begin_lineage, describe_origin
+from r3async.checkpoint.directory import begin_lineage, describe_origin
 from r3async.checkpoint.state import RECORD_FILES, CheckpointUnreadable
 from r3async.checkpoint.tensors import TensorSlice, write_rank_file
 from r3async.config import Config, ConfigError, config_from_dict

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from r3async.data.records import format_trajectory_id
+from r3async.data.tokens import format_trajectory_id
 from r3async.tools.simulate.branches import Branch, leads_to, same_weights
 from r3async.tools.simulate.history import (
     Acknowledged,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from r3async.envs import Action, Message, StepResult
 from r3async.record.reading import read_json_objects
-from r3async.schedule.mix import EnvironmentOrder
+from r3async.schedule.tasks import EnvironmentOrder
 from tests.sim.whole import SMALL, Game, Machine
 
 MIX = [

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from r3async.actors.process import NotTrained, RunFailed
 from r3async.checkpoint import CheckpointDirectory
 from r3async.envs import Action, Message, StepResult
-from r3async.learner.losses.policy_loss import LossInputs, PolicyLoss
+from r3async.learner.policy_loss import LossInputs, PolicyLoss
 from r3async.record.reading import read_json_objects
-from r3async.rollout.engines.scripted import DIGEST_TENSOR
+from r3async.rollout.scripted import DIGEST_TENSOR
 from r3async.views.summary import NOT_TRAINED, summarize_run
 from tests.ray.test_resume_run import events
 

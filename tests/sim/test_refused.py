@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from r3async.actors.learner import LearnerActor
+from r3async.actors.learner import LearnerActor, TrajectoryInbox
 from r3async.actors.process import RunFailed
-from r3async.actors.reception import TrajectoryInbox
 from r3async.envs import Action, Message, StepResult
 from r3async.record.reading import read_quarantine
 from r3async.tools.inspect.look import describe_run_contents

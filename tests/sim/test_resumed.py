@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from r3async.checkpoint import CheckpointDirectory, open_checkpoint
 from r3async.record.reading import read_json_objects
-from r3async.rollout.engines.scripted import DIGEST_TENSOR
+from r3async.rollout.scripted import DIGEST_TENSOR
 from tests.ray.test_resume_run import check_books, events, trained
 from tests.sim.whole import Machine
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from r3async.actors.crew import ScaleRequest, write_scale_request
+from r3async.actors.driver import ScaleRequest, write_scale_request
 from r3async.actors.leasing import LeaseDispatcher
 from r3async.tools.simulate.faults import Fault
 from r3async.tools.simulate.run import Simulated as SimulatedRun

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from r3async.config import BufferConfig
-from r3async.schedule.spool import Spool
-from r3async.transport.wire import encode_trajectory
+from r3async.data.wire import encode_trajectory
+from r3async.transport.spool import Spool
 from r3async.world.real import RealWorld
 from r3async.world.simulated.disk import SimulatedDisk
 from tests.helpers.disk import Ended, Process

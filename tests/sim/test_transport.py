@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from r3async.data.wire import Ack
 from r3async.transport import TrajectoryLedger, TrajectoryReceiver
-from r3async.transport.intake import MemoryBudget
-from r3async.transport.wire import Ack
+from r3async.transport.receiver import MemoryBudget
 from tests.sim.delivery import GROUPS, SAMPLES, Delivery
 
 SEEDS = int(os.environ.get("R3ASYNC_SEEDS", "30"))

@@ -9,13 +9,12 @@ from contextvars import Context
 from pathlib import Path
 from typing import Any
 
+from r3async.actors.driver import RunLauncher, open_run_directory, supervise_run
 from r3async.actors.generator import GeneratorActor, GeneratorFactories
-from r3async.actors.run_dir import open_run_directory
-from r3async.actors.supervise import RunLauncher, supervise_run
 from r3async.config import load_config
 from r3async.envs import Action, Message, StepResult
 from r3async.record.reading import read_json_objects
-from r3async.record.steps import TRAINED_FILE
+from r3async.record.writer import TRAINED_FILE
 from r3async.rollout.chat import ChatRenderer
 from r3async.world import Files
 from r3async.world.files import make_directory

@@ -12,8 +12,8 @@ import torch
 
 from r3async.config import ConfigError, load_config
 from r3async.learner import LearnerError
-from r3async.learner.losses.policy_loss import PolicyLoss, by_token
-from r3async.learner.trained import read_model_shape
+from r3async.learner.model import read_model_shape
+from r3async.learner.policy_loss import PolicyLoss, by_token
 from r3async.tools.plan import CPU_HEAD_DIMS, make_run_plan
 from r3async.tools.preflight import check_custom_loss, check_model_files
 from tests.helpers import architectures as ha

@@ -62,7 +62,7 @@ def test_the_peer_has_the_settings_of_our_run(case, tmp_path):
         3,
         {"a": 1, "b": 5, "c": 3}[case],
     )
-    assert job["env"].startswith("r3async.envs.tasks:" if case != "c" else "r3async.tools.bench.overlap_env:")
+    assert job["env"].startswith("r3async.envs.builtin:" if case != "c" else "r3async.tools.bench.overlap_env:")
 
 
 def test_a_peer_that_is_not_there_says_how_to_make_it():

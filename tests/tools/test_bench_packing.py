@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from r3async.config import ConfigError
-from r3async.learner.batch.planner import CostModel
+from r3async.learner.batch import CostModel
 from r3async.tools.bench.packing import (
     CAPS,
     apart,

@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from r3async.config import Config, ConfigError
-from r3async.data.records import Sample
-from r3async.learner.batch.packing import pack_samples
+from r3async.data.tokens import Sample
+from r3async.learner.batch import pack_samples
 from r3async.tools.bench.replay_map import (
     MODES,
     WINDOW,

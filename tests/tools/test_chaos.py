@@ -10,7 +10,8 @@ import threading
 
 import pytest
 
-from r3async.record.steps import TrainedStep
+from r3async.data import wire
+from r3async.record.writer import TrainedStep
 from r3async.tools.chaos.accounting import (
     Acknowledged,
     Began,
@@ -23,7 +24,6 @@ from r3async.tools.chaos.accounting import (
 )
 from r3async.tools.chaos.crowd import Crowd
 from r3async.tools.chaos.relay import Line, Noise, Relay, flip
-from r3async.transport import wire
 from tests.helpers.transport import CLIENT_KEYS, FAST, LIMIT, Inbox, make_trajectory, receiving, send_all, sending
 
 
@@ -71,7 +71,7 @@ async def test_a_trajectory_that_is_damaged_each_time_is_given_up_with_the_reaso
                 return flip(random.Random(0), [bytes(f) for f in encode(trajectory, **options)])
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("r3async.transport.encoding.encode_trajectory", wrong)
+                patch.setattr("r3async.transport.sender.encode_trajectory", wrong)
                 await asyncio.wait_for(sender.send(make_trajectory(0)), LIMIT)
             assert await sender.flush(LIMIT) == 0
             assert (sender.damaged, sender.rejected, receiver.damaged) == (7, 1, 8)

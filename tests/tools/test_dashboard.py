@@ -9,9 +9,9 @@ import urllib.request
 import pytest
 
 from r3async.config.operation import ObserveConfig
-from r3async.record.catalogue import METRICS
-from r3async.record.prometheus import MetricsEndpoint, to_prometheus_name
-from r3async.rollout.engines.scripted import ScriptedEngine
+from r3async.record.metrics import METRICS
+from r3async.record.sinks import MetricsEndpoint, to_prometheus_name
+from r3async.rollout.scripted import ScriptedEngine
 from r3async.tools.config_reference import DASHBOARD_FILE
 from r3async.tools.dashboard import render_dashboard
 from r3async.views.charts import CHARTS

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from r3async.config import Config, ConfigError, load_config
-from r3async.data.architectures import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
-from r3async.record.catalogue import METRICS, find_metric
+from r3async.data.models import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
+from r3async.record.metrics import METRICS, find_metric
 from r3async.schedule.admission import compute_staleness_bound
 from r3async.tools.config_reference import (
     METRICS_PAGE,

@@ -16,8 +16,7 @@ from r3async.tools.sweep import record as records
 from r3async.tools.sweep import runner as runners
 from r3async.tools.sweep.command import SweepRequest
 from r3async.tools.sweep.plan import list_runs, read_sweep_plan
-from r3async.views.sweeps import SweepResults, read_sweep_results
-from r3async.views.swept_runs import FINISHED_FILE
+from r3async.views.sweeps import FINISHED_FILE, SweepResults, read_sweep_results
 from tests.helpers.sweeps import PLAN, FakeRun, write_plan, write_swept_run
 from tests.tools.test_sweep_results import learnt, swept
 

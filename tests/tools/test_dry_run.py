@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from r3async.data.architectures import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
+from r3async.data.models import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
 from tests.helpers import architectures as ha
 from tests.helpers.bad_inputs import judge
 from tests.helpers.cli import Said, typed

@@ -171,7 +171,7 @@ async def test_eval_poses_the_tasks_of_the_runs_evaluations_each_once_and_builds
 
 
 async def test_eval_of_a_run_with_the_scripted_engine_loads_no_other(untrained, monkeypatch):
-    monkeypatch.setitem(sys.modules, "r3async.rollout.engines.vllm", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "r3async.rollout.vllm.engine", None)  # importing it fails
     scripted = ["generator.engine=scripted", "generator.engine_args={ token_seconds = 0.001 }", "weights.probe=false"]
     result = await run_evaluation(EvaluationTarget(untrained, load_config("quickstart", scripted)).with_tasks(3, 0))
     assert (result.episodes, result.tokens_mean > 0) == (3, True)

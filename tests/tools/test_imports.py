@@ -11,7 +11,7 @@ import pytest
     [
         "r3async.tools.cli",
         "r3async.tools.train",
-        "r3async.actors.supervise",
+        "r3async.actors.driver",
         "r3async.actors.conductor",
         "r3async.actors.generator",
     ],

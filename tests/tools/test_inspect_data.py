@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import config_from_dict, config_to_toml
-from r3async.data.records import Sample, TokenTable, Trajectory, Turn
+from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
+from r3async.data.wire import encode_trajectory
 from r3async.record.routes import RouteFile
-from r3async.record.steps import MetricsFile
-from r3async.schedule.spool import SPOOL_FORMAT
+from r3async.record.writer import MetricsFile
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.inspect.export import export_trajectories
 from r3async.tools.inspect.run import InspectError
@@ -28,7 +28,7 @@ from r3async.tools.inspect.trajectories import (
     convert_trained_routes,
     convert_trajectory,
 )
-from r3async.transport.wire import encode_trajectory
+from r3async.transport.spool import SPOOL_FORMAT
 from tests.helpers.routes import ID, TOKENS, episode, experts
 from tests.tools.test_inspect import inspect
 

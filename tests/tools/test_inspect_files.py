@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from r3async.checkpoint import CheckpointDirectory
 from r3async.checkpoint.directory import STATE_FILE
-from r3async.data.records import TokenTable
-from r3async.schedule.spool import SPOOL_FORMAT
+from r3async.data.tokens import TokenTable
+from r3async.data.wire import DeliveryItem, Welcome, encode_control, encode_delivery, encode_trajectory
 from r3async.tools.inspect.checkpoint import describe_checkpoint, inspect_checkpoint
 from r3async.tools.inspect.wire import describe_message
-from r3async.transport.wire import DeliveryItem, Welcome, encode_control, encode_delivery, encode_trajectory
+from r3async.transport.spool import SPOOL_FORMAT
 from tests.helpers.checkpoint import write_checkpoint
 from tests.tools.test_inspect import inspect
 from tests.tools.test_inspect_data import made, write_spool

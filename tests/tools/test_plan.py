@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from r3async.config import ConfigError, LearnerConfig, ParallelConfig, load_config
-from r3async.data.model_shape import parse_model_shape
-from r3async.data.records import Sample, TokenTable, Trajectory, Turn
+from r3async.data.models import parse_model_shape
+from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
+from r3async.data.wire import encode_trajectory
 from r3async.tools.memory import (
     CHUNK_ELEMENTS,
     GIB,
@@ -23,7 +24,6 @@ from r3async.tools.memory import (
     find_model_shape,
 )
 from r3async.tools.plan import count_wire_bytes, describe_plan, make_run_plan
-from r3async.transport.wire import encode_trajectory
 
 MOE = parse_model_shape(PUBLISHED_CONFIGS["Qwen3-30B-A3B"], "Qwen3-30B-A3B")
 
@@ -60,8 +60,8 @@ def test_the_learner_holds_what_the_plan_says(tiny_model):
     """Every byte of weights and optimizer, in both precisions, and activations in one of them to within a tenth."""
     import torch
 
-    from r3async.learner.batch.packing import collate_samples
-    from r3async.learner.logprobs import LOGIT_CHUNK_ELEMENTS as LEARNERS
+    from r3async.learner.batch import collate_samples
+    from r3async.learner.kernels import LOGIT_CHUNK_ELEMENTS as LEARNERS
     from r3async.learner.megatron.backend import MegatronLearner
 
     assert CHUNK_ELEMENTS == LEARNERS
@@ -126,7 +126,7 @@ def refuses(learner):
 
 @pytest.mark.parametrize(("layers", "top_k", "experts"), [(48, 8, 128), (4, 2, 300)])
 def test_bytes_on_the_wire_are_those_of_an_encoded_trajectory(layers, top_k, experts):
-    from r3async.data.model_shape import RoutingShape
+    from r3async.data.models import RoutingShape
 
     routes = np.tile(np.arange(top_k, dtype=np.uint8 if experts <= 256 else np.uint16), (1000, layers, 1))
     table = TokenTable.from_tokens(np.arange(1000)).with_columns(

@@ -9,11 +9,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from r3async.config import config_from_dict
-from r3async.data.model_shape import parse_model_shape
+from r3async.data.models import parse_model_shape
 from r3async.learner import build_learner
-from r3async.learner.batch.packing import pack_samples
-from r3async.learner.logprobs import token_logprobs
-from r3async.learner.shares import COLLECTIVE_BUCKET_ELEMENTS
+from r3async.learner.batch import pack_samples
+from r3async.learner.kernels import token_logprobs
+from r3async.learner.optimizer import COLLECTIVE_BUCKET_ELEMENTS
 from r3async.learner.trainer import train_minibatch
 from r3async.tools import memory
 from r3async.tools.layouts import find_fitting_layouts
@@ -100,7 +100,7 @@ def test_log_probs_take_the_memory_of_the_plan(monkeypatch, dtype, chunks):
 
 
 def test_the_plan_knows_the_buckets_of_the_learner():
-    from r3async.learner import offload
+    from r3async.learner import optimizer as offload
 
     assert memory.BUCKET_ELEMENTS == COLLECTIVE_BUCKET_ELEMENTS == offload.OFFLOAD_BUCKET_ELEMENTS
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
 
+from r3async.data.wire import Welcome, encode_control
 from r3async.envs import EnvironmentFailed
 from r3async.record.events import open_event_log
 from r3async.tools import cli
@@ -26,7 +27,6 @@ from r3async.tools.tail.app import TailApp
 from r3async.tools.tail.lines import print_run_lines
 from r3async.tools.tail.live import LiveView
 from r3async.tools.terminal import SafeConsole, escape_text
-from r3async.transport.wire import Welcome, encode_control
 from r3async.views.follow import FollowedRun
 from r3async.world.processes import clean_log_output, escape_control_characters
 from tests.tools.test_tail import screen, write_run

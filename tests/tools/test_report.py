@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from r3async.record.catalogue import METRICS, ROW_ID_COLUMNS
+from r3async.record.metrics import METRICS, ROW_ID_COLUMNS
 from r3async.record.routes import RouteFile
 from r3async.record.timeline import FILE, Span, Timeline, compute_busy_shares, read_timeline
 from r3async.tools.cli import app
 from r3async.views.charts import CHARTS, build_other_charts
 from r3async.views.episodes import select_evenly
-from r3async.views.maps import build_staleness_histogram, build_timeline, summarize_waits
-from r3async.views.report import write_report
+from r3async.views.report import build_staleness_histogram, build_timeline, summarize_waits, write_report
 from r3async.views.summary import make_drift_table
 from r3async.world.real import REAL_WORLD
 from tests.helpers.browser import browse, find_chromium

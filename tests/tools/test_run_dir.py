@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import pytest
 
-from r3async.actors.run_dir import open_run_directory as open_run_of
-from r3async.actors.run_dir import restart_run
+from r3async.actors.driver import open_run_directory as open_run_of
+from r3async.actors.driver import restart_run
 from r3async.checkpoint import CheckpointDirectory, CheckpointError
-from r3async.checkpoint.resume import begin_lineage, describe_origin, fingerprint_model
+from r3async.checkpoint.directory import begin_lineage, describe_origin, fingerprint_model
 from r3async.config import ConfigError, config_to_dict, load_config
 from r3async.data.versions import Lineage
 from r3async.record.events import open_event_log
@@ -253,7 +253,7 @@ def test_to_start_again_keeps_the_old_one_under_another_name(tmp_path, model, sa
 
 
 def test_a_run_that_still_writes_is_not_moved_aside(tmp_path, model, said, monkeypatch):
-    monkeypatch.setattr("r3async.actors.run_dir.LOCK_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("r3async.actors.driver.LOCK_WAIT_SECONDS", 0.2)
     running = open_named_run(configured(model), "quickstart", said.append, tmp_path)
     with pytest.raises(ConfigError, match="is in use by another process"):
         open_named_run(configured(model, "resume=none"), "quickstart", said.append, tmp_path)

@@ -17,10 +17,10 @@ from r3async.actors.ranks import RankActor
 from r3async.checkpoint import CheckpointDirectory
 from r3async.checkpoint.directory import RunLock
 from r3async.config import BufferConfig, ConfigError, load_config
-from r3async.schedule.spool import Spool
+from r3async.data.wire import encode_trajectory
 from r3async.tools.run_dir import explain_full_disk, open_named_run
 from r3async.tools.train import train
-from r3async.transport.wire import encode_trajectory
+from r3async.transport.spool import Spool
 from r3async.world.appending import AppendFile
 from tests.unit.test_buffer import make_trajectory
 

@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from r3async.actors.crew import (
+from r3async.actors.delivery import check_can_join, check_learner_reachable, choose_weight_backend
+from r3async.actors.driver import (
     SCALE_REQUEST_FILE,
     ScaleRequest,
     read_scale_request,
     with_requested_scale,
     write_scale_request,
 )
-from r3async.actors.delivery import check_can_join, check_learner_reachable, choose_weight_backend
-from r3async.actors.layout import ResourceDemand, make_supposed_hosts, plan_engine, plan_layout
+from r3async.actors.placement import ResourceDemand, make_supposed_hosts, plan_engine, plan_layout
 from r3async.config import ConfigError, load_config
 from r3async.record.events import open_event_log
 from r3async.tools import scale

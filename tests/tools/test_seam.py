@@ -71,7 +71,7 @@ PLANTED = {
     "import subprocess": "subprocess",
     "from r3async.world.real import REAL_WORLD\nREAL_WORLD.files": "REAL_WORLD",
     "from r3async.record.events import open_event_log\nopen_event_log(1, 'learner')": "open_event_log(...) with the real world",
-    "from r3async.schedule.spool import Spool\nSpool(1, 2)": "Spool(...) with the real world",
+    "from r3async.transport.spool import Spool\nSpool(1, 2)": "Spool(...) with the real world",
     "from r3async.checkpoint import CheckpointDirectory\nCheckpointDirectory(1)": "CheckpointDirectory(...) with the real files",
     "from r3async.record.timeline import LagMeter\nLagMeter()": "LagMeter(...) with the real processes",
     "from r3async.world import files\nfiles.replace_file(1, b'')": "replace_file(...) with the real files",

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from r3async.config import AlgorithmConfig, OverlongPenaltyConfig, config_from_dict
-from r3async.data.records import Sample, TokenTable, Trajectory, Turn
-from r3async.learner.losses.advantages import assign_advantages, compute_overlong_penalty
-from r3async.learner.preparation import prepare_minibatches
+from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
+from r3async.learner.advantages import assign_advantages, compute_overlong_penalty
+from r3async.learner.trainer import prepare_minibatches
 from tests.helpers.algorithms import algorithm
 
 ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]

@@ -11,11 +11,10 @@ import openai
 import pytest
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict
-from r3async.rollout.agents import agents
-from r3async.rollout.agents.agents import make_agent, open_agent_player, parse_last_reward
-from r3async.rollout.episode import EpisodeError, EpisodeTask
+from r3async.rollout import agents
+from r3async.rollout.agents import make_agent, open_agent_player, parse_last_reward
+from r3async.rollout.episode import EpisodeError, EpisodeTask, GroupPlayer
 from r3async.rollout.evaluation import check_environment
-from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
 from tests.helpers.serving import answer_ids, ready, renderer, until
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from r3async.actors.learner import NextStep, TrajectoryInbox
 from r3async.actors.ranks import LocalRank
-from r3async.actors.reception import NextStep, TrajectoryInbox
 from r3async.config import config_from_dict
 from r3async.learner import build_learner
-from r3async.learner.batch.planner import CostModel
+from r3async.learner.batch import CostModel
 from r3async.learner.trainer import StepOutcome, Trainer
-from r3async.record.steps import checksum_tokens
+from r3async.record.writer import checksum_tokens
 from r3async.schedule.groups import GroupBuffer
 from r3async.world.real import REAL_WORLD
 from tests.helpers import checkpoint as hc

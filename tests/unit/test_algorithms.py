@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import ConfigError, load_config
-from r3async.learner.losses.drift import KL_ESTIMATORS, clamped_k3, k2, k3, tangent_k3
-from r3async.learner.losses.objective import compute_reference_kl
+from r3async.learner.drift import KL_ESTIMATORS, clamped_k3, k2, k3, tangent_k3
+from r3async.learner.loss import compute_reference_kl
 from tests.helpers.algorithms import algorithm
 
 

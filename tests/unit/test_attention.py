@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.learner.attention import packed_attention, plan_attention
+from r3async.learner.kernels import packed_attention, plan_attention
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 

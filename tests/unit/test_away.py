@@ -8,14 +8,19 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from r3async.actors.away import check_shares_run_directory, fetch_model_files, publish_model_files, shares_run_directory
+from r3async.actors.placement import (
+    check_shares_run_directory,
+    fetch_model_files,
+    publish_model_files,
+    shares_run_directory,
+)
 from r3async.actors.process import RunFailed
-from r3async.checkpoint.resume import begin_lineage
+from r3async.checkpoint.directory import begin_lineage
 from r3async.record.events import EVENTS_FILE, open_event_log
 from r3async.record.reading import read_json_objects
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines import TENSOR_NAMES_FILE
-from r3async.rollout.engines.vllm import VllmEngine, read_tensor_names
+from r3async.rollout.engine import TENSOR_NAMES_FILE
+from r3async.rollout.vllm.engine import VllmEngine, read_tensor_names
 from r3async.world.real import REAL_WORLD, RealWorld
 
 
@@ -52,7 +57,7 @@ def test_an_engine_without_weights_begins_with_made_up_ones(tiny_model, tmp_path
 
 
 def test_a_directory_that_is_no_model_is_not_sent(tmp_path, monkeypatch):
-    monkeypatch.setattr("r3async.actors.away.MAX_MODEL_FILES_BYTES", 100)
+    monkeypatch.setattr("r3async.actors.placement.MAX_MODEL_FILES_BYTES", 100)
     (tmp_path / "log").write_bytes(b"x" * 101)
     with pytest.raises(RunFailed, match="more than 100 bytes beside its weights"):
         publish_model_files(Shared(), tmp_path)

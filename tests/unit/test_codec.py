@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from r3async.transport import codec
-from r3async.transport.codec import WireError
+from r3async.data import wire as codec
+from r3async.data.wire import WireError
 
 FAST = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from r3async.config import CorrectionConfig
-from r3async.learner.losses.drift import binary_kl, compute_correction_mask
+from r3async.learner.drift import binary_kl, compute_correction_mask
 from tests.helpers.algorithms import algorithm, distance, kept_tokens, make_samples, run
 
 

@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, EvaluationConfig
+from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.envs import Action, EnvironmentFailed, StepResult, sum_episode_metrics
 from r3async.envs.factory import build_environment_factory
 from r3async.envs.rewards import find_last_number
-from r3async.record.catalogue import find_metric
-from r3async.record.steps import compute_episode_metrics
+from r3async.record.metrics import find_metric
+from r3async.record.writer import compute_episode_metrics
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.scripted import ScriptedEngine
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.evaluation import evaluate_without_model
+from r3async.rollout.scripted import ScriptedEngine
 from r3async.tools.eval import describe_result
 from r3async.tools.init_model import build_byte_tokenizer
-from r3async.transport.wire import decode_trajectory, encode_trajectory
 from tests.helpers.judge import PORT, judge_answers
 
 OWN = r'''

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.checkpoint.resume import check_resume_settings
+from r3async.checkpoint.directory import check_resume_settings
 from r3async.checkpoint.state import CheckpointError
 from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, config_to_dict, load_config
 from r3async.envs import Message
 from r3async.envs.dataset import DatasetFactory, load_task_splits, resolve_data_config, select_held_out_rows
-from r3async.envs.forms import fill_template, list_field_names, look_up_field
-from r3async.envs.rows import read_rows
+from r3async.envs.rows import fill_template, list_field_names, look_up_field, read_rows
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.evaluation import check_environment, drop_long_prompts
 from r3async.tools.cli import main

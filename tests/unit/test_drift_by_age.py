@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.learner import MinibatchResult
-from r3async.learner.figures import (
+from r3async.learner.metrics import (
     POSITION_BINS,
     STALENESS_BINS,
     TURN_BINS,
@@ -15,7 +15,7 @@ from r3async.learner.figures import (
     compute_drift_metrics,
     sum_drift,
 )
-from r3async.record.catalogue import find_metric
+from r3async.record.metrics import find_metric
 
 TOKENS = st.lists(
     st.tuples(st.floats(-2, 0), st.floats(-2, 0), st.integers(0, 12), st.integers(0, 20), st.integers(0, 20000)),

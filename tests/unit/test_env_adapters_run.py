@@ -12,8 +12,8 @@ from r3async.config import EnvConfig, EpisodeConfig, load_config
 from r3async.envs.factory import build_environment_factory
 from r3async.record.reading import read_json_objects
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.scripted import ScriptedEngine
-from r3async.rollout.group import GroupPlayer
+from r3async.rollout.episode import GroupPlayer
+from r3async.rollout.scripted import ScriptedEngine
 from r3async.schedule.admission import GroupLease
 from r3async.tools.init_model import build_byte_tokenizer, init_model
 from r3async.tools.train import train

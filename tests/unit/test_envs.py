@@ -9,8 +9,8 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, HasRandomAnswer, StepResult
+from r3async.envs.builtin import evaluate_expression
 from r3async.envs.factory import BUILTIN_ENVIRONMENTS, build_environment_factory
-from r3async.envs.tasks import evaluate_expression
 from tests.helpers.rewards import mean_reward
 
 ORACLE = {"guess": 0.9}  # 1 - noise / 2: its reward is noisy on purpose

@@ -17,9 +17,9 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFailed, HasOracle
+from r3async.envs.errors import summarize_error
 from r3async.envs.factory import build_environment_factory
 from r3async.envs.pool import WorkerPool
-from r3async.envs.raised import summarize_error
 from tests.helpers.rewards import mean_reward
 
 ECHO = "tests.helpers.envs:Echo"

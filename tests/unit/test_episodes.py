@@ -5,12 +5,11 @@ import pytest
 
 from r3async.config import ConfigError, EpisodeConfig, load_config
 from r3async.envs import Action, EnvironmentProtocolError, Message, StepResult
-from r3async.envs.tasks import ReverseText
+from r3async.envs.builtin import ReverseText
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines import GenerationRequest
-from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, PromptTooLongError
-from r3async.rollout.group import GroupPlayer
+from r3async.rollout.engine import GenerationRequest
+from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, GroupPlayer, PromptTooLongError
+from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.schedule.admission import GroupLease
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.preflight import try_environments

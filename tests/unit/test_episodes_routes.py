@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import EpisodeConfig
-from r3async.data.model_shape import RoutingShape
-from r3async.data.records import TokenTable
+from r3async.data.models import RoutingShape
+from r3async.data.tokens import TokenTable
 from r3async.data.versions import VersionSpan
 from r3async.envs import Message, StepResult
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines import Generation, GenerationRequest
-from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.rollout.engine import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import SampleBuilder
+from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.weights.manifest import WeightManifest
 

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, EvaluationConfig, ServingConfig
 from r3async.envs.factory import build_environment_factory
-from r3async.rollout.evaluation import build_evaluation_tasks, evaluate_set, evaluate_without_model
-from r3async.rollout.outcomes import EpisodeOutcome, flatten_evaluation, join_sets, pass_at_k, summarize_outcomes
+from r3async.rollout.evaluation import (
+    EpisodeOutcome,
+    build_evaluation_tasks,
+    evaluate_set,
+    evaluate_without_model,
+    flatten_evaluation,
+    join_sets,
+    pass_at_k,
+    summarize_outcomes,
+)
 from r3async.schedule.tasks import evaluation_seed, training_seed
 from r3async.tools.eval import describe_result
 from tests.helpers.serving import answer_ids, ready, renderer

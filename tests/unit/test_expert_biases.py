@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
 from r3async.config import Config, ConfigError, config_from_dict
-from r3async.data.architectures import EXPERT_BIAS_SUFFIX
+from r3async.data.models import EXPERT_BIAS_SUFFIX
 from r3async.learner import LearnerError, build_learner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import architectures as ha

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from r3async.learner.experts import ExpertDispatch, WeightedSwiGLU, grouped_linear
+from r3async.learner.kernels import ExpertDispatch, WeightedSwiGLU, grouped_linear
 
 
 def loop(x, w1, w2, gates, chosen):

@@ -8,23 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import EpisodeConfig
-from r3async.data.model_shape import RoutingShape
+from r3async.data.models import RoutingShape
+from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.envs import Message, StepResult
-from r3async.learner.batch.packing import pack_samples
-from r3async.learner.preparation import prepare_minibatches
+from r3async.learner.batch import pack_samples
 from r3async.learner.torch.backend import TorchLearner
-from r3async.learner.trainer import train_minibatch
+from r3async.learner.trainer import prepare_minibatches, train_minibatch
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines import EngineError
-from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.rollout.episode import EngineAbortError, EpisodeError, EpisodeTask, build_failed_trajectory
-from r3async.rollout.group import GroupPlayer, is_engine_failure
+from r3async.rollout.engine import EngineError
+from r3async.rollout.episode import (
+    EngineAbortError,
+    EpisodeError,
+    EpisodeTask,
+    GroupPlayer,
+    build_failed_trajectory,
+    is_engine_failure,
+)
+from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.tasks import MIN_COUNTED_TASKS, RECENT_TASKS, EpisodeEnd, FailedTask, TaskCursor, TaskFailures
 from r3async.schedule.validation import check_staleness, compute_staleness_metrics, validate_trajectory
 from r3async.tools.init_model import build_byte_tokenizer
-from r3async.transport.wire import decode_trajectory, encode_trajectory
 from r3async.weights.manifest import WeightManifest
 from tests.helpers import torch as ht
 

@@ -9,18 +9,17 @@ from functools import partial
 import msgspec
 import pytest
 
-from r3async.actors.conductor import Conductor
+from r3async.actors.conductor import Conductor, FleetMembership
 from r3async.actors.delivery import choose_weight_backend
 from r3async.actors.leasing import LeaseAnswer, LeaseCall, LeaseDispatcher
-from r3async.actors.members import FleetMembership
 from r3async.actors.process import ActorNotLoaded, RunFailed
 from r3async.config import config_to_dict, load_config
-from r3async.rollout.engines import InstallReport
+from r3async.rollout.engine import InstallReport
 from r3async.weights.manifest import TensorMismatch, WeightManifest
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY
 from r3async.weights.publish import TransferOffer
 from r3async.world import ActorLostError
-from r3async.world.disk_waits import DiskRetrier
+from r3async.world.files import DiskRetrier
 from r3async.world.real import REAL_WORLD
 from tests.helpers.fleet import TOKENS, deliver, loaded, published, sampled, scores
 from tests.helpers.world import StandIn

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from r3async.actors.process import RunFailed
-from r3async.rollout.engines import InstallReport
+from r3async.rollout.engine import InstallReport
 from tests.helpers.fleet import deliver
 
 

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.data.model_shape import RoutingShape
+from r3async.data.models import RoutingShape
 from r3async.envs import Message
-from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError
-from r3async.rollout.growing import GrowingText, TemplateAnalysis
+from r3async.rollout.chat import ChatRenderer, Conversation, GrowingText, TemplateAnalysis, TemplateError
 from tests.helpers.templates import FAMILIES, GROUPS_TOOLS, renderer
 
 SHAPE = RoutingShape(layers=1, top_k=2, num_experts=8)
@@ -173,7 +172,7 @@ def test_thoughts_between_tool_calls_are_rendered_in_part_until_the_user_speaks(
 )
 def test_a_template_that_needs_the_whole_gets_it_and_the_reason_is_logged_once(template, reason, caplog):
     tokenizer = renderer(template).tokenizer
-    with caplog.at_level(logging.WARNING, logger="r3async.rollout.growing"):
+    with caplog.at_level(logging.WARNING, logger="r3async.rollout.chat"):
         caplog.clear()
         _, habits = rendered_by(tokenizer, 40, "yes", asks)
     assert reason in habits.full_render_reason

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from r3async.rollout.held_up import BLOCKING_SECONDS, BlockingDetector
+from r3async.rollout.episode import BLOCKING_SECONDS, BlockingDetector
 
 
 class Clock:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3async.learner import build_learner
-from r3async.learner.batch.packing import MicroBatch, pack_samples
+from r3async.learner.batch import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import settings

@@ -6,9 +6,8 @@ from __future__ import annotations
 import pytest
 
 from r3async.envs import Message
-from r3async.envs.forms import MaskedAnswer
-from r3async.rollout.chat import ChatRenderer, TemplateError
-from r3async.rollout.demonstrations import build_demonstration
+from r3async.envs.rows import MaskedAnswer
+from r3async.rollout.chat import ChatRenderer, TemplateError, build_demonstration
 from r3async.tools.init_model import build_byte_tokenizer
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.checkpoint import CheckpointDirectory, CheckpointError, open_checkpoint
-from r3async.checkpoint.resume import LINEAGES_FILE, begin_lineage, mark_run_directory, read_run_starts
+from r3async.checkpoint.directory import LINEAGES_FILE, begin_lineage, mark_run_directory, read_run_starts
 from r3async.data.versions import Lineage, RunStart
 from tests.helpers.checkpoint import write_checkpoint
 

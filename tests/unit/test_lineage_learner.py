@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.actors.reception import TrajectoryInbox
+from r3async.actors.learner import TrajectoryInbox
 from r3async.config import BufferConfig, config_from_dict
-from r3async.data.model_shape import RoutingShape
-from r3async.data.records import Sample, TokenTable, Trajectory, format_trajectory_id
+from r3async.data import wire
+from r3async.data.models import RoutingShape
+from r3async.data.tokens import Sample, TokenTable, Trajectory, format_trajectory_id
 from r3async.data.versions import Lineage
 from r3async.record.events import open_event_log
 from r3async.record.reading import read_json_objects
 from r3async.schedule.groups import GroupBuffer
-from r3async.schedule.spool import Spool
-from r3async.transport import wire
-from r3async.world.keys import ClientKeys
+from r3async.transport.spool import Spool
 from r3async.world.real import REAL_WORLD
+from r3async.world.sockets import ClientKeys
 from tests.helpers.transport import LIMIT, sending
 from tests.unit.test_buffer import make_trajectory
 

@@ -14,7 +14,7 @@ import torch
 
 from r3async.config import BUILTIN_POLICY_LOSSES as NAMES
 from r3async.config import AlgorithmConfig, ConfigError, check_policy_loss, config_from_dict, load_config
-from r3async.learner.losses.policy_loss import (
+from r3async.learner.policy_loss import (
     POLICY_LOSSES,
     LossInputs,
     PolicyLoss,

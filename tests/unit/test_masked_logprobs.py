@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.data.supports import SupportSets
-from r3async.learner.logprobs import SupportMask, select_supports, token_logprobs
+from r3async.learner.kernels import SupportMask, select_supports, token_logprobs
 
 
 def case(vocab_size: int, tokens: int, seed: int):

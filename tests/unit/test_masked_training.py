@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from r3async.config import config_from_dict
-from r3async.data.records import Sample
 from r3async.data.supports import SupportSets
+from r3async.data.tokens import Sample
 from r3async.learner import build_learner
-from r3async.learner.batch.packing import make_padding_batch, pack_samples, pad_to_multiple
+from r3async.learner.batch import make_padding_batch, pack_samples, pad_to_multiple
 from r3async.learner.torch.backend import TorchLearner
 from tests.helpers import models as hm
 from tests.helpers import torch as ht

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from r3async.config import Config
-from r3async.data.records import Sample
+from r3async.data.tokens import Sample
 from r3async.learner import LearnerError
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch.packing import collate_samples, pack_samples
-from r3async.learner.figures import LossSums
+from r3async.learner.batch import collate_samples, pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.metrics import LossSums
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm

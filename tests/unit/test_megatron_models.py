@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.data.architectures import ARCHITECTURES
-from r3async.data.model_shape import parse_model_shape
-from r3async.learner.batch.packing import pack_samples
+from r3async.data.models import ARCHITECTURES, parse_model_shape
+from r3async.learner.batch import pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import architectures as ha

@@ -11,13 +11,12 @@ import torch
 
 from r3async.config import ParallelConfig
 from r3async.learner import LearnerError
-from r3async.learner.attention import plan_buckets
-from r3async.learner.logprobs import token_logprobs
+from r3async.learner.kernels import plan_buckets, token_logprobs
 from r3async.learner.megatron import parallel
-from r3async.learner.megatron.attention import TorchRMSNorm
 from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.megatron.layers import TorchRMSNorm
+from r3async.learner.model import read_model_shape
 from r3async.learner.optimizer import MasterAdamW
-from r3async.learner.trained import read_model_shape
 from tests.helpers import models as hm
 from tests.helpers.learner import settings
 from tests.helpers.unheld import end_groups

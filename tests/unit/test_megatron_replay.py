@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.data.records import Sample
 from r3async.data.routes import RoutingError
-from r3async.learner.batch.packing import collate_samples
+from r3async.data.tokens import Sample
+from r3async.learner.batch import collate_samples
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm

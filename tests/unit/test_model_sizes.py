@@ -8,8 +8,14 @@ import pytest
 from transformers import AutoConfig
 
 from r3async.config import ConfigError, config_from_dict
-from r3async.data.architectures import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES
-from r3async.data.model_shape import EXPERT_COUNT_KEYS, ModelShapeError, parse_model_shape, read_moe_layers
+from r3async.data.models import (
+    ARCHITECTURES,
+    EXPERT_COUNT_KEYS,
+    TORCH_ONLY_ARCHITECTURES,
+    ModelShapeError,
+    parse_model_shape,
+    read_moe_layers,
+)
 from r3async.tools.preflight import check_model_supported
 from tests.helpers.architectures import ALL, SHARED
 

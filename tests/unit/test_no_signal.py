@@ -10,13 +10,12 @@ import pytest
 
 from r3async.actors.ranks import LocalRank
 from r3async.config import AlgorithmConfig, Config, ConfigError, config_from_dict
-from r3async.data.records import Sample
+from r3async.data.tokens import Sample
 from r3async.learner import build_learner
-from r3async.learner.batch.packing import MicroBatch, pack_for_ranks, pack_samples
-from r3async.learner.figures import combine_results
-from r3async.learner.losses.advantages import assign_advantages, has_variance
-from r3async.learner.preparation import prepare_minibatches
-from r3async.learner.trainer import train_minibatch
+from r3async.learner.advantages import assign_advantages, has_variance
+from r3async.learner.batch import MicroBatch, pack_for_ranks, pack_samples
+from r3async.learner.metrics import combine_results
+from r3async.learner.trainer import prepare_minibatches, train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.learner import replace_columns
 from tests.helpers.parity import of_rank

@@ -8,8 +8,12 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig, RewardConfig
 from r3async.envs import Action, Message, StepResult
-from r3async.envs.factory import build_environment_factory
-from r3async.envs.objects import build_factory_with_objects, extract_objects, register_objects
+from r3async.envs.factory import (
+    build_environment_factory,
+    build_factory_with_objects,
+    extract_objects,
+    register_objects,
+)
 from r3async.envs.rewards import load_reward
 
 lock, array = threading.Lock(), np.zeros(3)

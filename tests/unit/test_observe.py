@@ -14,7 +14,7 @@ import structlog
 
 from r3async.record.events import format_event, open_event_log
 from r3async.record.reading import read_json_objects
-from r3async.record.steps import MetricsFile
+from r3async.record.writer import MetricsFile
 from r3async.world.appending import RecordFlusher
 
 

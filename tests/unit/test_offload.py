@@ -7,8 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from r3async.config import LearnerConfig
-from r3async.learner.offload import HostMoments
-from r3async.learner.optimizer import MasterAdamW
+from r3async.learner.optimizer import HostMoments, MasterAdamW
 
 SHAPES = [(5, 7), (3, 4, 6), (11,), (64, 33), (1,)]
 

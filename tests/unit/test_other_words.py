@@ -5,8 +5,8 @@ import operator
 import pytest
 
 from r3async.config import Config, ConfigError, load_config
-from r3async.config.generation import OWNED_ENGINE_ARGS
 from r3async.config.others import EQUIVALENT_SETTINGS, TARGET_SETTINGS, find_equivalent_setting
+from r3async.config.rollout import OWNED_ENGINE_ARGS
 
 ENGINE = "generator.engine_args."
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from r3async.data import packed
 from r3async.data.packed import PackedRoutes, pack_routes, packed_size
-from r3async.data.records import SCHEMA, Sample, SchemaError, TokenTable, Trajectory
 from r3async.data.routes import CHUNK_ROWS, iter_sorted_columns, route_dtype
-from r3async.transport.wire import decode_trajectory, encode_trajectory
+from r3async.data.tokens import SCHEMA, Sample, SchemaError, TokenTable, Trajectory
+from r3async.data.wire import decode_trajectory, encode_trajectory
 
 FAST = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 

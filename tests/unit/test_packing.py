@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.data.records import Sample
-from r3async.learner.batch.packing import (
+from r3async.data.tokens import Sample
+from r3async.learner.batch import (
     PackingError,
     collate_samples,
     make_padding_batch,

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.data.records import SCHEMA, Column, Sample, TokenTable
-from r3async.learner.batch.packing import (
+from r3async.data.tokens import SCHEMA, Column, Sample, TokenTable
+from r3async.data.wire import decode_trajectory, encode_trajectory
+from r3async.learner.batch import (
     PackingError,
     collate_samples,
     make_padding_batch,
     pack_for_ranks,
     pad_to_multiple,
 )
-from r3async.transport.wire import decode_trajectory, encode_trajectory
 from tests.helpers.wire import as_bytes, make_table, make_trajectory
 
 SURPRISE = Column("surprise", ("int16", "int32"), -9, inner_dims=("width",))

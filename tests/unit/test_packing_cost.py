@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
-from r3async.learner.batch.planner import CostModel, build_cost_model
+from r3async.learner.batch import CostModel, build_cost_model
 from r3async.tools.bench.packing import shape_of
 
 SMALL = {

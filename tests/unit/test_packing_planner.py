@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from r3async.learner.batch.planner import (
+from r3async.learner.batch import (
     CostModel,
     PackingError,
     build_cost_model,

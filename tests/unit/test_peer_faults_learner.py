@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.data.records import Sample
-from r3async.learner.batch.packing import collate_samples, make_padding_batch, pack_samples
+from r3async.data.tokens import Sample
+from r3async.learner.batch import collate_samples, make_padding_batch, pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.replay import RoutingReplay
 from r3async.learner.trainer import accumulate_gradients, begin_minibatch
@@ -158,7 +158,7 @@ def test_routers_of_multi_token_prediction_are_not_replayed(model_path):
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.spec_utils import build_module
 
-    from r3async.learner.megatron.modules import attach_replay, build_layer_spec
+    from r3async.learner.megatron.layers import attach_replay, build_layer_spec
 
     learner = MegatronLearner.from_pretrained(config(), model_path)
     model = learner.model

@@ -11,17 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.data.model_shape import RoutingShape
-from r3async.data.records import SCHEMA, Column, Sample, TokenSchema, TokenTable, Trajectory, Turn
+from r3async.data.models import RoutingShape
+from r3async.data.tokens import SCHEMA, Column, Sample, TokenSchema, TokenTable, Trajectory, Turn
 from r3async.data.versions import VersionSpan
-from r3async.learner.batch.packing import MicroBatch, pack_samples
-from r3async.rollout.engines import Generation
-from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.rollout.engines.vllm import VllmEngine
-from r3async.rollout.engines.vllm_requests import RunningRequest
+from r3async.data.wire import decode_trajectory, encode_trajectory
+from r3async.learner.batch import MicroBatch, pack_samples
+from r3async.rollout.engine import Generation
 from r3async.rollout.samples import SampleBuilder
+from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.rollout.vllm.engine import RunningRequest, VllmEngine
 from r3async.schedule.validation import validate_trajectory
-from r3async.transport.wire import decode_trajectory, encode_trajectory
 from tests.helpers.engine import prompt, request
 from tests.helpers.wire import make_supports, make_trajectory
 

@@ -8,10 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.data.packed import pack_routes
-from r3async.data.records import Sample, TokenTable
-from r3async.learner.batch.packing import MicroBatch, pack_for_ranks, pack_samples, pad_to_multiple
-from r3async.learner.batch.planner import CostModel
-from r3async.learner.batch.prefixes import find_prefix_overlap
+from r3async.data.tokens import Sample, TokenTable
+from r3async.learner.batch import (
+    CostModel,
+    MicroBatch,
+    find_prefix_overlap,
+    pack_for_ranks,
+    pack_samples,
+    pad_to_multiple,
+)
 from tests.helpers import models as hm
 
 LAYERS, TOP_K = 2, 3

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from r3async.actors.ranks import LocalRank
 from r3async.config import ConfigError, config_from_dict
-from r3async.data.records import Sample, TokenTable, Trajectory, Turn
+from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.learner import MinibatchResult, build_learner
-from r3async.learner.batch.packing import pack_for_ranks
-from r3async.learner.figures import combine_results
-from r3async.learner.preparation import partition_groups, prepare_minibatches
-from r3async.learner.trainer import train_minibatch
+from r3async.learner.batch import pack_for_ranks
+from r3async.learner.metrics import combine_results
+from r3async.learner.trainer import partition_groups, prepare_minibatches, train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.parity import batch
 from tests.unit.test_buffer import make_trajectory

@@ -9,11 +9,8 @@ import pytest
 from r3async.config import DataConfig
 from r3async.envs import REASONING_KEYS as THOUGHTS_BESIDE
 from r3async.envs import Message
-from r3async.envs.conversations import parse_conversation, parse_tools
-from r3async.envs.forms import NOT_SHOWN_OF_A_MESSAGE
-from r3async.envs.rows import LocatedRow
-from r3async.rollout.chat import Conversation, TemplateError
-from r3async.rollout.demonstrations import build_demonstration
+from r3async.envs.rows import NOT_SHOWN_OF_A_MESSAGE, LocatedRow, parse_conversation, parse_tools
+from r3async.rollout.chat import Conversation, TemplateError, build_demonstration
 from tests.helpers.published import ENDS, published, published_names, source_of
 
 

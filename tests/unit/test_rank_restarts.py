@@ -10,9 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from r3async.actors.rank_calls import RankCalls, RankLost
-from r3async.actors.ranked import RemoteRanks
-from r3async.actors.redo import SNAPSHOT_CALL, STAGE_CALL, RankCall, RecoveryLog
+from r3async.actors.ranks import SNAPSHOT_CALL, STAGE_CALL, RankCall, RankCalls, RankLost, RecoveryLog, RemoteRanks
 from r3async.config import load_config
 from r3async.learner import LearnerError
 from r3async.world import ActorLostError, ClusterNode

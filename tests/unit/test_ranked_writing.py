@@ -8,15 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from r3async.actors.rank_calls import RankCalls, RankProcesses
-from r3async.actors.ranked import RemoteRanks
-from r3async.actors.ranks import LocalRank
+from r3async.actors.ranks import LocalRank, RankCalls, RankProcesses, RemoteRanks
 from r3async.config import load_config
 from r3async.learner import LearnerError
 from r3async.weights.delta import digest_version
+from r3async.weights.fetch import iter_verified_tensors, verify_version_file
 from r3async.weights.manifest import WeightError
 from r3async.weights.publish import delta_path
-from r3async.weights.reading import iter_verified_tensors, verify_version_file
 
 
 class Backend:

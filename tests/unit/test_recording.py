@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from r3async.actors.ranks import LocalRank
 from r3async.config import config_to_dict
-from r3async.config.read import config_from_dict
+from r3async.config.load import config_from_dict
 from r3async.data.versions import Lineage
 from r3async.learner import build_learner
-from r3async.learner.batch.planner import build_cost_model
+from r3async.learner.batch import build_cost_model
 from r3async.learner.trainer import Trainer
 from r3async.record.recording import RecordingError, StepRecorder, find_recorded_steps, read_recorded_step
 from r3async.tools.cli import app
@@ -221,21 +221,21 @@ def moment(backend):
         state["exp_avg_sq"].mul_(1 + 1e-6)
 
 
-LEARNER, LOSSES = "r3async.learner", "r3async.learner.losses"
+LEARNER = "r3async.learner"
 PLANTED = {
     "advantages of another scale": (
-        f"{LOSSES}.advantages.compute_baseline_and_scale",
+        f"{LEARNER}.advantages.compute_baseline_and_scale",
         scaled(1.0001, at=1),
         "advantages",
     ),
     "an advantage with another baseline": (
-        f"{LOSSES}.advantages.compute_baseline_and_scale",
+        f"{LEARNER}.advantages.compute_baseline_and_scale",
         scaled(1.1, at=0),
         "advantages",
     ),
-    "other weights in the loss": (f"{LEARNER}.preparation.compute_loss_weights", scaled(1.01), "advantages"),
+    "other weights in the loss": (f"{LEARNER}.trainer.compute_loss_weights", scaled(1.01), "advantages"),
     "groups in another minibatch": (
-        f"{LEARNER}.preparation.partition_groups",
+        f"{LEARNER}.trainer.partition_groups",
         lambda call: lambda *a: call(*a)[::-1],
         "advantages",
     ),
@@ -252,7 +252,7 @@ PLANTED = {
         "logprobs",
     ),
     "attention with another scale": (
-        f"{LEARNER}.attention._attend_bucket",
+        f"{LEARNER}.kernels._attend_bucket",
         with_argument(6, lambda scale: (scale or 0.25) * 1.01),
         "logprobs",
     ),
@@ -261,14 +261,14 @@ PLANTED = {
         of_learner(lambda b: setattr(b.replay, "is_enabled", False)),
         "logprobs",
     ),
-    "a loss of another scale": (f"{LEARNER}.minibatch.compute_loss", scaled(1.0001, at=0), "gradients"),
+    "a loss of another scale": (f"{LEARNER}.trainer.compute_loss", scaled(1.0001, at=0), "gradients"),
     "advantages that are larger in the loss": (
-        f"{LEARNER}.minibatch.TokenBatch",
+        f"{LEARNER}.trainer.TokenBatch",
         with_argument("advantages", lambda a: a * 1.01),
         "gradients",
     ),
     "another coefficient of the trust region": (
-        f"{LOSSES}.drift.TrustRegion._clamp_coefficient",
+        f"{LEARNER}.drift.TrustRegion._clamp_coefficient",
         lambda call: lambda self, coef: call(self, coef) * 1.01,
         "gradients",
     ),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.data.records import SCHEMA, Column, SchemaError, TokenTable
+from r3async.data.tokens import SCHEMA, Column, SchemaError, TokenTable
 from tests.helpers.wire import make_supports
 
 EXTRA = SCHEMA.with_column(Column("made_up", ("int16", "int32"), 7, inner_dims=("width",)))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from r3async.learner.losses.objective import compute_loss_weights
+from r3async.learner.loss import compute_loss_weights
 from tests.helpers.algorithms import REDUCTIONS
 
 masks_strategy = st.lists(st.lists(st.booleans(), max_size=6), max_size=6)

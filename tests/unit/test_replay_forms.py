@@ -8,12 +8,12 @@ import torch
 
 from r3async.data import packed
 from r3async.data.packed import PackedRoutes
-from r3async.data.records import Sample, Trajectory
-from r3async.learner.batch.packing import collate_samples
+from r3async.data.tokens import Sample, Trajectory
+from r3async.data.wire import decode_trajectory, encode_trajectory
+from r3async.learner.batch import collate_samples
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import train_minibatch
-from r3async.transport.wire import decode_trajectory, encode_trajectory
 from tests.helpers import learner as megatron
 from tests.helpers import models
 from tests.helpers import torch as plain

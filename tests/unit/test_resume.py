@@ -12,7 +12,7 @@ from r3async.checkpoint import (
     check_start_model,
     restore_admission,
 )
-from r3async.checkpoint.resume import fingerprint_model, rewind_records
+from r3async.checkpoint.directory import fingerprint_model, rewind_records
 from r3async.checkpoint.state import decode_state, encode_state
 from r3async.config import CheckpointConfig, ConfigError, ScheduleConfig, config_from_dict, config_to_dict
 from r3async.schedule.admission import AdmissionController

@@ -4,8 +4,8 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action
+from r3async.envs.builtin import ReverseText, score_positions
 from r3async.envs.factory import build_environment_factory
-from r3async.envs.tasks import ReverseText, score_positions
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_a_wrong_environment_is_refused_with_the_fix(config, message):
 
 
 def test_a_users_class_is_loaded_by_path():
-    assert isinstance(build_environment_factory(EnvConfig(name="r3async.envs.tasks:ReverseText"))(), ReverseText)
+    assert isinstance(build_environment_factory(EnvConfig(name="r3async.envs.builtin:ReverseText"))(), ReverseText)

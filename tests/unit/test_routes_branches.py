@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import EpisodeConfig
-from r3async.data.model_shape import RoutingShape
+from r3async.data.models import RoutingShape
 from r3async.data.versions import VersionSpan
 from r3async.envs import Message
-from r3async.rollout.engines import Generation, GenerationRequest
+from r3async.rollout.engine import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import EpisodeSamples
 from tests.helpers.templates import QWEN3, renderer

@@ -13,7 +13,6 @@ import pytest
 from r3async.data.routes import RoutingError
 from r3async.learner import RouteTrace
 from r3async.record import routes
-from r3async.record.merging import merge_traces
 from r3async.record.routes import (
     ROUTES_CONTAINER,
     EngineCall,
@@ -22,9 +21,10 @@ from r3async.record.routes import (
     RouteIndex,
     TrainedRoutes,
     load_route_record,
+    merge_traces,
     scan_route_file,
+    verify_routes,
 )
-from r3async.record.verify import verify_routes
 from tests.helpers.routes import ID, LAYERS, episode, experts
 
 # --- files

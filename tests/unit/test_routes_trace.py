@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from r3async.config import Config, ConfigError, EpisodeConfig, config_from_dict
-from r3async.data.records import Sample, TokenTable
-from r3async.envs.tasks import ReverseText
+from r3async.data.tokens import Sample, TokenTable
+from r3async.envs.builtin import ReverseText
 from r3async.learner import MinibatchResult, RouteTrace
-from r3async.learner.batch.packing import pack_samples, pad_to_multiple
+from r3async.learner.batch import pack_samples, pad_to_multiple
 from r3async.learner.replay import RoutingReplay
 from r3async.record.reading import read_json_objects
 from r3async.record.routes import (
@@ -27,12 +27,12 @@ from r3async.record.routes import (
     parse_episode_id,
     record_engine_routes,
     scan_route_file,
+    verify_routes,
 )
-from r3async.record.verify import verify_routes
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines import GenerationRequest
-from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.rollout.group import GroupPlayer
+from r3async.rollout.engine import GenerationRequest
+from r3async.rollout.episode import GroupPlayer
+from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.schedule.admission import GroupLease
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.world.real import REAL_WORLD

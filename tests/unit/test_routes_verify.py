@@ -6,9 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from r3async.data.records import UNSAMPLED_VERSION
-from r3async.record.routes import EngineCall, RouteFileError, TrainedRoutes
-from r3async.record.verify import compare_routes, find_engine_routes
+from r3async.data.tokens import UNSAMPLED_VERSION
+from r3async.record.routes import EngineCall, RouteFileError, TrainedRoutes, compare_routes, find_engine_routes
 from tests.helpers.routes import EXPERTS, ID, LAYERS, TOKENS, call, episode, experts
 
 

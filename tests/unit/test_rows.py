@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import EpisodeConfig
-from r3async.data.model_shape import RoutingShape
-from r3async.data.records import Trajectory
+from r3async.data.models import RoutingShape
+from r3async.data.tokens import Trajectory
 from r3async.data.versions import VersionSpan
 from r3async.envs import Message, StepResult
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines import Generation, GenerationRequest
+from r3async.rollout.engine import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import EpisodeSamples, PrefixMismatchError, common_prefix_length
 from r3async.tools.init_model import build_byte_tokenizer

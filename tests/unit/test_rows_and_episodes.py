@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from r3async.config import BUILTIN_POLICY_LOSSES, AlgorithmConfig, Config, CorrectionConfig, config_from_dict
 from r3async.learner import LearnerError
-from r3async.learner.batch.packing import pack_samples
-from r3async.learner.losses.policy_loss import LossInputs, PolicyLoss
-from r3async.learner.minibatch import build_minibatch
-from r3async.learner.preparation import prepare_minibatches
+from r3async.learner.batch import pack_samples
+from r3async.learner.policy_loss import LossInputs, PolicyLoss
+from r3async.learner.trainer import build_minibatch, prepare_minibatches
 from tests.helpers.algorithms import distance
 from tests.helpers.layouts import VERSION, Leaves, Outcome, Said, leaves_of, played, trained, with_logprobs
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.data.model_shape import RoutingShape
-from r3async.data.records import GrowingTokens
+from r3async.data.models import RoutingShape
+from r3async.data.tokens import GrowingTokens
 from r3async.data.versions import VersionSpan
 from r3async.rollout import samples as samples_module
-from r3async.rollout.engines import Generation
+from r3async.rollout.engine import Generation
 from r3async.rollout.samples import EpisodeSamples, PrefixMismatchError
 
 SHAPE = RoutingShape(layers=1, top_k=2, num_experts=8)

@@ -13,7 +13,7 @@ from r3async.checkpoint.tensors import write_rank_file
 from r3async.config import load_config
 from r3async.record.events import open_event_log
 from r3async.record.reading import read_json_objects
-from r3async.record.steps import TRAINED_FILE, StepWriter, make_trained_step
+from r3async.record.writer import TRAINED_FILE, StepWriter, make_trained_step
 from r3async.schedule.groups import GroupBuffer
 from r3async.transport import TrajectoryLedger
 from r3async.world.appending import AppendFile

@@ -16,10 +16,10 @@ from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
 from r3async.config import ConfigError, load_config
 from r3async.learner import LearnerError, build_learner
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch.packing import MicroBatch
+from r3async.learner.batch import MicroBatch
 from r3async.learner.trainer import train_minibatch
-from r3async.rollout.engines import sample_probe
-from r3async.rollout.engines.scripted import DIGEST_TENSOR, ScriptedEngine
+from r3async.rollout.engine import sample_probe
+from r3async.rollout.scripted import DIGEST_TENSOR, ScriptedEngine
 from r3async.weights.probe import compare_probe, compare_sampled_probe
 from tests.helpers import models as hm
 from tests.helpers.parity import batch, config

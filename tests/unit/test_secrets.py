@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from r3async.checkpoint.resume import find_changed_settings
+from r3async.checkpoint.directory import find_changed_settings
 from r3async.config import (
     Config,
     ConfigError,
@@ -25,7 +25,7 @@ from r3async.config import (
     load_config,
 )
 from r3async.envs.pool import filter_variables, make_pooled_factory
-from r3async.rollout.agents.agents import make_agent
+from r3async.rollout.agents import make_agent
 from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.rollout.evaluation import check_environment
 from r3async.tools.cli import app

@@ -14,10 +14,11 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from r3async.config import Config, LearnerConfig, RolloutKLConfig, config_from_dict
-from r3async.data.records import Sample
+from r3async.data.tokens import Sample
 from r3async.learner import build_learner
-from r3async.learner.batch.packing import pack_samples
-from r3async.learner.figures import (
+from r3async.learner.batch import pack_samples
+from r3async.learner.drift import TrustRegion
+from r3async.learner.metrics import (
     DRIFT_BINS,
     STALENESS_BINS,
     combine_results,
@@ -26,17 +27,15 @@ from r3async.learner.figures import (
     compute_served_interval,
     estimate_served_drift,
 )
-from r3async.learner.losses.drift import TrustRegion
 from r3async.learner.optimizer import MasterAdamW
-from r3async.learner.preparation import prepare_minibatches
-from r3async.learner.served import (
+from r3async.learner.trainer import prepare_minibatches, train_minibatch
+from r3async.learner.trust_region import (
     LINE_SEARCH_TRIES,
     MIN_STEP_SHARE,
     choose_probes,
     compute_drift_carryover,
     line_search,
 )
-from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.learner import fully_recorded, replace_columns
 from tests.helpers.parity import of_rank

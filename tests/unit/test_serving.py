@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from r3async.config import ConfigError, EpisodeConfig, Secret, ServingConfig, config_from_dict
-from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from r3async.rollout.episode import EpisodeError
+from r3async.rollout.scripted import SCRIPTED_ROUTING
 from r3async.schedule.validation import check_trajectory
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 from tests.helpers.serving import (

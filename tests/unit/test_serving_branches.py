@@ -10,11 +10,10 @@ from hypothesis import given, settings
 
 from r3async.config import EpisodeConfig
 from r3async.envs import Message
-from r3async.record.routes import EngineCall, TrainedRoutes, parse_episode_id
-from r3async.record.verify import find_engine_routes
-from r3async.rollout.agents.protocol import AgentRequest, ApiError
-from r3async.rollout.agents.session import AgentSession
-from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
+from r3async.record.routes import EngineCall, TrainedRoutes, find_engine_routes, parse_episode_id
+from r3async.rollout.endpoint.protocol import AgentRequest, ApiError
+from r3async.rollout.endpoint.session import AgentSession
+from r3async.rollout.scripted import SCRIPTED_ROUTING
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 from tests.helpers.serving import HERMES, TASK, handed_out, merging_renderer, ready
 

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from r3async.config import EpisodeConfig
-from r3async.rollout.agents.session import AgentSession
+from r3async.rollout.endpoint.session import AgentSession
 from tests.helpers.serving import (
     SETTINGS,
     TASK,

@@ -7,9 +7,8 @@ import openai
 import pytest
 
 from r3async.config import ConfigError, EpisodeConfig
-from r3async.rollout.agents.session import AgentSession
-from r3async.rollout.agents.tool_parsers import detect_parser
-from r3async.rollout.engines import EngineError
+from r3async.rollout.endpoint.session import AgentSession, detect_parser
+from r3async.rollout.engine import EngineError
 from tests.helpers.serving import HERMES, TASK, answer_ids, ready, renderer, serving, user
 from tests.helpers.serving import talking as talking_to
 

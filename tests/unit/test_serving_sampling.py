@@ -5,9 +5,9 @@ import openai
 import pytest
 
 from r3async.config import EpisodeConfig
-from r3async.rollout.agents.chat_completions import parse_chat_request
-from r3async.rollout.agents.protocol import ApiError
 from r3async.rollout.chat import ChatRenderer, TemplateError, find_template_variables
+from r3async.rollout.endpoint.chat_completions import parse_chat_request
+from r3async.rollout.endpoint.protocol import ApiError
 from tests.helpers.serving import HERMES, answer_ids, renderer, talking, user
 
 EFFORT = "{% if reasoning_effort is defined %}<|system|>{{ reasoning_effort }}<|end|>{% endif %}" + HERMES

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from r3async.config import Config, config_from_dict
-from r3async.data.records import Sample
+from r3async.data.tokens import Sample
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch.packing import MicroBatch, pack_samples
+from r3async.learner.batch import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
-from r3async.record.merging import merge_traces
+from r3async.record.routes import merge_traces
 from tests.helpers import models as hm
 from tests.helpers import torch as ht
 from tests.helpers.parity import gradients_of_rank

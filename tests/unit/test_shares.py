@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import LearnerConfig, config_from_dict
-from r3async.learner.shares import SHARE_ALIGNMENT, RowShare, view_rows
+from r3async.learner.optimizer import SHARE_ALIGNMENT, RowShare, view_rows
 from r3async.learner.state import ShardSlice
 
 

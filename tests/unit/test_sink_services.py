@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from r3async.config import ObserveConfig, load_config
-from r3async.record.backends import EpisodeExample, make_episode_example
-from r3async.record.sinks import open_sinks
+from r3async.record.sinks import EpisodeExample, make_episode_example, open_sinks
 from r3async.tools.outlets import MetricsForwarder
 
 ROWS = [{"step": i, "time": 1_700_000_000.0 + i, "reward/mean": i / 4, "lr": None, "note": "text"} for i in range(1, 6)]

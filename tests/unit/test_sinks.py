@@ -14,9 +14,15 @@ from pathlib import Path
 import pytest
 
 from r3async.config import ConfigError, ObserveConfig, config_from_dict, config_to_toml, load_config
-from r3async.record.backends import SINK_BACKENDS, SINK_PACKAGES
-from r3async.record.prometheus import serve_metrics, to_prometheus_name
-from r3async.record.sinks import Sink, SinkSet, check_sinks
+from r3async.record.sinks import (
+    SINK_BACKENDS,
+    SINK_PACKAGES,
+    Sink,
+    SinkSet,
+    check_sinks,
+    serve_metrics,
+    to_prometheus_name,
+)
 
 ROWS = [{"step": i, "time": 1_700_000_000.0 + i, "reward/mean": i / 4, "lr": None, "note": "text"} for i in (1, 2, 3)]
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from r3async.config import BufferConfig
-from r3async.data.records import SCHEMA
-from r3async.schedule.spool import SPOOL_FORMAT, Spool
-from r3async.transport import encode_trajectory, wire
+from r3async.data import wire
+from r3async.data.tokens import SCHEMA
+from r3async.transport import encode_trajectory
+from r3async.transport.spool import SPOOL_FORMAT, Spool
 from r3async.world import disk
 from tests.helpers.spool import DISK, put_all, recovered, sampled, tell
 from tests.helpers.transport import LIMIT

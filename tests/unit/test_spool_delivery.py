@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from r3async.config import BufferConfig, TransportConfig
+from r3async.data import wire
 from r3async.data.container import RecordFormat
-from r3async.data.records import Trajectory
-from r3async.data.window import ConsumedGroups
-from r3async.schedule.spool import Spool
-from r3async.transport import TrajectoryLedger, wire
+from r3async.data.tokens import Trajectory
+from r3async.data.versions import ConsumedGroups
+from r3async.transport import TrajectoryLedger
+from r3async.transport.spool import Spool
 from tests.helpers.spool import DISK, recovered, sampled, tell
 from tests.helpers.transport import (
     LIMIT,
@@ -205,7 +206,7 @@ async def test_a_spool_that_is_full_slows_down_says_so_and_lets_the_next_step_th
 LEARNER = """
 import asyncio, sys
 from pathlib import Path
-from r3async.schedule.spool import Spool
+from r3async.transport.spool import Spool
 from r3async.config import BufferConfig, TransportConfig
 from r3async.transport import TrajectoryReceiver
 from tests.helpers.transport import SERVER_KEYS

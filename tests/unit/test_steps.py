@@ -3,8 +3,8 @@
 import json
 
 from r3async.record.reading import read_json_objects
-from r3async.record.steps import StepWriter
 from r3async.record.timeline import CounterGrowth
+from r3async.record.writer import StepWriter
 
 
 def make(tmp_path, reports):

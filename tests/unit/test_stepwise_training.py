@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.data.records import Sample, TokenTable, Trajectory, Turn
-from r3async.learner.batch.packing import pack_samples
-from r3async.learner.preparation import prepare_minibatches
+from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
+from r3async.learner.batch import pack_samples
 from r3async.learner.torch.backend import TorchLearner
+from r3async.learner.trainer import prepare_minibatches
 from tests.helpers import torch as ht
 from tests.helpers.stepwise import EPISODES, SHAPE, TURNS, VOCABULARY, Sampler, play
 

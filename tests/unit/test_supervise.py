@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from r3async.actors import supervise as driver
-from r3async.actors.crew import FleetScaler
+from r3async.actors import driver
+from r3async.actors.driver import FleetScaler, RunHandle, RunLauncher, supervise_run
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed
-from r3async.actors.supervise import RunHandle, RunLauncher, supervise_run
 from r3async.config import load_config
 from r3async.record.reading import read_json_objects
 from r3async.world import ActorLostError

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.data.records import SCHEMA, Sample, SchemaError, TokenTable, Trajectory, Turn
 from r3async.data.supports import FORM_BITS, FORM_EXCEPT, FORM_LISTED, SupportSets
+from r3async.data.tokens import SCHEMA, Sample, SchemaError, TokenTable, Trajectory, Turn
+from r3async.data.wire import WireError, decode_trajectory, encode_trajectory
 from r3async.schedule.validation import InvalidTrajectory, check_trajectory, validate_trajectory
-from r3async.transport.codec import WireError
-from r3async.transport.wire import decode_trajectory, encode_trajectory
 from tests.helpers.wire import make_trajectory
 
 SIZES = st.sampled_from([1, 7, 8, 9, 264, 1000, 40_000])

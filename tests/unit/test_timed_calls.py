@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from r3async.record.timeline import Timeline, read_timeline, time_engine_calls
-from r3async.rollout.engines import GenerationRequest
-from r3async.rollout.engines.scripted import ScriptedEngine
+from r3async.rollout.engine import GenerationRequest
+from r3async.rollout.scripted import ScriptedEngine
 
 
 def request(name: str, prompt: int) -> GenerationRequest:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from r3async.envs.tool_calls import parse_tool_calls, run_tool_calls, split_reasoning
-from r3async.rollout.agents.protocol import parse_messages
+from r3async.rollout.endpoint.protocol import parse_messages
 from tests.helpers.serving import ADD, SETTINGS, talking, user
 
 PAY = {"type": "function", "function": {"name": "pay", "parameters": {}}}

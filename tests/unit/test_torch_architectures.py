@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from r3async.data.architectures import RECURRENT_MODEL_TYPES, TORCH_ONLY_ARCHITECTURES
-from r3async.data.model_shape import parse_model_shape
+from r3async.data.models import RECURRENT_MODEL_TYPES, TORCH_ONLY_ARCHITECTURES, parse_model_shape
 from r3async.learner import LearnerError
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.torch.model import ATTENTION_NAME, PackedModel

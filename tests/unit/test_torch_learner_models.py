@@ -11,9 +11,9 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from r3async.data.model_shape import RoutingShape
+from r3async.data.models import RoutingShape
 from r3async.learner import LearnerError
-from r3async.learner.batch.packing import collate_samples, pack_samples
+from r3async.learner.batch import collate_samples, pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import torch as ht

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from r3async.actors.generator import EngineAndRenderer, GeneratorActor, LearnerConnection
 from r3async.config import config_from_dict, config_to_dict
-from r3async.data.records import Sample, Trajectory, Turn
-from r3async.learner.preparation import prepare_minibatches, replace_untrainable
+from r3async.data.tokens import Sample, Trajectory, Turn
+from r3async.data.wire import encode_trajectory
+from r3async.learner.trainer import prepare_minibatches, replace_untrainable
 from r3async.schedule.tasks import TrajectoryQuarantine
 from r3async.schedule.validation import (
     InvalidTrajectory,
@@ -26,7 +27,6 @@ from r3async.schedule.validation import (
     validate_trajectories,
     validate_trajectory,
 )
-from r3async.transport.wire import encode_trajectory
 from r3async.weights.publish import SharedMemoryReceiver
 from r3async.world.real import REAL_WORLD
 from tests.helpers.transport import LIMIT, Inbox, receiving, sending

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from r3async.config import TransportConfig
-from r3async.transport import TrajectoryReceiver, TrajectorySender, TransportError, wire
+from r3async.data import wire
+from r3async.transport import TrajectoryReceiver, TrajectorySender, TransportError
 from r3async.world.real import RealWorld
 from tests.helpers.transport import (
     HELLO,

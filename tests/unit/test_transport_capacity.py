@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from r3async.config import TransportConfig
-from r3async.transport import TrajectoryReceiver, TransportError, wire
-from r3async.transport import encoding as encoding_module
-from r3async.transport import intake as intake_module
+from r3async.data import wire
+from r3async.transport import TrajectoryReceiver, TransportError
+from r3async.transport import receiver as intake_module
+from r3async.transport import sender as encoding_module
 from tests.helpers.transport import (
     HELLO,
     LIMIT,

@@ -17,10 +17,15 @@ from typer.testing import CliRunner
 from zmq.utils import z85
 
 from r3async.config import TransportConfig, config_from_dict
-from r3async.data.records import SCHEMA
+from r3async.data import wire
+from r3async.data.tokens import SCHEMA
 from r3async.tools.cli import app
-from r3async.transport import SenderRefusedError, TransportError, wire
-from r3async.world.keys import (
+from r3async.transport import SenderRefusedError, TransportError
+from r3async.world.simulated.world import Simulation
+from r3async.world.sockets import (
+    REFUSED_NO_KEY,
+    REFUSED_OTHER_LEARNER,
+    REFUSED_UNKNOWN_KEY,
     create_key_files,
     generate_keys,
     load_client_keys,
@@ -28,8 +33,6 @@ from r3async.world.keys import (
     resolve_generator_keys,
     resolve_learner_keys,
 )
-from r3async.world.simulated.world import Simulation
-from r3async.world.zeromq import REFUSED_NO_KEY, REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY
 from tests.helpers.transport import (
     CLIENT_KEYS,
     LIMIT,

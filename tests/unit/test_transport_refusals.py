@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from r3async.data.records import SCHEMA, Column, Trajectory
+from r3async.data import wire
+from r3async.data.tokens import SCHEMA, Column, Trajectory
+from r3async.data.wire import align_offset
 from r3async.transport import (
     RejectionError,
     SenderRefusedError,
@@ -16,9 +18,7 @@ from r3async.transport import (
     TrajectorySender,
     TransportError,
     WireError,
-    wire,
 )
-from r3async.transport.codec import align_offset
 from tests.helpers.transport import (
     CLIENT_KEYS,
     FAST,

@@ -8,9 +8,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.transport import TrajectoryLedger, wire
-from r3async.transport.intake import NO_GROUP_LIMIT, MemoryBudget
-from r3async.transport.outbox import MAX_DAMAGED_DELIVERIES, MAX_IN_FLIGHT, Outbox, OutgoingTrajectory
+from r3async.data import wire
+from r3async.transport import TrajectoryLedger
+from r3async.transport.receiver import NO_GROUP_LIMIT, MemoryBudget
+from r3async.transport.sender import MAX_DAMAGED_DELIVERIES, MAX_IN_FLIGHT, Outbox, OutgoingTrajectory
 from tests.helpers.transport import make_trajectory
 
 

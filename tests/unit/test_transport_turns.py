@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.data.records import Trajectory
-from r3async.transport import TrajectoryReceiver, wire
-from r3async.transport.codec import WireError
+from r3async.data import wire
+from r3async.data.tokens import Trajectory
+from r3async.data.wire import WireError
+from r3async.transport import TrajectoryReceiver
 from tests.helpers.transport import (
     HELLO,
     LIMIT,
@@ -110,7 +111,7 @@ def delivered(monkeypatch) -> list[list[str]]:
 
 
 async def test_what_others_of_its_group_follow_waits_for_the_last_and_goes_with_it(monkeypatch, delivered):
-    monkeypatch.setattr("r3async.transport.encoding.LINGER_SECONDS", LIMIT)
+    monkeypatch.setattr("r3async.transport.sender.LINGER_SECONDS", LIMIT)
     inbox, looks = Inbox(), list[int]()
 
     def validate(trajectories: Sequence[Trajectory]) -> dict[int, str]:
@@ -145,7 +146,7 @@ async def test_what_waits_for_others_that_do_not_come_goes_after_a_while_or_with
     inbox = Inbox()
     async with receiving(inbox, SLOW) as (_, endpoint), sending(endpoint, SLOW) as sender:
         await asyncio.wait_for(sender.send(make_trajectory(0), more_follow=True), LIMIT)
-        monkeypatch.setattr("r3async.transport.encoding.LINGER_SECONDS", 1000.0)
+        monkeypatch.setattr("r3async.transport.sender.LINGER_SECONDS", 1000.0)
         last = asyncio.create_task(sender.send(make_trajectory(1), more_follow=True))
         await until(lambda: "t1" in sender)
         assert await sender.flush(LIMIT) == 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from r3async.config import RolloutKLConfig
-from r3async.learner.losses.drift import MAX_DRIFT_ERROR, TrustRegion
+from r3async.learner.drift import MAX_DRIFT_ERROR, TrustRegion
 from r3async.tools.bench.step_response import Plant, respond
 
 TARGET = 0.02

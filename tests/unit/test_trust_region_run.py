@@ -14,9 +14,9 @@ import torch
 from r3async.actors.learner import LearnerActor
 from r3async.actors.ranks import LocalRank
 from r3async.config import Config, config_from_dict, config_to_dict
-from r3async.data.records import Sample, Trajectory, Turn
+from r3async.data.tokens import Sample, Trajectory, Turn
 from r3async.learner import build_learner
-from r3async.learner.batch.packing import MicroBatch, pack_samples
+from r3async.learner.batch import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
 from r3async.record.reading import read_json_objects
 from r3async.world.real import REAL_WORLD

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed
 from r3async.config import ConfigError
-from r3async.record.catalogue import METRICS
 from r3async.record.events import open_event_log
-from r3async.record.steps import MetricsFile
+from r3async.record.metrics import METRICS
+from r3async.record.writer import MetricsFile
 from r3async.schedule.health import DRIFT_TOO_LARGE, GRADIENT_NOT_FINITE, NO_CONTRAST, UpdateMonitor, explain_no_update
 from r3async.tools import cli
 from r3async.tools.tail.live import describe_step

@@ -12,13 +12,12 @@ import pytest
 from rich.console import Console
 
 from r3async.config import Config, config_to_toml
-from r3async.record.catalogue import METRICS, compute_end_windows
 from r3async.record.events import open_event_log
-from r3async.record.steps import MetricsFile
+from r3async.record.metrics import METRICS, compute_end_windows
+from r3async.record.writer import MetricsFile
 from r3async.views.charts import CHARTS, build_charts
 from r3async.views.follow import FollowedRun
-from r3async.views.maps import MAX_MAP_COLUMNS, build_route_maps
-from r3async.views.report import write_report
+from r3async.views.report import MAX_MAP_COLUMNS, build_route_maps, write_report
 from r3async.views.summary import (
     format_number,
     format_percent,

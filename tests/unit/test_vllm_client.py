@@ -10,9 +10,9 @@ import sys
 import psutil
 import pytest
 
-from r3async.rollout.engines import EngineError
-from r3async.rollout.engines.vllm_client import EngineCoreClient
-from r3async.rollout.engines.vllm_messages import build_sampling_params
+from r3async.rollout.engine import EngineError
+from r3async.rollout.vllm.client import EngineCoreClient
+from r3async.rollout.vllm.messages import build_sampling_params
 from tests.helpers.core_process import play
 
 
@@ -97,6 +97,6 @@ async def test_a_start_that_is_cancelled_leaves_nothing():
 
 def test_the_owner_of_an_engine_imports_neither_vllm_nor_torch():
     program = (
-        "import sys, r3async.rollout.engines.vllm; print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+        "import sys, r3async.rollout.vllm.engine; print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout == "[]\n"

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from r3async.rollout.engines import EngineError
-from r3async.rollout.engines.vllm_requests import RequestRegistry
+from r3async.rollout.engine import EngineError
+from r3async.rollout.vllm.engine import RequestRegistry
 
 
 class Core:

@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.weights.content import SafetensorsEncoder
+from r3async.weights.fetch import iter_verified_tensors, verify_version_file
 from r3async.weights.manifest import TensorEntry, WeightError, WeightManifest
-from r3async.weights.publish import VersionStore
-from r3async.weights.reading import iter_verified_tensors, verify_version_file
+from r3async.weights.publish import SafetensorsEncoder, VersionStore
 from r3async.world.disk import SystemFiles
 
 

@@ -15,10 +15,9 @@ import torch
 
 from r3async.actors.delivery import choose_weight_backend
 from r3async.config import load_config
-from r3async.rollout.engines import vllm_worker
-from r3async.rollout.engines.vllm_requests import _verify_manifest
-from r3async.rollout.engines.vllm_sender import make_nccl_sender, order_tensor_names, read_tensors, serve_sends
-from r3async.rollout.engines.vllm_worker import WorkerExtension
+from r3async.rollout.vllm import worker as vllm_worker
+from r3async.rollout.vllm.engine import _verify_manifest
+from r3async.rollout.vllm.worker import WorkerExtension, make_nccl_sender, order_tensor_names, read_tensors, serve_sends
 from r3async.weights.manifest import WeightError, WeightManifest
 from r3async.weights.nccl import NcclReceiver, NcclSender, Offer, Send, request_receive_offer
 from tests.helpers.nccl import Process

@@ -16,13 +16,12 @@ from r3async.actors.conductor import Conductor
 from r3async.actors.delivery import Published, VersionWriter
 from r3async.actors.fleet import LearnerAddress
 from r3async.actors.installer import VersionInstaller
-from r3async.actors.learner import LearnerActor, LearnerComponents, LearnerModel, StepCounts
+from r3async.actors.learner import LearnerActor, LearnerComponents, LearnerModel, NextStep, StepCounts
 from r3async.actors.process import RunFailed
 from r3async.actors.ranks import LocalRank
-from r3async.actors.reception import NextStep
 from r3async.config import config_to_dict, load_config
 from r3async.learner import LearnerError
-from r3async.learner.batch.planner import CostModel
+from r3async.learner.batch import CostModel
 from r3async.learner.trainer import PreparedStep, StepOutcome, Trainer
 from r3async.record.reading import read_json_objects
 from r3async.record.timeline import Timeline

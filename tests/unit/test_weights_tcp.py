@@ -15,18 +15,25 @@ from hypothesis import strategies as st
 
 from r3async.actors.generator import EngineAndRenderer, GeneratorActor, LearnerConnection
 from r3async.config import config_to_dict, load_config
-from r3async.rollout.engines import CorruptWeightsError, InstallReport
-from r3async.weights import relay
+from r3async.rollout.engine import CorruptWeightsError, InstallReport
+from r3async.weights import fetch as relay
 from r3async.weights.delta import digest_version
+from r3async.weights.fetch import (
+    FANOUT,
+    ROOT_ADDRESS,
+    Join,
+    RelayTree,
+    RelayTrees,
+    TcpReceiver,
+    TcpServer,
+    iter_verified_tensors,
+    verify_version_file,
+)
 from r3async.weights.manifest import WeightError
-from r3async.weights.publish import TransferOffer
-from r3async.weights.reading import iter_verified_tensors, verify_version_file
-from r3async.weights.relay import FANOUT, ROOT_ADDRESS, Join, RelayTree, RelayTrees
-from r3async.weights.sending import DeltaVersionStore
-from r3async.weights.tcp import TcpReceiver, TcpServer
+from r3async.weights.publish import DeltaVersionStore, TransferOffer
 from r3async.world.disk import write_at
 from r3async.world.real import REAL_WORLD
-from r3async.world.zeromq import ZeroMqSockets
+from r3async.world.sockets import ZeroMqSockets
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS, until
 
 
@@ -198,8 +205,8 @@ def test_a_host_that_nobody_reaches_is_avoided(tmp_path, monkeypatch):
             node.is_done = False
         tree._nodes[ROOT_ADDRESS].children = FANOUT
         # not before: on a busy machine the hosts above would take the learner for silent, and one another for lost
-        monkeypatch.setattr("r3async.weights.tcp.MAX_SILENCE_SECONDS", 0.4)
-        monkeypatch.setattr("r3async.weights.tcp.RETRY_SECONDS", 0.2)
+        monkeypatch.setattr("r3async.weights.fetch.MAX_SILENCE_SECONDS", 0.4)
+        monkeypatch.setattr("r3async.weights.fetch.RETRY_SECONDS", 0.2)
         other = make("h0")
         assert same(await fetch(other, manifest, parts), manifest)
         assert other.parent_changes >= FANOUT  # more where the machine is so busy that the learner is silent too

@@ -11,9 +11,9 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.data.records import SCHEMA, Column, TokenTable, Turn
-from r3async.transport import wire
-from r3async.transport.wire import WireError, decode_trajectory, encode_trajectory
+from r3async.data import wire
+from r3async.data.tokens import SCHEMA, Column, TokenTable, Turn
+from r3async.data.wire import WireError, decode_trajectory, encode_trajectory
 from tests.helpers.wire import COMPRESSIBLE, FAST, PACKED, RAW, as_bytes, make_table, make_trajectory, runny_table
 
 

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.data.records import SCHEMA
-from r3async.transport import codec, wire
-from r3async.transport.wire import WireError, decode_control, decode_trajectory, encode_trajectory
+from r3async.data import wire
+from r3async.data import wire as codec
+from r3async.data.tokens import SCHEMA
+from r3async.data.wire import WireError, decode_control, decode_trajectory, encode_trajectory
 from tests.helpers.wire import (
     COMPRESSIBLE,
     FAST,

@@ -21,15 +21,14 @@ import numpy as np
 import psutil
 
 from r3async.config import Config, config_from_dict
-from r3async.data.model_shape import read_moe_layers
-from r3async.data.records import Sample, Trajectory, Turn, format_trajectory_id
+from r3async.data.models import read_moe_layers
+from r3async.data.tokens import Sample, Trajectory, Turn, format_trajectory_id
 from r3async.data.versions import VersionSpan
-from r3async.learner.batch.packing import MicroBatch
-from r3async.learner.batch.planner import build_cost_model
-from r3async.rollout.engines import Generation
+from r3async.data.wire import decode_trajectory, encode_trajectory
+from r3async.learner.batch import MicroBatch, build_cost_model
+from r3async.rollout.engine import Generation
 from r3async.rollout.samples import SampleBuilder
 from r3async.tools.bench.jobs import progress
-from r3async.transport.wire import decode_trajectory, encode_trajectory
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
@@ -140,7 +139,7 @@ async def play_all(config: Config, tasks: Sequence[Task], warm_up: int) -> tuple
 def bare_llm(config: Config) -> tuple[Any, Any, int]:
     """An `AsyncLLM` with the arguments that the run's engine gives it, sampling parameters by the first position whose routes are
     wanted, and the token that ends an answer."""
-    from r3async.rollout.engines import build_engine
+    from r3async.rollout.engine import build_engine
 
     ours: Any = build_engine(config, config.model.path, config.seed)
     os.environ |= {
@@ -155,8 +154,8 @@ def bare_llm(config: Config) -> tuple[Any, Any, int]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from r3async.rollout.engines.vllm_client import is_cpu_vllm
-    from r3async.rollout.engines.vllm_core import CPU_BLOCK_TOKENS
+    from r3async.rollout.vllm.client import is_cpu_vllm
+    from r3async.rollout.vllm.core import CPU_BLOCK_TOKENS
 
     arguments = {k: v for k, v in ours._args.items() if k != "worker_extension_cls"}
     arguments["disable_log_stats"] = True

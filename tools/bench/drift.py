@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config, RolloutKLConfig, load_config
-from r3async.learner.figures import REPLAYED_DRIFT_METRIC, SERVED_DRIFT_METRIC, STALENESS_BINS
-from r3async.learner.losses.drift import TrustRegion
+from r3async.learner.drift import TrustRegion
+from r3async.learner.metrics import REPLAYED_DRIFT_METRIC, SERVED_DRIFT_METRIC, STALENESS_BINS
 from r3async.tools.bench.jobs import BenchError, Say, table
 from r3async.tools.bench.step_response import Plant, Response, respond, response
 from r3async.tools.bench.training import is_made, metrics_of, train_apart

@@ -112,7 +112,7 @@ def _loop(x: Tensor, gates: Tensor, chosen: Tensor, first: Tensor, second: Tenso
 
 def _stacks(x: Tensor, gates: Tensor, chosen: Tensor, first: Tensor, second: Tensor, top_k: int) -> Tensor:
     """As the learner does it."""
-    from r3async.learner.experts import ExpertDispatch, WeightedSwiGLU, grouped_linear
+    from r3async.learner.kernels import ExpertDispatch, WeightedSwiGLU, grouped_linear
 
     sent = ExpertDispatch(chosen, top_k)
     wide = grouped_linear(sent.dispatch_rows(x), first, sent.expert_counts)

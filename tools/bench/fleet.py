@@ -16,11 +16,11 @@ from r3async.actors.delivery import Published
 from r3async.actors.leasing import LeaseClient, VersionGate
 from r3async.actors.process import describe_process
 from r3async.config import Config, config_from_dict
-from r3async.data.window import ConsumedGroups
-from r3async.data.written import UNKNOWN_SIZES
+from r3async.data.models import UNKNOWN_SIZES
+from r3async.data.versions import ConsumedGroups
 from r3async.record.timeline import LagMeter
-from r3async.rollout.engines import InstallReport
-from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
+from r3async.rollout.engine import InstallReport
+from r3async.rollout.scripted import SCRIPTED_ROUTING
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
 from r3async.weights.manifest import TensorEntry, WeightManifest

@@ -95,7 +95,7 @@ def forms() -> dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]:
     """By name: log-probs of hidden states, the vocabulary's matrix, targets and temperatures."""
     import torch
 
-    from r3async.learner.logprobs import token_logprobs
+    from r3async.learner.kernels import token_logprobs
 
     def naive(hidden: Tensor, matrix: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
         """Every logit of every token at once, in float32."""

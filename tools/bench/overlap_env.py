@@ -7,7 +7,7 @@ import itertools
 import random
 
 from r3async.envs import Action, Message, StepResult
-from r3async.envs.tasks import ReverseText
+from r3async.envs.builtin import ReverseText
 
 _EPISODES = itertools.count()
 """Of this process: no two episodes wait alike, also not those of one group."""

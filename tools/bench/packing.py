@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import ConfigError
-from r3async.learner.batch.planner import CostModel, build_cost_model, find_round_levels, plan_micro_batches
+from r3async.learner.batch import CostModel, build_cost_model, find_round_levels, plan_micro_batches
 from r3async.tools.bench.jobs import table
 from r3async.tools.memory import PUBLISHED_CONFIGS
 

@@ -16,13 +16,13 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config, InitConfig, load_config
-from r3async.data.records import Sample, TokenTable
 from r3async.data.routes import route_dtype
+from r3async.data.tokens import Sample, TokenTable
 from r3async.tools.bench.jobs import Say, table
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
-    from r3async.learner.batch.packing import MicroBatch
+    from r3async.learner.batch import MicroBatch
 
 TOKENS = 100
 """Of a sample."""
@@ -75,7 +75,7 @@ def made(directory: Path) -> LearnerBackend:
 
 
 def measure(learner: LearnerBackend, shape: tuple[int, int, int, int], repeats: int) -> Case:
-    from r3async.learner.batch.packing import pack_samples
+    from r3async.learner.batch import pack_samples
 
     samples = list(groups_of(learner, *shape))
     spent: dict[bool, list[tuple[float, float]]] = {False: [], True: []}

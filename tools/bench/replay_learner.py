@@ -18,8 +18,8 @@ from unittest import mock
 import numpy as np
 
 from r3async.config import Config, config_from_dict
-from r3async.data.records import Sample
-from r3async.learner.batch.packing import MicroBatch, pack_samples
+from r3async.data.tokens import Sample
+from r3async.learner.batch import MicroBatch, pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.replay import MicroBatchRoutes
 from r3async.learner.trainer import train_minibatch

@@ -19,14 +19,14 @@ import msgspec
 import numpy as np
 
 from r3async.config import EpisodeConfig, InitConfig, load_config
-from r3async.data.model_shape import RoutingShape, read_moe_layers
-from r3async.data.records import Sample, Trajectory, Turn
-from r3async.rollout.engines import Engine, GenerationRequest
+from r3async.data.models import RoutingShape, read_moe_layers
+from r3async.data.tokens import Sample, Trajectory, Turn
+from r3async.data.wire import decode_trajectory, encode_trajectory
+from r3async.rollout.engine import Engine, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import EpisodeSamples, SampleBuilder
 from r3async.tools.bench.jobs import progress
 from r3async.tools.bench.replay_report import RandomModel, RolloutJob, Rollouts
-from r3async.transport.wire import decode_trajectory, encode_trajectory
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ def trajectory_of(sample: Sample, index: int, task_seed: int, turns: Sequence[Tu
 @asynccontextmanager
 async def engine_of(job: RolloutJob, directory: Path, max_model_len: int) -> AsyncIterator[Engine]:
     """vLLM with the job's model, started."""
-    from r3async.rollout.engines.vllm import VllmEngine
+    from r3async.rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine(
         job.model,

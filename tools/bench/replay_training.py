@@ -20,12 +20,11 @@ import torch
 
 from r3async.actors.ranks import LocalRank
 from r3async.config import Config, ConfigError
-from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory, Turn, format_trajectory_id
+from r3async.data.tokens import SCHEMA, Sample, TokenTable, Trajectory, Turn, format_trajectory_id
 from r3async.envs import Action, Environment
 from r3async.envs.factory import build_environment_factory
 from r3async.learner import LearnerError
-from r3async.learner.batch.packing import pack_samples
-from r3async.learner.batch.planner import build_cost_model
+from r3async.learner.batch import build_cost_model, pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import Trainer
 from r3async.rollout.chat import ChatRenderer, Conversation

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from r3async.data.records import Sample, Trajectory, Turn
 from r3async.data.supports import SupportSets
+from r3async.data.tokens import Sample, Trajectory, Turn
 from r3async.tools.bench.jobs import BenchError, Say, progress, run_job, table
 from r3async.tools.bench.replay_report import LearnerJob, k3
 
@@ -175,9 +175,9 @@ def sample(job: SamplingJob, directory: Path) -> Sampled:
 
 
 async def _play(job: SamplingJob, directory: Path) -> Sampled:
-    from r3async.rollout.engines import GenerationRequest
-    from r3async.rollout.engines.vllm import VllmEngine
+    from r3async.rollout.engine import GenerationRequest
     from r3async.rollout.samples import SampleBuilder
+    from r3async.rollout.vllm.engine import VllmEngine
     from r3async.tools.bench.replay_rollouts import trajectory_of, write
 
     engine = VllmEngine(
@@ -223,7 +223,7 @@ async def _play(job: SamplingJob, directory: Path) -> Sampled:
 
 def score(job: SamplingJob, directory: Path) -> Scored:
     """The learner's job, on what `sample` wrote. Routes are replayed."""
-    from r3async.learner.batch.packing import pack_samples
+    from r3async.learner.batch import pack_samples
     from r3async.tools.bench.replay_learner import deltas, learner_of
     from r3async.tools.bench.replay_rollouts import read_samples
 

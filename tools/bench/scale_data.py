@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config, config_from_dict
-from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory, Turn, format_trajectory_id
+from r3async.data.tokens import SCHEMA, Sample, TokenTable, Trajectory, Turn, format_trajectory_id
 from r3async.tools.bench.jobs import Say
 from r3async.tools.bench.scale import Point
 
@@ -47,9 +47,8 @@ def _point(size: int, work: float, call: Callable[[], object], repeats: int, say
 
 def rows(quick: bool, say: Say) -> list[Point]:
     """What the learner does with a step's rows before the first forward pass: advantages, minibatches, plan, packing."""
-    from r3async.learner.batch.packing import pack_for_ranks
-    from r3async.learner.batch.planner import CostModel
-    from r3async.learner.preparation import prepare_minibatches
+    from r3async.learner.batch import CostModel, pack_for_ranks
+    from r3async.learner.trainer import prepare_minibatches
 
     def both(groups: list[list[Trajectory]], config: Config) -> None:
         for samples in prepare_minibatches(groups, config)[0]:
@@ -97,9 +96,9 @@ def experts(quick: bool, say: Say) -> list[Point]:
 def _routes(size: int, layers: int, experts: int, quick: bool, say: Say) -> Point:
     import torch
 
-    from r3async.learner.batch.packing import collate_samples
+    from r3async.data.wire import decode_trajectory, encode_trajectory
+    from r3async.learner.batch import collate_samples
     from r3async.learner.replay import RoutingReplay
-    from r3async.transport.wire import decode_trajectory, encode_trajectory
 
     tokens = ROUTED_TOKENS // 16 if quick else ROUTED_TOKENS
     torch.set_num_threads(1)  # processor time is of all threads, also of those that wait for each other

@@ -14,11 +14,11 @@ import numpy as np
 
 from r3async.config import EpisodeConfig
 from r3async.envs import Action, Message, StepResult
-from r3async.rollout.agents.session import AgentSession
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines import Generation, GenerationRequest
-from r3async.rollout.engines.scripted import ScriptedEngine
+from r3async.rollout.endpoint.session import AgentSession
+from r3async.rollout.engine import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.scripted import ScriptedEngine
 from r3async.tools.bench.jobs import Say
 from r3async.tools.bench.scale import Point
 from r3async.tools.init_model import build_byte_tokenizer

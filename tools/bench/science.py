@@ -1,6 +1,6 @@
 """`bench science`: the sweeps of plan files, and their results as data from which the pages are made (`bench/page.py`).
 
-Of each plan there are two files: NAME.jsonl with every whole run (`views/swept_runs.py`), and NAME.json with what they come to.
+Of each plan there are two files: NAME.jsonl with every whole run (`views/sweeps.py`), and NAME.json with what they come to.
 The second is made from the first, by the same command, without training: a run that the data has is not made again. So the runs
 of a plan may be made in several parts, on machines that are gone by the time of the last.
 """
@@ -20,8 +20,14 @@ from r3async.tools.bench.jobs import BenchError, Say
 from r3async.tools.sweep.command import SweepRequest, run_sweep
 from r3async.tools.sweep.plan import list_runs, read_sweep_plan
 from r3async.tools.sweep.record import RunSpec
-from r3async.views.sweeps import RESULTS_FILE, SweepResults, describe_results
-from r3async.views.swept_runs import FINISHED_FILE, read_finished_runs, write_finished_runs
+from r3async.views.sweeps import (
+    FINISHED_FILE,
+    RESULTS_FILE,
+    SweepResults,
+    describe_results,
+    read_finished_runs,
+    write_finished_runs,
+)
 from r3async.world.files import make_directory, replace_file
 
 PLANS = FIGURES / "plans"

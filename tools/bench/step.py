@@ -22,7 +22,7 @@ from r3async.tools.bench import bare
 from r3async.tools.bench.jobs import Say, progress, run_job, table
 
 if TYPE_CHECKING:
-    from r3async.data.records import Trajectory
+    from r3async.data.tokens import Trajectory
     from r3async.learner.trainer import StepOutcome
 
 TIMEOUT = 900.0
@@ -174,7 +174,7 @@ def train(job: Job, directory: Path) -> Spent:
     """Every batch by each way, in turns."""
     from r3async.actors.ranks import LocalRank
     from r3async.learner import build_learner
-    from r3async.learner.batch.planner import build_cost_model
+    from r3async.learner.batch import build_cost_model
     from r3async.learner.trainer import Trainer
     from r3async.record.recording import RecordedStep, write_recorded_step
 

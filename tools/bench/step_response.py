@@ -11,7 +11,7 @@ from statistics import fmean
 
 import msgspec
 
-from r3async.learner.losses.drift import TrustRegion
+from r3async.learner.drift import TrustRegion
 
 WITHIN = 1.5
 """Of the target: what a step counts as within it."""

@@ -20,10 +20,9 @@ from typing import Any
 import msgspec
 
 from r3async.tools.bench.jobs import BenchError, Say, table
+from r3async.weights.fetch import CHUNK_BYTES, WINDOW_CHUNKS
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import DEFAULT_BUCKET_BYTES
-from r3async.weights.relay import CHUNK_BYTES
-from r3async.weights.tcp import WINDOW_CHUNKS
 
 SAMPLE_SECONDS = 0.002
 ANSWER_SECONDS = 600.0
@@ -107,8 +106,13 @@ def _rank(pipe: Any, rank: int, job: TransferJob) -> None:
     """A rank's process: its part of a model in float32, stepped and copied."""
     import torch
 
-    from r3async.weights.content import HostWeights, SafetensorsEncoder
-    from r3async.weights.sending import ShareDescription, write_delta_part, write_share_region
+    from r3async.weights.publish import (
+        HostWeights,
+        SafetensorsEncoder,
+        ShareDescription,
+        write_delta_part,
+        write_share_region,
+    )
 
     torch.set_num_threads(1)
     each = int(job.megabytes * 1e6 / 2 / job.ranks / job.tensors)
@@ -150,8 +154,7 @@ def _engine(pipe: Any, number: int) -> None:
 async def _serve(pipe: Any, number: int) -> None:
     import torch  # noqa: F401
 
-    from r3async.weights.reading import verify_version_file
-    from r3async.weights.tcp import TcpReceiver
+    from r3async.weights.fetch import TcpReceiver, verify_version_file
 
     peak, receiver = Peak(), None
     while (call := await asyncio.to_thread(pipe.recv)) is not None:
@@ -244,9 +247,9 @@ async def _measure(
 ) -> Report:
     import torch  # noqa: F401
 
-    from r3async.weights.sending import ShardedVersionStore
-    from r3async.weights.tcp import TcpServer
-    from r3async.world.keys import generate_keys
+    from r3async.weights.fetch import TcpServer
+    from r3async.weights.publish import ShardedVersionStore
+    from r3async.world.sockets import generate_keys
 
     server_keys, client_keys = generate_keys()
     publisher = ShardedVersionStore(scratch / "learner", ranks.call, job.ranks, deltas=True)

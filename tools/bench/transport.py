@@ -24,13 +24,12 @@ import numpy as np
 import zmq
 
 from r3async.config import BufferConfig, TransportConfig
-from r3async.data.records import Trajectory
-from r3async.schedule.spool import Spool
+from r3async.data.tokens import Trajectory
 from r3async.tools.bench.jobs import BenchError, Say, forget_peak, memory_mib, run_job, table
 from r3async.tools.bench.transport_sender import LIMIT, Lag, Measured, TransportJob, specimen
 from r3async.transport import TrajectoryReceiver, encode_trajectory
-from r3async.world.keys import generate_keys
-from r3async.world.zeromq import apply_server_keys
+from r3async.transport.spool import Spool
+from r3async.world.sockets import apply_server_keys, generate_keys
 
 SIZES = (10_000, 200_000, 5_000_000, 12_600_000)
 MOVED = 600_000_000

@@ -15,12 +15,11 @@ import numpy as np
 import zmq
 
 from r3async.config import TransportConfig
-from r3async.data.records import Trajectory
+from r3async.data.tokens import Trajectory
 from r3async.tools.bench.jobs import forget_peak, memory_mib, progress
 from r3async.tools.bench.wire import sampled_trajectory
 from r3async.transport import TrajectorySender, encode_trajectory
-from r3async.world.keys import ClientKeys
-from r3async.world.zeromq import apply_client_keys
+from r3async.world.sockets import ClientKeys, apply_client_keys
 
 LIMIT = 240.0
 """Seconds of one measurement, at most."""

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from r3async.data.packed import RouteForm
-from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory, Turn
+from r3async.data.tokens import SCHEMA, Sample, TokenTable, Trajectory, Turn
+from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.tools.bench.jobs import table
-from r3async.transport.wire import decode_trajectory, encode_trajectory
 
 FORMS: tuple[RouteForm, ...] = ("plain", "bits", "dense")
 TURNS = 8

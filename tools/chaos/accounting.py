@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from r3async.record.steps import TrainedStep
+from r3async.record.writer import TrainedStep
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent", tag_field="kind"):

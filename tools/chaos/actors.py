@@ -14,25 +14,25 @@ from typing import Any
 
 import msgspec
 
+from r3async.actors.driver import RunHandle, RunLauncher
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
-from r3async.actors.supervise import RunHandle, RunLauncher
-from r3async.data.records import Trajectory
-from r3async.record.steps import checksum_tokens
-from r3async.rollout.engines import InstallReport
+from r3async.data.tokens import Trajectory
+from r3async.data.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, join_item_frames
+from r3async.record.writer import checksum_tokens
+from r3async.rollout.engine import InstallReport
 from r3async.schedule.groups import GroupBuffer
 from r3async.tools.chaos.accounting import Acknowledged, Damaged, Passed, Sent
 from r3async.tools.chaos.relay import Direction, Line, Noise, Relay
 from r3async.transport import TrajectoryLedger
 from r3async.transport.sender import TrajectorySender
-from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, join_item_frames
+from r3async.weights.fetch import TcpSource
 from r3async.weights.publish import TransferOffer
-from r3async.weights.tcp import TcpSource
 from r3async.world import World
 from r3async.world.appending import AppendFile
 from r3async.world.files import replace_file
-from r3async.world.keys import ClientKeys
 from r3async.world.processes import HOST_NAME_VARIABLE
+from r3async.world.sockets import ClientKeys
 
 LATE_SECONDS = 2.0
 """By which the learner that acknowledges too early writes too late."""

@@ -15,8 +15,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-from r3async.world.keys import ClientKeys, generate_keys
-from r3async.world.zeromq import apply_client_keys, apply_server_keys
+from r3async.world.sockets import ClientKeys, apply_client_keys, apply_server_keys, generate_keys
 
 Direction = Literal["to_learner", "to_generator"]
 Note = Callable[[Direction, Sequence[bytes]], object]

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from r3async.config import Config, ConfigError, load_config
 from r3async.record.reading import read_json_objects
-from r3async.record.steps import TRAINED_FILE, TrainedStep
+from r3async.record.writer import TRAINED_FILE, TrainedStep
 from r3async.schedule.admission import count_slots
 from r3async.tools.chaos.accounting import (
     Acknowledged,

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import psutil
 
 from r3async.record.reading import read_json_objects
-from r3async.record.steps import TRAINED_FILE
+from r3async.record.writer import TRAINED_FILE
 from r3async.tools.chaos.filling import Filling, mounted
 from r3async.tools.chaos.scenario import TAIL, Role, Scenario
 from r3async.tools.chaos.weights import BlockedLine, FullMemory, Strangers

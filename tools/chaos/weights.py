@@ -20,7 +20,7 @@ from r3async.record.reading import read_json_objects
 from r3async.tools.chaos.crowd import Seen
 from r3async.tools.chaos.filling import Filling, mounted
 from r3async.tools.chaos.scenario import Scenario
-from r3async.world.zeromq import HANDSHAKE_TIMEOUT_MS, MAX_NEW_PEERS
+from r3async.world.sockets import HANDSHAKE_TIMEOUT_MS, MAX_NEW_PEERS
 
 INSTALL_SECONDS = 8.0
 STEPS = 60

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config, ConfigError, load_config
-from r3async.config.read import Overrides, apply_overrides
+from r3async.config.load import Overrides, apply_overrides
 from r3async.learner import build_learner
-from r3async.rollout.engines import build_engine
+from r3async.rollout.engine import build_engine
 from r3async.tools.diagnose.diagnosis import Diagnosis, compare_sides
 from r3async.tools.diagnose.reference import ReferenceModel
 from r3async.tools.diagnose.tokens import check_masks, check_tokens

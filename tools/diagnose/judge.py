@@ -21,7 +21,7 @@ MAX_FLIPPED_SHARE = 0.1
 
 @dataclass(frozen=True)
 class StageOutputs:
-    """What one program computed of `token_ids` int64 `[T]`: `tensors` by stage (`stages.ActivationRecorder`), `logprobs`
+    """What one program computed of `token_ids` int64 `[T]`: `tensors` by stage (`activations.ActivationRecorder`), `logprobs`
     float32 `[T - 1]` of the tokens after the first, at temperature 1. `dtype` that it computes in; `expected_dtype` what its
     settings say. `stale_tensors`: tensors that it does not hold as it was given them."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from r3async.data.records import TokenTable
+from r3async.data.tokens import TokenTable
 from r3async.envs import Message
 from r3async.tools.diagnose.judge import Divergence, Explanation
 

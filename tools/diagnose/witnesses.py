@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from r3async.config import Config, ConfigError, ParallelConfig
-from r3async.data.architectures import EXPERT_BIAS_SUFFIX
+from r3async.data.models import EXPERT_BIAS_SUFFIX
 from r3async.learner import LearnerError
-from r3async.rollout.engines import GenerationRequest
-from r3async.rollout.engines.stages import ActivationRecorder
+from r3async.rollout.activations import ActivationRecorder
+from r3async.rollout.engine import GenerationRequest
 from r3async.tools.diagnose.judge import SampledTokens, StageOutputs
 from r3async.weights.publish import VersionStore
 
@@ -64,7 +64,7 @@ def observe_learner(learner: Any, tokens: np.ndarray, stale_tensors: list[str], 
 
 def find_changed_tensors(tensors: Mapping[str, Tensor], directory: Path, dtype: str) -> list[str]:
     """Tensors of a learner that are not the files' in `dtype`, to the bit."""
-    from r3async.learner.trained import open_model_files
+    from r3async.learner.model import open_model_files
 
     files, found = open_model_files(directory), []
     for name, tensor in tensors.items():

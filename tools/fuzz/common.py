@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory, Turn
+from r3async.data.tokens import SCHEMA, Sample, TokenTable, Trajectory, Turn
 
 WARM = 0.2
 """Share of the work after which memory is compared: caches and pools have filled by then."""

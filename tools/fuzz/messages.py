@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import BufferConfig, TransportConfig
+from r3async.data import wire
 from r3async.data.packed import RouteForm
-from r3async.data.records import SCHEMA, Trajectory
-from r3async.schedule.spool import SPOOL_FORMAT, Spool
+from r3async.data.tokens import SCHEMA, Trajectory
 from r3async.tools.fuzz.common import Report, Watch, mutate_bytes, specimen
-from r3async.transport import TrajectoryReceiver, wire
+from r3async.transport import TrajectoryReceiver
 from r3async.transport.sockets import NullSocket
+from r3async.transport.spool import SPOOL_FORMAT, Spool
 from r3async.world import MessageHandler
-from r3async.world.keys import generate_keys
 from r3async.world.real import RealWorld
+from r3async.world.sockets import generate_keys
 
 
 def mutate_control(rng: random.Random, frame: bytes) -> bytes:

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from r3async.data.records import Sample, TokenTable
-from r3async.learner.batch.packing import collate_samples
-from r3async.rollout.engines import Generation, GenerationRequest
-from r3async.rollout.engines.vllm import VllmEngine
+from r3async.data.tokens import Sample, TokenTable
+from r3async.learner.batch import collate_samples
+from r3async.rollout.engine import Generation, GenerationRequest
+from r3async.rollout.vllm.engine import VllmEngine
 from r3async.tools.gpu_check.learner import learner_of
 from r3async.tools.gpu_check.place import TINY, Place
 from r3async.weights.publish import VersionStore

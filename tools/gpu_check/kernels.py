@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from r3async.learner.attention import packed_attention, plan_attention
+from r3async.learner.kernels import packed_attention, plan_attention
 from r3async.tools.gpu_check.place import Place
 
 KERNELS = {

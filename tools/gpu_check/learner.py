@@ -20,7 +20,7 @@ from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
 from r3async.checkpoint.tensors import TensorSlice as Part
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch.packing import MicroBatch, pack_samples
+from r3async.learner.batch import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
 from r3async.tools.gpu_check.place import Place, make_config, make_samples
 from r3async.weights.publish import VersionStore

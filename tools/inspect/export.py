@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 
-from r3async.data.records import SCHEMA
+from r3async.data.tokens import SCHEMA
 from r3async.tools.inspect.run import InspectError
 from r3async.tools.inspect.trajectories import InspectedTrajectory
 
 PARQUET_BATCH_ROWS = 64
 TRACE_COLUMNS = {"learner_logprobs": ("float32", 0), "learner_experts": ("uint16", 2)}
-"""Columns of traces that `records.SCHEMA` has not: dtype, and dimensions after the tokens."""
+"""Columns of traces that `tokens.SCHEMA` has not: dtype, and dimensions after the tokens."""
 
 
 def make_row(trajectory: InspectedTrajectory, version: int | None) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from r3async.checkpoint.directory import STATE_FILE
 from r3async.checkpoint.state import CheckpointError, decode_state
 from r3async.data.container import TornRecord, map_file
-from r3async.data.records import SCHEMA
+from r3async.data.tokens import SCHEMA
+from r3async.data.wire import WireError
 from r3async.record.reading import (
     LINE_TYPES,
     QUARANTINE_FILE,
@@ -19,10 +20,8 @@ from r3async.record.reading import (
     read_quarantine,
     read_run_config,
 )
-from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes
+from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes, find_engine_routes
 from r3async.record.routes import load_route_record as load_route
-from r3async.record.verify import find_engine_routes
-from r3async.schedule.spool import SPOOL_FORMAT, load_record
 from r3async.tools.inspect.run import fit_to_cells, is_run
 from r3async.tools.inspect.trajectories import (
     InspectedTrajectory,
@@ -30,7 +29,7 @@ from r3async.tools.inspect.trajectories import (
     convert_trained_routes,
     convert_trajectory,
 )
-from r3async.transport.wire import WireError
+from r3async.transport.spool import SPOOL_FORMAT, load_record
 
 ReportProblem = Callable[[str], object]
 

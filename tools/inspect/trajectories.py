@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from r3async.data.records import Trajectory, Turn
-from r3async.record.catalogue import finite_or_none
+from r3async.data.tokens import Trajectory, Turn
+from r3async.record.metrics import finite_or_none
 from r3async.record.routes import TrainedRoutes, parse_episode_id
 
 TrajectorySource = Literal["spool", "trace", "episode"]
@@ -19,7 +19,7 @@ only the conversation was kept."""
 
 
 class InspectedSample(msgspec.Struct):
-    """`columns` by name, all of one length `T`: those of `records.SCHEMA` that are known, and of traces also
+    """`columns` by name, all of one length `T`: those of `tokens.SCHEMA` that are known, and of traces also
     `learner_logprobs` and `advantages` float32 `[T]`, and `learner_experts` `[T, L, K]`."""
 
     sample_id: str

@@ -8,21 +8,23 @@ from pathlib import Path
 import msgspec
 
 from r3async.data.container import TornRecord, map_file
-from r3async.data.records import SCHEMA
-from r3async.schedule.spool import SPOOL_FORMAT
-from r3async.tools.inspect.run import InspectError
-from r3async.transport.codec import PartReader, byte_view, compute_checksum
-from r3async.transport.tables import describe_table
-from r3async.transport.wire import (
+from r3async.data.tokens import SCHEMA
+from r3async.data.wire import (
     ControlMessage,
     Deliver,
     Frame,
+    PartReader,
     WireError,
+    byte_view,
+    compute_checksum,
     decode_control,
     decode_trajectory,
+    describe_table,
     join_item_frames,
     read_trajectory_header,
 )
+from r3async.tools.inspect.run import InspectError
+from r3async.transport.spool import SPOOL_FORMAT
 from r3async.untrusted import decode_msgpack
 
 MAX_FIELD_CHARACTERS = 200

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from statistics import fmean
 
 from r3async.config import ScheduleConfig
-from r3async.data.window import ConsumedGroups
+from r3async.data.versions import ConsumedGroups
 from r3async.schedule.admission import AdmissionController, GroupLease, max_groups_for_step
 from r3async.tools.simulate.model import Engine, Episode, Model, Prediction, Step
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from r3async.data.model_shape import RoutingShape
-from r3async.data.records import Sample, Trajectory
-from r3async.rollout.engines.scripted import scripted_logprobs, scripted_route_rows
+from r3async.data.models import RoutingShape
+from r3async.data.tokens import Sample, Trajectory
+from r3async.rollout.scripted import scripted_logprobs, scripted_route_rows
 from r3async.tools.simulate.history import Facts
 
 Keys = Mapping[tuple[int, int], int]

@@ -11,14 +11,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from r3async.actors.crew import ScaleRequest, write_scale_request
+from r3async.actors.driver import ScaleRequest, write_scale_request
 from r3async.tools.simulate.environment import Helper, helper_of
 from r3async.tools.simulate.faults import MOST_GENERATORS, Fault, quiet_after
 from r3async.tools.simulate.history import Acknowledged, Began, Event, Injected, Quiet, Taken
 from r3async.tools.simulate.observe import Watched
 from r3async.tools.simulate.observe_files import MEMORY
 from r3async.untrusted import MalformedError
-from r3async.weights import relay
+from r3async.weights import fetch as relay
 from r3async.world.simulated.disk import WRITE_OPERATIONS, SimulatedDisk
 from r3async.world.simulated.loop import ProcessKilled
 from r3async.world.simulated.processes import HostProcess

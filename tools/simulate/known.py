@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from r3async.data.records import format_trajectory_id
+from r3async.data.tokens import format_trajectory_id
 from r3async.tools.simulate.branches import Branch, leads_to
 from r3async.tools.simulate.history import (
     Acknowledged,

@@ -10,19 +10,17 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.reception import TrajectoryInbox
-from r3async.checkpoint.directory import CheckpointDirectory
-from r3async.checkpoint.writer import CheckpointWriter
-from r3async.schedule.spool import Spool
+from r3async.actors.learner import TrajectoryInbox
+from r3async.checkpoint.directory import CheckpointDirectory, CheckpointWriter
+from r3async.data import wire as wire_room
 from r3async.tools.simulate import mutants_schedule as mutants_schedule  # fills MUTANTS
 from r3async.tools.simulate import mutants_supervision as mutants_supervision
 from r3async.tools.simulate import mutants_weights as mutants_weights
 from r3async.tools.simulate.planting import MUTANTS as MUTANTS
 from r3async.tools.simulate.planting import mutant
-from r3async.transport import wire as wire_room
-from r3async.transport.intake import MemoryBudget
-from r3async.transport.outbox import Outbox
-from r3async.transport.sender import TrajectorySender
+from r3async.transport.receiver import MemoryBudget
+from r3async.transport.sender import Outbox, TrajectorySender
+from r3async.transport.spool import Spool
 from r3async.world.simulated.disk import SimulatedFile, SimulatedFiles
 
 # -- delivery and the spool --------------------------------------------------------------------------------------------

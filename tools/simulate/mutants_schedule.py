@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors import reception
+from r3async.actors import learner as reception
 from r3async.actors.delivery import VersionWriter
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
@@ -17,8 +17,8 @@ from r3async.actors.leasing import VersionGate
 from r3async.actors.ranks import LocalRank
 from r3async.data.versions import Lineage
 from r3async.schedule.admission import AdmissionController, GroupLease
-from r3async.schedule.difficulty import TaskHistory
 from r3async.schedule.groups import GroupBuffer
+from r3async.schedule.tasks import TaskHistory
 from r3async.tools.simulate.planting import mutant, plant
 
 # -- tasks -------------------------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ import errno
 from typing import Any
 
 from r3async.actors.tasks import Evaluator
-from r3async.rollout.group import GroupPlayer
+from r3async.rollout.episode import GroupPlayer
 from r3async.tools.simulate.planting import mutant
 from r3async.transport.sender import TrajectorySender
-from r3async.weights.host import HostVersionCache
-from r3async.world import disk_waits
+from r3async.weights.fetch import HostVersionCache
+from r3async.world import files as disk_waits
 
 # -- evaluations -------------------------------------------------------------------------------------------------------
 

@@ -10,15 +10,16 @@ import msgspec
 
 from r3async.actors.fleet import Fleet
 from r3async.actors.installer import VersionInstaller
-from r3async.rollout.engines.scripted import ScriptedEngine
+from r3async.rollout.scripted import ScriptedEngine
 from r3async.schedule.health import GeneratorHealth
-from r3async.schedule.spool import Spool
 from r3async.tools.simulate.planting import mutant, plant
 from r3async.transport.receiver import TrajectoryReceiver
+from r3async.transport.spool import Spool
 from r3async.untrusted import MalformedError
-from r3async.weights import delta, relay, tcp
-from r3async.weights.host import HostVersionCache
-from r3async.weights.tcp import IncomingStream, TcpReceiver
+from r3async.weights import delta
+from r3async.weights import fetch as relay
+from r3async.weights import fetch as tcp
+from r3async.weights.fetch import HostVersionCache, IncomingStream, TcpReceiver
 from r3async.world.files import write_atomically
 from r3async.world.simulated.disk import SimulatedFile, SimulatedFiles
 

@@ -16,11 +16,24 @@ from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.checkpoint import RunState
-from r3async.data.model_shape import RoutingShape
+from r3async.data.models import RoutingShape
 from r3async.data.versions import Lineage
+from r3async.data.wire import (
+    Ack,
+    ControlMessage,
+    Deliver,
+    Hello,
+    Reject,
+    Welcome,
+    WireError,
+    decode_control,
+    decode_trajectory,
+    decoded_bytes,
+    join_item_frames,
+)
 from r3async.learner.trainer import PreparedStep, StepOutcome, Trainer
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.scripted import DIGEST_TENSOR
+from r3async.rollout.scripted import DIGEST_TENSOR
 from r3async.tools.simulate.facts import facts_of
 from r3async.tools.simulate.history import (
     Acknowledged,
@@ -49,22 +62,9 @@ from r3async.tools.simulate.history import (
 )
 from r3async.tools.simulate.invariants import Checker, Violated
 from r3async.tools.simulate.observe_files import WatchedFiles, weights_in
-from r3async.transport.codec import WireError
-from r3async.transport.intake import NO_GROUP_LIMIT
-from r3async.transport.wire import (
-    Ack,
-    ControlMessage,
-    Deliver,
-    Hello,
-    Reject,
-    Welcome,
-    decode_control,
-    decode_trajectory,
-    decoded_bytes,
-    join_item_frames,
-)
+from r3async.transport.receiver import NO_GROUP_LIMIT
 from r3async.untrusted import MalformedError, decode_msgpack
-from r3async.weights import relay
+from r3async.weights import fetch as relay
 from r3async.world import ActorOptions, Files, WorkerThread
 from r3async.world.simulated.actors import DEFAULT_OPTIONS, SimulatedActor, SimulatedActorRef, SimulatedActors
 from r3async.world.simulated.disk import SimulatedDisk

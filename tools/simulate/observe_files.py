@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path
-from r3async.rollout.engines.scripted import read_weights_key
+from r3async.checkpoint.directory import EvaluationFile, evaluation_path
+from r3async.rollout.scripted import read_weights_key
 from r3async.tools.simulate.history import Arrived, Evaluated, Evaluating, Removed, Saved, Stored, Unlinked
 from r3async.untrusted import decode_json
 from r3async.weights.manifest import WeightError

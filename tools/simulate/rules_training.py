@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from r3async.data.records import format_trajectory_id
+from r3async.data.tokens import format_trajectory_id
 from r3async.schedule.admission import max_groups_for_step
 from r3async.tools.simulate.branches import leads_to, same_weights
 from r3async.tools.simulate.history import Began, Installed, Published, Sent, Taken, Trained

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from r3async.data.records import format_trajectory_id
+from r3async.data.tokens import format_trajectory_id
 from r3async.tools.simulate.history import Acknowledged, Arrived, Leased, Passed, Placed, Plays, Removed
 from r3async.tools.simulate.known import Known
 from r3async.tools.simulate.rules import Rule, rule

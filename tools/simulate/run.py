@@ -16,13 +16,12 @@ from typing import Any
 
 import msgspec
 
+from r3async.actors.driver import LOCK_WAIT_SECONDS, RunLauncher, open_run_directory, supervise_run
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed, StoppedBeforeStep
-from r3async.actors.run_dir import LOCK_WAIT_SECONDS, open_run_directory
-from r3async.actors.supervise import RunLauncher, supervise_run
 from r3async.checkpoint import CheckpointError
 from r3async.checkpoint.directory import ignore_event
 from r3async.config import Config, ConfigError, InitConfig
-from r3async.data.model_shape import read_moe_layers
+from r3async.data.models import read_moe_layers
 from r3async.record.reading import EVALUATION_FILE, read_json_objects
 from r3async.record.timeline import Span, read_timeline
 from r3async.tools.simulate.faults import draw_faults, quiet_after
@@ -34,7 +33,7 @@ from r3async.tools.simulate.planting import replaced
 from r3async.tools.simulate.shrink import Case
 from r3async.tools.simulate.workload import CHUNK_BYTES, draw_workload
 from r3async.untrusted import decode_json_object
-from r3async.weights import relay
+from r3async.weights import fetch as relay
 from r3async.world import Files
 from r3async.world.appending import EventReporter
 from r3async.world.simulated.loop import DeadlockError, LimitReachedError
@@ -73,7 +72,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Person:
-    """See `r3async.actors.supervise.DriverUI`: says nothing, and stops the run when a fault has it do so."""
+    """See `r3async.actors.driver.DriverUI`: says nothing, and stops the run when a fault has it do so."""
 
     def __init__(self) -> None:
         self.stop_requested = False

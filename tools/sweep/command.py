@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from r3async.config import ConfigError
-from r3async.config.read import explain_bad_name
+from r3async.config.load import explain_bad_name
 from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption
 
 if TYPE_CHECKING:

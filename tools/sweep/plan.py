@@ -21,11 +21,10 @@ from r3async.config import (
     load_config,
     parse_override,
 )
-from r3async.config.places import resolve_relative_paths
-from r3async.config.read import nest_overrides
-from r3async.config.section import Seed
-from r3async.config.short import SHORTHAND_KEYS
-from r3async.record.catalogue import METRICS, find_metric
+from r3async.config.load import nest_overrides
+from r3async.config.paths import resolve_relative_paths
+from r3async.config.section import SHORTHAND_KEYS, Seed
+from r3async.record.metrics import METRICS, find_metric
 from r3async.untrusted import MalformedError, decode_toml
 
 RESERVED_SETTINGS = {

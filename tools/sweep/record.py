@@ -13,14 +13,18 @@ import msgspec
 from r3async.config import ConfigError
 from r3async.tools.sweep.plan import PlannedRun, SweepPlan, list_points, list_runs
 from r3async.untrusted import MalformedError, decode_json
-from r3async.views.sweeps import REPORT_FILE, SweepDescription, SweepPoint, SweepResults, write_sweep_results
-from r3async.views.swept_runs import (
+from r3async.views.sweeps import (
     FINISHED_FILE,
+    REPORT_FILE,
     FinishedRun,
     RunCurves,
+    SweepDescription,
+    SweepPoint,
+    SweepResults,
     SweepRun,
     read_finished_runs,
     write_finished_runs,
+    write_sweep_results,
 )
 from r3async.world.files import make_directory, replace_file
 

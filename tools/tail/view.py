@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from r3async.record.catalogue import METRICS, Metric, sort_metrics
+from r3async.record.metrics import METRICS, Metric, sort_metrics
 from r3async.schedule.health import explain_no_update
 from r3async.tools.tail.draw import draw_bar, draw_plot, draw_sparkline
 from r3async.views.charts import CHARTS, EVALUATION_REWARD, PASS_AT_PREFIX, Chart, find_number_suffixes

@@ -16,32 +16,37 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from r3async.config import Config
-from r3async.data.model_shape import ModelShapeError
+from r3async.data.models import ModelShapeError
 from r3async.learner import LearnerError
 from r3async.learner.backend import LearnerBackend, TokenScores
-from r3async.learner.batch.packing import MicroBatch
-from r3async.learner.expert_biases import ExpertBias
-from r3async.learner.logprobs import select_supports, token_logprobs
+from r3async.learner.batch import MicroBatch
+from r3async.learner.kernels import DeterministicGather, select_supports, token_logprobs
 from r3async.learner.lora import LoraAdapters
 from r3async.learner.megatron import cpu, parallel
-from r3async.learner.megatron.adapters import build_adapter_mappings, build_adapters, select_trained_mappings
-from r3async.learner.megatron.attention import build_attention_params
-from r3async.learner.megatron.hf import build_transformer_config
-from r3async.learner.megatron.links import (
+from r3async.learner.megatron.layers import (
+    HiddenStatesModel,
+    attach_replay,
+    build_attention_params,
+    build_model,
+    freeze_padding_embedding,
+)
+from r3async.learner.megatron.weights import (
     ParameterMapping,
+    build_adapter_mappings,
+    build_adapters,
+    build_transformer_config,
     gather_weights,
     iter_owned_weights,
     load_weights,
     locate_shard,
     map_expert_biases,
     map_parameters,
+    select_trained_mappings,
 )
-from r3async.learner.megatron.modules import HiddenStatesModel, attach_replay, build_model, freeze_padding_embedding
-from r3async.learner.optimizer import MasterAdamW, count_updates
+from r3async.learner.model import MegatronModelShape, open_model_files, read_model_shape
+from r3async.learner.optimizer import ExpertBias, MasterAdamW, count_updates
 from r3async.learner.replay import MicroBatchRoutes, RouteBinder
 from r3async.learner.state import ShardSlice
-from r3async.learner.taken import DeterministicGather
-from r3async.learner.trained import MegatronModelShape, open_model_files, read_model_shape
 
 
 class MegatronLearner(LearnerBackend):

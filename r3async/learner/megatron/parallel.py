@@ -17,10 +17,16 @@ from torch import Tensor
 from r3async.config import ParallelConfig
 from r3async.learner import LearnerError
 from r3async.learner.backend import RankGroup
-from r3async.learner.megatron.context import ContextParallelGroup
-from r3async.learner.megatron.links import ParameterMapping
-from r3async.learner.optimizer import Gradients
-from r3async.learner.shares import UNSHARDED, RowShare, all_gather_shares, iter_buckets, reduce_scatter_shares
+from r3async.learner.megatron.context_parallel import ContextParallelGroup
+from r3async.learner.megatron.weights import ParameterMapping
+from r3async.learner.optimizer import (
+    UNSHARDED,
+    Gradients,
+    RowShare,
+    all_gather_shares,
+    iter_buckets,
+    reduce_scatter_shares,
+)
 
 
 @dataclass(frozen=True)

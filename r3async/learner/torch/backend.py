@@ -17,20 +17,17 @@ from torch.distributed.tensor import DTensor
 
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import Config, LearnerConfig
-from r3async.data.architectures import find_architecture
+from r3async.data.models import find_architecture
 from r3async.learner import LearnerError
 from r3async.learner.backend import SINGLE_RANK, LearnerBackend, RankGroup, TokenScores
-from r3async.learner.batch.packing import MicroBatch
-from r3async.learner.expert_biases import ExpertBias
-from r3async.learner.logprobs import select_supports
+from r3async.learner.batch import MicroBatch
+from r3async.learner.kernels import DeterministicGather, select_supports
 from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim, select_targets
-from r3async.learner.optimizer import Gradients, MasterAdamW, compute_squared_norm, count_updates, to_local
+from r3async.learner.optimizer import ExpertBias, Gradients, MasterAdamW, compute_squared_norm, count_updates, to_local
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learner.state import ShardSlice
-from r3async.learner.taken import DeterministicGather
-from r3async.learner.torch.described import read_model_config
-from r3async.learner.torch.model import PackedInputs, PackedModel, load_model
-from r3async.learner.torch.routers import attach_replay
+from r3async.learner.torch.described import first_error_line, load_transformers_config, read_model_config
+from r3async.learner.torch.model import PackedInputs, PackedModel, attach_replay, load_model
 
 
 class TorchLearner(LearnerBackend):
@@ -254,3 +251,25 @@ def gather_tensor(tensor: Tensor, dtype: torch.dtype, ranks: RankGroup, target_r
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.cpu() if ranks.rank == target_rank else None
+
+
+# A model built without memory: what loading it would refuse, known before anything starts.
+
+
+def check_buildable(config: Config, path: Path) -> None:
+    """Build the model and run it as far as shapes go. Raises `LearnerError` for one that this backend would train wrongly. What
+    only values show (changed logits, masked scores) is not seen; nor are the files of weights."""
+    described, loaded = read_model_config(path), load_transformers_config(path)
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from r3async.learner.torch.model import ATTENTION_NAME, PackedModel
+
+    try:
+        with torch.device("meta"):
+            # Matrices of experts have no kernel without values but in this precision.
+            causal = AutoModelForCausalLM.from_config(loaded, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
+    except Exception as error:  # of many kinds: numbers that do not fit
+        raise LearnerError(f"transformers cannot build it: {first_error_line(error)}") from error
+    PackedModel(causal.eval(), described, max_total_tokens=config.episode.max_total_tokens)

@@ -16,11 +16,11 @@ from zmq.utils import z85
 
 from r3async.world import MAX_FRAME, Buffer, MessageHandler
 from r3async.world.simulated.loop import VirtualProcess, VirtualTimer
-from r3async.world.zeromq import REFUSED_NO_KEY, REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY, UNKNOWN_KEY_HINT
+from r3async.world.sockets import REFUSED_NO_KEY, REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY, UNKNOWN_KEY_HINT
 
 if TYPE_CHECKING:
-    from r3async.world.keys import ClientKeys, ServerKeys
     from r3async.world.simulated.network import SimulatedNetwork
+    from r3async.world.sockets import ClientKeys, ServerKeys
 
 ANY_NAME = "*"
 HIGH_WATER_MARK = 1000

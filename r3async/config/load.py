@@ -1,0 +1,666 @@
+"""Loads a configuration: a preset or a file, then overrides, then checks; a setting that nothing reads is refused."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from r3async.config.algorithm import (
+    BUILTIN_POLICY_LOSSES,
+    GROUP_RELATIVE_ADVANTAGES,
+    AlgorithmConfig,
+    LearnerConfig,
+    RoutingConfig,
+    SftConfig,
+)
+from r3async.config.operation import (
+    BufferConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    ObserveConfig,
+    ScheduleConfig,
+    SuperviseConfig,
+    TransportConfig,
+    WeightsConfig,
+)
+from r3async.config.others import find_equivalent_setting
+from r3async.config.paths import resolve_relative_paths
+from r3async.config.rollout import (
+    DataConfig,
+    EnvConfig,
+    EnvEntryConfig,
+    EpisodeConfig,
+    EvaluationConfig,
+    GeneratorConfig,
+    ModelConfig,
+    RunEnv,
+    ServingConfig,
+    check_engine_args,
+    resolve_env,
+)
+from r3async.config.section import (
+    DATASET_ENV,
+    MIX_ENV,
+    SHORTHAND_KEYS,
+    ConfigError,
+    PositiveInt,
+    Secret,
+    Section,
+    Seed,
+    collect_secrets,
+    did_you_mean,
+    expand_shorthand,
+    flatten_section,
+    merge_tables,
+    strip_range,
+)
+from r3async.untrusted import MalformedError, decode_toml, format_value
+
+# A whole run's configuration, read from a preset or file with `key=value` overrides.
+
+
+def explain_bad_name(name: str) -> str:
+    """Why no run can have that name; "" for a good one, and for none, which means preset and time."""
+    if name == "latest":
+        return "is the link to the newest run"
+    if name and (name in (".", "..") or Path(name).name != name or "\\" in name):
+        return "is a path, and a run stays in its directory of runs (--runs chooses another)"
+    if name and (not name.strip() or not name.isprintable() or len(name.encode()) > 200):
+        return "is not readable: 1 to 200 bytes, no control characters"
+    return ""
+
+
+class Config(Section):
+    """A whole run."""
+
+    name: str = ""
+    """Run directory in `runs/`, a plain name without separators; default: preset and time."""
+    seed: Seed = 0
+    steps: PositiveInt = 100
+    resume: str = "auto"
+    """`auto`: resume from the newest intact checkpoint of this run, if it has any. `none`: start from step 0. Or the path of a
+    checkpoint, or of a run, to resume from."""
+    model: ModelConfig = msgspec.field(default_factory=ModelConfig)
+    env: EnvConfig = msgspec.field(default_factory=EnvConfig)
+    episode: EpisodeConfig = msgspec.field(default_factory=EpisodeConfig)
+    generator: GeneratorConfig = msgspec.field(default_factory=GeneratorConfig)
+    schedule: ScheduleConfig = msgspec.field(default_factory=ScheduleConfig)
+    routing: RoutingConfig = msgspec.field(default_factory=RoutingConfig)
+    algorithm: AlgorithmConfig = msgspec.field(default_factory=AlgorithmConfig)
+    learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
+    weights: WeightsConfig = msgspec.field(default_factory=WeightsConfig)
+    transport: TransportConfig = msgspec.field(default_factory=TransportConfig)
+    buffer: BufferConfig = msgspec.field(default_factory=BufferConfig)
+    supervise: SuperviseConfig = msgspec.field(default_factory=SuperviseConfig)
+    checkpoint: CheckpointConfig = msgspec.field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = msgspec.field(default_factory=ObserveConfig)
+    cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
+    serving: ServingConfig = msgspec.field(default_factory=ServingConfig)
+    evaluation: EvaluationConfig = msgspec.field(default_factory=EvaluationConfig)
+    sft: SftConfig = msgspec.field(default_factory=SftConfig)
+
+    def check_values(self) -> None:
+        if problem := explain_bad_name(self.name):
+            raise ValueError(f"`name` = {self.name!r} {problem}. Choose a plain name, such as name=first-try")
+        if not self.resume:
+            raise ValueError('`resume` must be "auto", "none", or the path of a checkpoint or run')
+        if self.schedule.samples_per_group < 2 and self.algorithm.advantage in GROUP_RELATIVE_ADVANTAGES:
+            raise ValueError(
+                f"`schedule.samples_per_group` = {self.schedule.samples_per_group} leaves `algorithm.advantage` = "
+                f"{self.algorithm.advantage!r} nothing to compare an episode with, so every advantage would be 0: set "
+                "`schedule.samples_per_group` to 2 or more, or `algorithm.advantage` = 'reinforce_pp', which compares with "
+                "the whole batch"
+            )
+        if self.schedule.replaced_groups and not self.algorithm.filter_zero_variance:
+            raise ValueError(
+                "`schedule.replaced_groups` takes other groups in place of those without contrast, which are then not to be "
+                "trained: set `algorithm.filter_zero_variance` = true"
+            )
+        if self.algorithm.router_aux.coef and self.routing.replay == "off":
+            raise ValueError("`algorithm.router_aux.coef` needs the routes of a step beforehand: set `routing.replay`")
+        if not self.model.path and self.model.init.top_k == 1 and self.learner.backend == "megatron":
+            raise ValueError(
+                "`model.init.top_k` = 1: the one gate of a token is always 1, so the router has no gradient, and megatron-core "
+                'refuses it: set `model.init.top_k` to 2 or more, or `learner.backend` = "torch"'
+            )
+        if self.algorithm.distillation.teacher and self.learner.backend == "scripted":
+            raise ValueError(
+                '`algorithm.distillation.teacher` judges tokens of a model: `learner.backend` = "scripted" has none'
+            )
+        if not self.episode.temperature:
+            raise ValueError(
+                "`episode.temperature` must be greater than 0, got 0: greedy answers are all the same, and have no log-probs to "
+                "train on. Evaluations may be greedy: `evaluation.temperature` = 0"
+            )
+        if self.generator.engine == "scripted" and self.weights.probe and self.learner.backend != "scripted":
+            raise ValueError('`generator.engine = "scripted"` has no weights to compare: set `weights.probe` = false')
+        self.evaluation.check_keep_best(self.checkpoint.keep_best, self.schedule.steps_per_publication)
+        if self.episode.max_total_tokens > self.learner.max_tokens_per_micro_batch:
+            raise ValueError(
+                f"`episode.max_total_tokens` = {self.episode.max_total_tokens} is more than "
+                f"`learner.max_tokens_per_micro_batch` = {self.learner.max_tokens_per_micro_batch}: "
+                "such a sample could not be trained"
+            )
+
+
+UNSET_WORD = "null"
+"""What unsets a setting that a file below has set: TOML has no word for it."""
+
+REMOVED_KEYS = {
+    "algorithm.correction.max_token_age": "it is `schedule.max_token_age` now",
+    "model.init.warm_batch": "the supervised start always takes 64 samples a step",
+    "model.init.warm_lr": "the supervised start always has a learning rate of 0.001",
+    "observe.sink_queue": "a sink always keeps 1024 rows that wait",
+    "observe.sink_timeout": "the end of a run always waits 15 s for sinks",
+}
+"""Keys that there were, and what holds now."""
+
+
+@functools.cache
+def _field_types(section_type: type) -> dict[str, Any]:
+    return {f.encode_name: strip_range(f.type) for f in msgspec.structs.fields(section_type)}
+
+
+def _make_unknown_key_error(path: str, key: str, inner: Any, names: Sequence[str]) -> ConfigError:
+    prefix = f"{path}." if path else ""
+    if (now := REMOVED_KEYS.get(f"{prefix}{key}")) is not None:
+        return ConfigError(f"unknown key `{prefix}{key}`: {now}")
+    whole = f"{prefix}{key}"
+    while isinstance(inner, Mapping) and len(inner) == 1:  # as much of the name as it has alone
+        ((more, inner),) = inner.items()
+        whole = f"{whole}.{more}"
+    if instead := find_equivalent_setting(whole):
+        return ConfigError(f"unknown key `{whole}`: {instead}")
+    names = names if path else [*names, *SHORTHAND_KEYS]
+    hint = did_you_mean(key, names, f"valid here: {', '.join(names)}", lambda near: f"`{prefix}{near}`", cutoff=0.5)
+    return ConfigError(f"unknown key `{prefix}{key}`: {hint}")
+
+
+def _convert_value(target_type: Any, value: Any, path: str) -> Any:
+    """Build section `target_type` from plain data, with dotted paths in every error."""
+    if typing.get_origin(target_type) is dict and _is_section(inner := typing.get_args(target_type)[1]):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"`{path}` holds sections by name, not the value {value!r}")
+        return {name: _convert_value(inner, each, f"{path}.{name}") for name, each in value.items()}
+    if not _is_section(target_type):
+        if value == UNSET_WORD and type(None) in (members := typing.get_args(target_type)) and str not in members:
+            return None  # what TOML has no word for, over a value below
+        try:
+            return msgspec.convert(value, target_type, dec_hook=_decode_secret)
+        except msgspec.ValidationError as error:
+            if target_type is Secret:  # without the value
+                raise ConfigError(f"`{path}` must be a text") from None
+            raise ConfigError(
+                f"`{path}` = {format_value(value)}: {_explain_type_error(target_type, str(error))}"
+            ) from error
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"`{path}` is a section, not the value {value!r}; set one of its keys: {', '.join(_field_types(target_type))}"
+        )
+    fields = _field_types(target_type)
+    built = {}
+    for key, inner in value.items():
+        if key not in fields:
+            raise _make_unknown_key_error(path, key, inner, list(fields))
+        built[key] = _convert_value(fields[key], inner, f"{path}.{key}" if path else key)
+    try:
+        return target_type(**built)
+    except ValueError as error:
+        raise ConfigError(f"[{path}] {error}" if path else str(error)) from error
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def _decode_secret(kind: type, value: Any) -> Any:
+    if kind is Secret and isinstance(value, str | Secret):
+        return value if isinstance(value, Secret) else Secret(value)
+    raise msgspec.ValidationError(f"expected {kind.__name__}")
+
+
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def _explain_type_error(target_type: Any, message: str) -> str:
+    """Why a value is not of that type. `message`: what msgspec says of it."""
+    if typing.get_origin(target_type) is Literal:
+        return f"it must be one of {', '.join(map(repr, typing.get_args(target_type)))}"
+    if target_type in _TYPE_NAMES:
+        return f"it must be {_TYPE_NAMES[target_type]}"
+    if typing.get_origin(target_type) is list:
+        inner = typing.get_args(target_type)[0]
+        members = (
+            f"of {', '.join(map(repr, typing.get_args(inner)))}" if typing.get_origin(inner) is Literal else "of texts"
+        )
+        return f'it must be a list {members}, in quotes from the shell: \'KEY=["a", "b"]\''
+    if typing.get_origin(target_type) is tuple:
+        return f"it must be a list of {len(typing.get_args(target_type))}, such as [0.9, 0.95]"
+    if typing.get_origin(target_type) is dict:
+        return "it is a table: set KEY.NAME=value, or { NAME = value } in TOML"
+    return message.split(" - at")[0]
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """`learner.lr=1e-4` -> (["learner", "lr"], 0.0001). Values are TOML; a bare word is a string."""
+    path, equals, raw = text.partition("=")
+    keys = [part.strip() for part in path.split(".")]
+    dashes = ": settings have no dashes" if text.startswith("-") else ""
+    if not equals or not all(keys) or dashes:
+        raise ConfigError(f"override {text!r} is not of the form key=value, for example learner.lr=1e-4{dashes}")
+    try:
+        return keys, decode_toml(f"value = {raw}")["value"]
+    except MalformedError:
+        return keys, raw
+
+
+def _merge_layer(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    """`overlay` merged over `base`. `env.args` belong to the environment that they were given with: another one has its own."""
+    env, other = base.get("env"), overlay.get("env")
+    if isinstance(env, Mapping) and isinstance(other, Mapping) and other.get("name") == MIX_ENV:
+        env = {**env, "name": ""}  # what [[env]] names replaces what there was
+    if (
+        isinstance(env, Mapping)
+        and isinstance(other, Mapping)
+        and other.get("name", env.get("name")) != env.get("name")
+    ):
+        base = {**base, "env": {key: value for key, value in env.items() if key != "args"}}
+    return merge_tables(base, overlay)
+
+
+def parse_mix_entries(env: EnvConfig) -> dict[str, EnvEntryConfig]:
+    """The environments of a mix, in the order of their labels; none of any other. Raises `ConfigError` that names the entry."""
+    if env.name != MIX_ENV:
+        return {}
+    if not env.args:
+        raise ConfigError("`env.name` = 'mix' without environments: set [[env]], once for each")
+    return {
+        label: _convert_value(EnvEntryConfig, entry, f"env.args.{label}") for label, entry in sorted(env.args.items())
+    }
+
+
+def resolve_envs(config: Config) -> list[RunEnv]:
+    """What the run trains: one environment, or those of a mix. Raises as `parse_mix_entries`."""
+    parts = parse_mix_entries(config.env)
+    if not parts:
+        return [RunEnv("", config.env, 1.0, config.episode)]
+    return [resolve_env(label, entry, config.episode) for label, entry in parts.items()]
+
+
+def parse_data_config(args: Mapping[str, Any]) -> DataConfig:
+    """`env.args` of a dataset. Raises `ConfigError` that names `data.KEY`."""
+    return _convert_value(DataConfig, args, "data")
+
+
+def preset_directory() -> Path:
+    """Where the presets are: in the package, which in a checkout is a link to `configs/`."""
+    return Path(__file__).parent.parent / "presets"
+
+
+def find_config(name_or_path: str) -> Path:
+    """A TOML file, or the preset of that name. Raises `ConfigError` with the nearest preset's name."""
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            why = "it is a directory, not a file" if path.is_dir() else "no such file"
+            raise ConfigError(f"{why}: {name_or_path}")
+        return path
+    if "=" in name_or_path:
+        raise ConfigError(
+            f"{name_or_path!r} is a setting, and a preset or a TOML file comes before settings: quickstart {name_or_path}"
+        )
+    preset = preset_directory() / f"{name_or_path}.toml"
+    if not preset.is_file():
+        names = sorted(p.stem for p in preset_directory().glob("*.toml"))
+        hint = did_you_mean(name_or_path, names, f"there are: {', '.join(names)}")
+        raise ConfigError(f"no preset {name_or_path!r}; {hint} (a file must end in .toml)")
+    return preset
+
+
+class _ConfigLayer(NamedTuple):
+    """What a file, or the overrides, say. `is_explicit`: a person set each of it."""
+
+    data: dict[str, Any]
+    is_explicit: bool
+
+
+def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[_ConfigLayer]:
+    """A file and those that it extends, the last of them first. A preset has values for other ways to run, and a run's own
+    `config.toml` says all that there is, so nobody set them one by one."""
+    if path in seen:
+        raise ConfigError(f"`extends` goes in a circle: {' -> '.join(str(p) for p in (*seen, path))}")
+    try:
+        data = decode_toml(path.read_bytes())
+    except MalformedError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    data = expand_shorthand(data)
+    preset = path.parent.resolve() == preset_directory().resolve()
+    if not preset and path.parent.resolve() != Path.cwd():
+        data = resolve_relative_paths(data, path.parent)
+    base = data.pop("extends", None)
+    if base is not None and not isinstance(base, str):
+        raise ConfigError(f"{path}: `extends` = {base!r} must be a preset's name, or a TOML file")
+    own = _ConfigLayer(data, not preset and not set(Config.__struct_fields__) <= data.keys())
+    return [*_read_layers(find_config(base), (*seen, path)), own] if base is not None else [own]
+
+
+def _build_config(layers: Sequence[_ConfigLayer]) -> Config:
+    return _convert_value(Config, functools.reduce(_merge_layer, (layer.data for layer in layers)), "")
+
+
+def _refuse_unread_settings(config: Config, layers: Sequence[_ConfigLayer], command: CommandName | None) -> None:
+    """Raise `ConfigError` for what a person set in vain. What a file sets may be turned off by what is over it: it has to have
+    been read there, or to be read now."""
+    if command is None:
+        return
+    *files, overrides = layers
+    for setting, value in flatten_section(overrides.data).items():
+        if value is not None and (elsewhere := find_other_reader(setting, command)):
+            raise ConfigError(f"`{setting}` has no effect here: {elsewhere} reads it. Leave it out")
+    if command in ("eval", "init-model"):
+        return
+    for count, layer in enumerate(layers, start=1):
+        for setting, value in flatten_section(layer.data).items() if layer.is_explicit else ():
+            in_file = layer is not overrides
+            if value in (None, UNSET_WORD) or not (needs := explain_unread(setting, config, in_file=in_file)):
+                continue
+            if not in_file or _is_unread_in_files(setting, files[:count]):
+                raise ConfigError(f"`{setting}` has no effect: it needs {needs}. Set that, or leave this out")
+
+
+def _is_unread_in_files(setting: str, files: Sequence[_ConfigLayer]) -> bool:
+    try:
+        return bool(explain_unread(setting, _build_config(files), in_file=True))
+    except ConfigError:  # what it lacks is set over it
+        return False
+
+
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Texts `key=value`, as on a command line, or values by key. Keys may be dotted, and a value may be a mapping:
+`{"learner.lr": 1e-4}` and `{"learner": {"lr": 1e-4}}` are the same."""
+
+
+def nest_overrides(overrides: Overrides) -> dict[str, Any]:
+    """As they stand in a TOML file. Raises `ConfigError` for a text that is not `key=value`, and for a key within a value."""
+    if isinstance(overrides, Mapping):
+        given = [(key.split("."), value) for key, value in overrides.items()]
+    else:
+        given = [parse_override(text) for text in overrides]
+    over: dict[str, Any] = {}
+    for keys, value in given:
+        for key in reversed(keys):
+            value = {key: value}
+        over = merge_tables(over, expand_shorthand(value))
+    return over
+
+
+def load_config(name_or_path: str, overrides: Overrides = (), command: CommandName | None = "train") -> Config:
+    """The configuration of a preset or TOML file (which may `extends` another), with `overrides` over it, for a command; None
+    trains nothing, and reads what it needs.
+
+    Raises `ConfigError` that names the setting and the fix, also for a setting that this command does not read beside the
+    others, if a person set it."""
+    config, layers = _load_layers(name_or_path, overrides)
+    _refuse_unread_settings(config, layers, command)
+    return config
+
+
+def _load_layers(name_or_path: str, overrides: Overrides) -> tuple[Config, list[_ConfigLayer]]:
+    layers = [*_read_layers(find_config(name_or_path)), _ConfigLayer(nest_overrides(overrides), True)]
+    return validate_config(_build_config(layers)), layers
+
+
+def apply_overrides(config: Config, overrides: Overrides, command: CommandName | None = None) -> Config:
+    """`config` with `overrides` over it. Raises `ConfigError` as `load_config` does."""
+    layers = [_ConfigLayer(config_to_dict(config, reveal=True), False), _ConfigLayer(nest_overrides(overrides), True)]
+    config = validate_config(_build_config(layers))
+    _refuse_unread_settings(config, layers, command)
+    return config
+
+
+def validate_config(config: Config) -> Config:
+    """`config`, as it was read from what a person wrote. Raises `ConfigError` for what the engine has to decide itself."""
+    if config.generator.engine == "vllm":
+        check_engine_args(config.generator.engine_args)
+    for each in resolve_envs(config):
+        if each.env.name.partition(":")[0] == DATASET_ENV:
+            parse_data_config(each.env.args)
+    return config
+
+
+def load_command_config(name_or_path: str, overrides: Sequence[str] = (), command: CommandName = "train") -> Config:
+    """`load_config` of what a command line says. Raises `ConfigError` also for a secret in it, which other users of the machine,
+    and all who see a job of the cluster, could read there."""
+    config, layers = _load_layers(name_or_path, overrides)
+    refuse_literal_secrets(config, overrides)
+    _refuse_unread_settings(config, layers, command)
+    return config
+
+
+def refuse_literal_secrets(config: Config, overrides: Sequence[str]) -> None:
+    """Raise `ConfigError` for a secret of `config` that one of `overrides` gives literally."""
+    keys = [text.partition("=")[0].strip() for text in overrides]
+    for setting, secret in collect_secrets(config).items():
+        given = any(setting == key or setting.startswith(f"{key}.") for key in keys)
+        # Words of a command can be read in the command line of the program that it starts, wherever they were given.
+        if given and secret and not secret.variable_name and ".command[" not in setting:
+            raise ConfigError(
+                f"`{setting}` is a secret, and command lines can be read by others: put it into an environment variable and "
+                f"set '{setting}=$NAME' (in quotes), or into a TOML file that only you can read"
+            )
+
+
+def config_from_dict(data: Mapping[str, Any]) -> Config:
+    return _convert_value(Config, data, "")
+
+
+def config_to_dict(config: Section, *, reveal: bool = False) -> dict[str, Any]:
+    """Plain data, every key resolved. Secrets are `***`, so that it may be written anywhere; with `reveal` they are as they
+    were given, for the process that needs them."""
+
+    def encode_secret(value: Any) -> str:
+        if not isinstance(value, Secret):
+            raise TypeError(f"a {type(value).__name__} is no setting")
+        return value.raw_text if reveal else value.redacted
+
+    return msgspec.to_builtins(config, enc_hook=encode_secret)
+
+
+def config_to_toml(config: Config) -> str:
+    """The resolved configuration as TOML. Unset (None) values are left out: TOML has no null."""
+
+    def drop_none(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: drop_none(v) for k, v in value.items() if v is not None}
+        return value
+
+    return msgspec.toml.encode(drop_none(config_to_dict(config))).decode()
+
+
+# Which settings nothing reads beside the others: what a person sets in vain is refused, with what would have it read.
+
+
+CommandName = Literal["train", "sft", "eval", "init-model"]
+"""Who reads the settings."""
+
+
+class ReadCondition(NamedTuple):
+    """`settings`, sections or single ones, by their dotted names, are read where `is_met`; `requirement` says when, after
+    "it needs"."""
+
+    settings: tuple[str, ...]
+    requirement: str
+    is_met: Callable[[Config], object]
+    is_shared_in_files: bool = False
+    """Another command reads them, maybe from the same file, so that only the command line sets them in vain."""
+
+
+def _has_agent_env(config: Config) -> bool:
+    names = [config.env.name, config.evaluation.env.name, *(each.env.name for each in config.evaluation.sets.values())]
+    names += [str(each.get("name")) for each in config.env.args.values() if isinstance(each, dict)]
+    return any(name.startswith(("agent:", "agent-")) for name in names)
+
+
+def _make_loss_predicate(name: str) -> Callable[[Config], bool]:
+    """A loss of one's own may read the section of any."""
+    return lambda c: c.algorithm.policy_loss == name or ":" in c.algorithm.policy_loss
+
+
+READ_CONDITIONS = (
+    ReadCondition(("model.init",), "an empty `model.path`", lambda c: not c.model.path),
+    ReadCondition(("model.init.warm_reward",), "`model.init.max_warm_steps`", lambda c: c.model.init.max_warm_steps),
+    ReadCondition(
+        ("episode.keep_sampling_mask",), "`episode.top_p`, `top_k` or `min_p`", lambda c: c.episode.truncates_sampling
+    ),
+    ReadCondition(("schedule.window",), "`schedule.max_staleness`", lambda c: c.schedule.max_staleness),
+    ReadCondition(
+        ("schedule.difficulty.groups",),
+        "`schedule.difficulty.settled_share` below 1, or `schedule.difficulty.target`",
+        lambda c: c.schedule.difficulty.is_active,
+    ),
+    ReadCondition(
+        ("schedule.difficulty.easy", "schedule.difficulty.hard"),
+        "`schedule.difficulty.settled_share` below 1",
+        lambda c: c.schedule.difficulty.settled_share < 1,
+    ),
+    ReadCondition(
+        ("schedule.difficulty.among",),
+        "`schedule.difficulty.target`",
+        lambda c: c.schedule.difficulty.target is not None,
+    ),
+    ReadCondition(
+        ("routing.min_recorded_fraction",),
+        '`routing.replay` = "rollout"',
+        lambda c: c.routing.replay == "rollout",
+    ),
+    ReadCondition(("routing.trace_every",), '`routing.trace` = "sample"', lambda c: c.routing.trace == "sample"),
+    ReadCondition(
+        ("algorithm.normalize_std",), '`algorithm.advantage` = "grpo"', lambda c: c.algorithm.advantage == "grpo"
+    ),
+    ReadCondition(
+        ("algorithm.overlong_penalty.factor",),
+        "`algorithm.overlong_penalty.buffer`",
+        lambda c: c.algorithm.overlong_penalty.buffer,
+    ),
+    *(
+        ReadCondition((f"algorithm.{loss}",), f'`algorithm.policy_loss` = "{loss}"', _make_loss_predicate(loss))
+        for loss in BUILTIN_POLICY_LOSSES
+    ),
+    ReadCondition(
+        ("algorithm.loss_args",),
+        "`algorithm.policy_loss` = module:function, a loss of your own",
+        lambda c: ":" in c.algorithm.policy_loss,
+    ),
+    ReadCondition(
+        ("algorithm.correction.weight_cap",),
+        "`algorithm.correction.weight`",
+        lambda c: c.algorithm.correction.weight != "none",
+    ),
+    ReadCondition(
+        ("algorithm.rollout_kl.estimator",), "`algorithm.rollout_kl.coef`", lambda c: c.algorithm.rollout_kl.coef
+    ),
+    ReadCondition(
+        tuple(f"algorithm.rollout_kl.{name}" for name in ("coef_max", "gain", "gain_down")),
+        "`algorithm.rollout_kl.target`",
+        lambda c: c.algorithm.rollout_kl.target,
+    ),
+    ReadCondition(
+        ("algorithm.rollout_kl.measure",),
+        "`algorithm.rollout_kl.target` or `max`",
+        lambda c: c.algorithm.rollout_kl.target or c.algorithm.rollout_kl.max,
+    ),
+    ReadCondition(
+        ("algorithm.rollout_kl.probe_every", "algorithm.rollout_kl.probe_tokens"),
+        "`algorithm.rollout_kl.probe_share`",
+        lambda c: c.algorithm.rollout_kl.probe_share,
+    ),
+    ReadCondition(
+        ("algorithm.reference_kl.weighted", "algorithm.reference_kl.weight_cap"),
+        "`algorithm.reference_kl.coef`",
+        lambda c: c.algorithm.reference_kl.coef,
+    ),
+    ReadCondition(
+        ("algorithm.reference_kl.weight_cap",),
+        "`algorithm.reference_kl.weighted`",
+        lambda c: c.algorithm.reference_kl.weighted,
+    ),
+    ReadCondition(
+        ("algorithm.distillation.coef", "algorithm.distillation.rewards"),
+        "`algorithm.distillation.teacher`",
+        lambda c: c.algorithm.distillation.teacher,
+    ),
+    ReadCondition(
+        ("learner.min_lr_ratio",),
+        '`learner.lr_schedule` = "linear" or "cosine"',
+        lambda c: c.learner.lr_schedule != "constant",
+    ),
+    ReadCondition(("learner.lora.alpha", "learner.lora.targets"), "`learner.lora.rank`", lambda c: c.learner.lora.rank),
+    ReadCondition(("weights.probe_every", "weights.probe_tolerance"), "`weights.probe`", lambda c: c.weights.probe),
+    ReadCondition(
+        ("weights.relay",), '`weights.backend` = "tcp" or "auto"', lambda c: c.weights.backend in ("tcp", "auto")
+    ),
+    ReadCondition(("transport.trusted_network",), '`weights.backend` = "nccl"', lambda c: c.weights.backend == "nccl"),
+    ReadCondition(
+        tuple(f"buffer.{name}" for name in ("memory_bytes", "disk_bytes", "fsync")),
+        '`buffer.durability` = "disk"',
+        lambda c: c.buffer.durability == "disk",
+    ),
+    ReadCondition(
+        ("observe.project",),
+        '"wandb", "trackio" or "mlflow" in `observe.sinks`',
+        lambda c: {"wandb", "trackio", "mlflow"}.intersection(c.observe.sinks),
+    ),
+    ReadCondition(("observe.wandb_mode",), '"wandb" in `observe.sinks`', lambda c: "wandb" in c.observe.sinks),
+    ReadCondition(("observe.mlflow_uri",), '"mlflow" in `observe.sinks`', lambda c: "mlflow" in c.observe.sinks),
+    ReadCondition(
+        ("observe.prometheus_host",),
+        "`observe.prometheus_port`",
+        lambda c: c.observe.prometheus_port is not None,
+    ),
+    ReadCondition(
+        ("serving",),
+        "`serving.enabled` = true, or an agent as `env.name`",
+        lambda c: c.serving.enabled or _has_agent_env(c),
+    ),
+    ReadCondition(("serving.max_sessions",), "`serving.enabled` = true", lambda c: c.serving.enabled),
+    ReadCondition(("evaluation",), "`evaluation.every`", lambda c: c.evaluation.every, is_shared_in_files=True),
+)
+"""All hold for a setting that is read; what a condition is about itself is always read."""
+
+SECTIONS_OF_OTHER_COMMANDS: dict[CommandName, dict[str, str]] = {
+    "train": {"sft": "`r3async sft`"},
+    "sft": dict.fromkeys(("generator", "weights", "transport", "buffer", "serving", "schedule"), "`r3async train`"),
+    "eval": dict.fromkeys(("sft", "algorithm", "schedule", "buffer", "transport", "supervise"), "training"),
+}
+"""Sections that a command does not read, and who does."""
+
+ALWAYS_READ = frozenset({"evaluation.every", "serving.enabled"})
+
+
+def explain_unread(setting: str, config: Config, *, in_file: bool = False) -> str:
+    """What `setting`, of a file or of the command line, needs to be read in training, as `ReadCondition.requirement`; "" if
+    it is read."""
+    if setting in ALWAYS_READ:
+        return ""
+    for condition in READ_CONDITIONS:
+        if in_file and condition.is_shared_in_files:
+            continue
+        if any(_is_within(setting, each) for each in condition.settings) and not condition.is_met(config):
+            return condition.requirement
+    return ""
+
+
+def find_other_reader(setting: str, command: CommandName) -> str:
+    """Who reads `setting`, if this command does not; else ""."""
+    return next((who for of, who in SECTIONS_OF_OTHER_COMMANDS.get(command, {}).items() if _is_within(setting, of)), "")
+
+
+def _is_within(setting: str, section: str) -> bool:
+    return setting == section or setting.startswith(f"{section}.")

@@ -1,0 +1,144 @@
+"""Where a configuration's files are, and what a name in one of them stands for."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from r3async.config.rollout import MIX_ENV
+from r3async.config.section import DATASET_ENV, did_you_mean
+
+USER_PATH_VARIABLE = "R3ASYNC_USER_PATH"
+"""Environment variable of every process of a run: where it was started, and so where the user's own modules and files are."""
+
+
+def resolve_user_path(path: str) -> Path:
+    """A relative path is one from where the run was started."""
+    return Path(os.environ.get(USER_PATH_VARIABLE, os.getcwd())) / Path(path).expanduser()
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def import_object(path: str) -> Any:
+    """What `module:name`, or `file.py:name`, stands for. Raises `ImportError`, `AttributeError` or `ValueError` if there is no
+    such thing, and what the module raises."""
+    place, _, name = path.rpartition(":")
+    if not place.endswith(".py"):
+        return pkgutil.resolve_name(path)
+    module = _import_user_module(place)
+    if not hasattr(module, name):
+        own = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
+        hint = did_you_mean(name, own, f"it has {', '.join(own) or 'none'}")
+        raise AttributeError(f"{place} has no {name!r}; {hint}")
+    return getattr(module, name)
+
+
+@functools.cache
+def _import_user_module(place: str) -> ModuleType:
+    """That of a file, which may import what lies beside it."""
+    file = resolve_user_path(place)
+    if not file.is_file():
+        raise ImportError(f"there is no file {file}")
+    spec = importlib.util.spec_from_file_location(f"user_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    finally:
+        sys.path.remove(str(file.parent))
+    return module
+
+
+# -- paths in a TOML file ----------------------------------------------------------------------------------------------
+
+
+def resolve_relative_paths(layer: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """What a TOML file in `directory` says, with the files that lie beside it by their paths from here. What does not lie there
+    is looked for where the command is typed, and so is left as it is."""
+
+    def resolve_existing(value: Any) -> Any:
+        return str(directory / value) if isinstance(value, str) and value and (directory / value).exists() else value
+
+    def resolve_file(value: Any) -> Any:
+        """What may be a name of something else as well: a preset, a split."""
+        return resolve_existing(value) if isinstance(value, str) and (directory / value).is_file() else value
+
+    def resolve_code_path(value: Any) -> Any:
+        """`module:name` or `file.py:name`, with what may stand before it (`agent:`)."""
+        if not isinstance(value, str) or ":" not in value:
+            return value
+        head, _, last = value.rpartition(":")
+        kind, colon, place = head.rpartition(":")
+        source = directory / (place if place.endswith(".py") else f"{place}.py")
+        # What stands before a game's id is imported by gymnasium, which takes a module and no file.
+        return f"{kind}{colon}{source}:{last}" if source.is_file() and kind != "gymnasium" else value
+
+    def resolve_reward(value: Any) -> Any:
+        if isinstance(value, list):
+            return [
+                {**each, "fn": resolve_code_path(each.get("fn"))}
+                if isinstance(each, Mapping)
+                else resolve_code_path(each)
+                for each in value
+            ]
+        return resolve_code_path(value)
+
+    def resolve_environment(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        called, args = value.get("name"), value.get("args")
+        out = dict(value)
+        if called == MIX_ENV and isinstance(args, Mapping):
+            return {**out, "args": {label: resolve_environment(each) for label, each in args.items()}}
+        if isinstance(called, str):
+            kind, colon, rows = called.partition(":")
+            out["name"] = f"{kind}{colon}{resolve_existing(rows)}" if kind == DATASET_ENV else resolve_code_path(called)
+            if kind == DATASET_ENV and isinstance(args, Mapping):
+                out["args"] = _map_keys(
+                    args, {"path": resolve_existing, "eval": resolve_file, "reward": resolve_reward}
+                )
+        return out
+
+    def resolve_sets(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {label: _map_keys(each, {"env": resolve_environment}) for label, each in value.items()}
+
+    return _map_keys(
+        layer,
+        {
+            "extends": resolve_file,
+            "env": resolve_environment,
+            "model": lambda section: _map_keys(section, {"path": resolve_existing}),
+            "transport": lambda section: _map_keys(section, {"keys": resolve_existing}),
+            "evaluation": lambda section: _map_keys(section, {"env": resolve_environment, "sets": resolve_sets}),
+            "algorithm": lambda section: _map_keys(
+                section,
+                {
+                    "policy_loss": resolve_code_path,
+                    "distillation": lambda inner: _map_keys(inner, {"teacher": resolve_existing}),
+                },
+            ),
+        },
+    )
+
+
+def _map_keys(section: Any, functions: Mapping[str, Callable[[Any], Any]]) -> Any:
+    """With what each of these makes of its key, as far as the section has it."""
+    if not isinstance(section, Mapping):
+        return section
+    return {key: functions[key](value) if key in functions else value for key, value in section.items()}

@@ -1,0 +1,595 @@
+"""Sections of the configuration about what is played: rows and rewards, environments, engines, sampling and evaluations."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from r3async.config.section import (
+    MIX_ENV,
+    ConfigError,
+    NumberRange,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    Secret,
+    Section,
+    Seed,
+    SignedFloat,
+    UnitFraction,
+    reveal_secrets,
+)
+
+# Sections about what plays: model, environment, episodes, generators, the endpoint.
+
+
+class InitConfig(Section):
+    """A small random Qwen3-MoE, made and warmed up on the environment's oracle when `model.path` is not given."""
+
+    seed: Seed = 0
+    """Of the random weights and the warm-up. Its own, so that runs with different `seed`s begin with the same model."""
+    hidden_size: PositiveInt = 128
+    layers: PositiveInt = 4
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    experts: PositiveInt = 8
+    top_k: PositiveInt = 2
+    expert_hidden_size: PositiveInt = 64
+    gate_std: float = 0.1
+    """Standard deviation of the router weights: larger is a sharper router."""
+    max_positions: PositiveInt = 1024
+    rope_theta: PositiveFloat = 10_000.0
+    """Base of the rotary positions. Small ones distinguish near positions more easily; large ones reach further."""
+    warm_reward: SignedFloat = 0.4
+    """Supervised steps stop when the mean sampled reward reaches this."""
+    max_warm_steps: int = 2000
+
+    def check_values(self) -> None:
+        if self.top_k > self.experts:
+            raise ValueError(f"`top_k` = {self.top_k} is more than `experts` = {self.experts}")
+        if self.hidden_size % self.heads or self.heads % self.kv_heads:
+            raise ValueError("`hidden_size` must divide by `heads`, and `heads` by `kv_heads`")
+
+
+class ModelConfig(Section):
+    path: str = ""
+    """Directory of a Hugging Face model (safetensors + tokenizer with a chat template). Empty: make one from `init`."""
+    init: InitConfig = msgspec.field(default_factory=InitConfig)
+
+
+class EnvConfig(Section):
+    """Which environment. Several, with a weight each: `[[env]]`, see below."""
+
+    name: str = "reverse-text"
+    """Built-in name; `module:Class` or `file.py:Class`; `dataset`, which `data=FILE` sets; or an adapter's: `reasoning-gym:TASK`,
+    `gymnasium:ID`, `textarena:ID`, `verifiers:ID`."""
+    args: dict[str, Any] = msgspec.field(default_factory=dict)
+    workers: PositiveInt = 2
+    """Processes that play blocking environments (plain `def reset` and `def step`), in each generator."""
+    step_timeout: PositiveFloat = 30.0
+    """Seconds that one call of a blocking environment may take; its process is then killed and replaced."""
+    start_timeout: PositiveFloat = 120.0
+    """Seconds that such a process may take to start and to import the environment."""
+    variables: list[str] = msgspec.field(default_factory=list)
+    """Environment variables of the generator that these processes, and the programs of `agent-command`, get besides a few that
+    every program needs (PATH, HOME, LANG, TMPDIR, PYTHON…). No other is passed on."""
+
+    def check_values(self) -> None:
+        self.args = _hide_secrets(self.name, self.args)
+        if self.name == MIX_ENV:
+            self.args = {label: _hide_entry_secrets(entry) for label, entry in self.args.items()}
+
+    def reveal_args(self, setting: str = "env.args") -> dict[str, Any]:
+        """`args` with their secrets revealed. Raises `ConfigError`."""
+        return reveal_secrets(self.args, setting)
+
+
+def _hide_secrets(name: str, args: dict[str, Any]) -> dict[str, Any]:
+    """With the values of `args.environment` as secrets, and what may be one in a command, or in the servers of `mcp:TASK`."""
+    if isinstance(environment := args.get("environment"), Mapping):
+        args = {**args, "environment": {name: _wrap_secret(value) for name, value in environment.items()}}
+    if name.startswith("mcp:") and isinstance(servers := args.get("servers"), Mapping):
+        args = {**args, "servers": {label: _hide_server_secrets(server) for label, server in servers.items()}}
+    if name == "agent-command" and isinstance(words := args.get("command"), list):
+        args = {**args, "command": _command_with_secrets(words)}
+    return args
+
+
+_VARIABLE_REFERENCE = re.compile(r"(?:(?:Bearer|Basic|Token|ApiKey) )?\$(?:\w+|\{\w+\})", re.IGNORECASE)
+_FLAG_PATTERN = re.compile(r"-\w|--[\w-]+")
+_NAMES_A_SECRET = re.compile(r"--?[\w-]*(?:key|token|secret|password|credential)s?(=.*)?", re.IGNORECASE | re.DOTALL)
+
+
+def _command_with_secrets(words: list[Any]) -> list[Any]:
+    """The words that a flag such as `--api-key` is given, behind it or in the same word. Others say which agent it is."""
+    flags = [_NAMES_A_SECRET.fullmatch(word) if isinstance(word, str) else None for word in words]
+    behind = [False, *(flag is not None and flag[1] is None for flag in flags)]
+    return [_wrap_secret(w) if after or (f and f[1]) else w for w, f, after in zip(words, flags, behind, strict=False)]
+
+
+def _hide_server_secrets(server: Any) -> Any:
+    """Headers that name no variable, the words of a command but for its program and flags, and a URL with a user or a query."""
+    if not isinstance(server, Mapping):
+        return server
+    hidden = dict(server)
+    if isinstance(headers := server.get("headers"), Mapping):
+        hidden["headers"] = {
+            name: value if isinstance(value, str) and _VARIABLE_REFERENCE.fullmatch(value) else _wrap_secret(value)
+            for name, value in headers.items()
+        }
+    if isinstance(words := server.get("command"), list):
+        rest = [
+            word if isinstance(word, str) and _FLAG_PATTERN.fullmatch(word) else _wrap_secret(word)
+            for word in words[1:]
+        ]
+        hidden["command"] = [*words[:1], *rest]
+    if isinstance(url := server.get("url"), str) and not {"?", "@"}.isdisjoint(url):
+        hidden["url"] = _wrap_secret(url)
+    return hidden
+
+
+def _wrap_secret(value: Any) -> Any:
+    return Secret(value) if isinstance(value, str) else value
+
+
+def _hide_entry_secrets(entry: Any) -> Any:
+    if isinstance(entry, Mapping) and isinstance(args := entry.get("args"), dict):
+        return {**entry, "args": _hide_secrets(str(entry.get("name", "")), args)}
+    return entry
+
+
+RowsMode = Literal["auto", "merged", "stepwise"]
+
+
+class EpisodeConfig(Section):
+    max_turns: PositiveInt = 16
+    """Turns after which an episode ends, whatever the environment says."""
+    max_new_tokens: PositiveInt = 256
+    """Tokens sampled in one turn, at most; less when little context is left."""
+    max_prompt_tokens: PositiveInt = 3840
+    """Of any turn's prompt, with everything that the model is shown in it: a first prompt that is longer is an error, a later
+    one ends the episode (`stop_reason` `length`)."""
+    max_total_tokens: PositiveInt = 4096
+    """Of any turn's prompt and its answer together: what a sample may have."""
+    rows: RowsMode = "auto"
+    """`auto`: turns are one sample as long as each prompt extends what the model has seen exactly, and a new sample where
+    one does not (a template or an environment that rewrites history). `merged`: the same, but that is an error.
+    `stepwise`: one sample a turn."""
+    template_args: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Further variables of the chat template, for example `{ enable_thinking = false }`."""
+    temperature: float = 1.0
+    top_p: Annotated[float, NumberRange(0, 1, excludes_low=True)] = 1.0
+    """Sample among the most probable tokens that have this probability together; 1: among all."""
+    top_k: int = 0
+    """Sample among so many most probable tokens; 0: among all."""
+    min_p: UnitFraction = 0.0
+    """Sample among tokens that have at least this share of the probability of the most probable one; 0: among all."""
+    keep_sampling_mask: bool = True
+    """With `top_p`, `top_k` or `min_p`: record which tokens could be sampled, and renormalise the learner's log-probs over the
+    same ones. Without it the learner's are of the whole vocabulary and the engine's are not: every importance ratio is too low,
+    and the trust region measures that as drift."""
+    stop: list[str] = msgspec.field(default_factory=list)
+    """Strings that end an answer, with the token that completes one. They were sampled, so they stay in the answer and are
+    trained. What the chat template adds to close the turn was not, and is not."""
+    ignore_eos: bool = False
+    """Sample on where the model ends its turn, until `max_new_tokens` or a `stop`."""
+    timeout: PositiveFloat = 600.0
+    """Seconds one episode may take. One that has answers by then is trained on them; another is tried again."""
+    retries: int = 2
+    """Times an episode in which the environment failed is tried again; not once more where its code raised twice at one place,
+    unless a connection or a time-out is behind it. What becomes of one that fails for good: `supervise.max_failed_fraction`."""
+    engine_retries: int = 2
+    """Times in an episode that a call at which the engine failed (an error, an aborted request) is made again. The turns before
+    it stay; an episode that needs more has failed."""
+
+    @property
+    def truncates_sampling(self) -> bool:
+        """Whether tokens may be left out of what is sampled from."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def needs_sampling_mask(self) -> bool:
+        """Whether each sampled token has its support with it."""
+        return self.keep_sampling_mask and self.truncates_sampling
+
+    def check_values(self) -> None:
+        if self.max_prompt_tokens >= self.max_total_tokens:
+            raise ValueError("`max_prompt_tokens` must be less than `max_total_tokens`, or nothing can be sampled")
+        if not all(self.stop):
+            raise ValueError("`stop` has an empty string, which would end every answer")
+
+
+class GeneratorConfig(Section):
+    count: PositiveInt = 1
+    concurrency: PositiveInt = 64
+    """Episodes that one generator plays at once, at most."""
+    concurrency_min: PositiveInt = 1
+    """Episodes that it plays at once at least, however full its engine's KV cache is: between the two the number follows
+    the cache. Set it to `concurrency` to keep the number fixed."""
+    engine: Literal["vllm", "scripted"] = "vllm"
+    """`scripted`: no model at all. Answers are letters at random, and log-probs and routes are made up: for rehearsing how a run
+    fails and recovers where vLLM is not at hand, with `weights.probe=false` or `learner.backend="scripted"`. Nothing is
+    learnt."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    threads: PositiveInt = 1
+    """OpenMP threads of one engine on CPU. More than one is slower beside a learner on the same cores."""
+    kv_cache_gib: PositiveFloat = 1.0
+    """KV cache of one engine on CPU, GiB."""
+    on_update: Literal["keep", "recompute", "drain"] = "keep"
+    """Requests that run when new weights come. `keep`: they continue with the keys and values that the old weights made.
+    `recompute`: the new weights compute keys and values again; tokens, log-probs and routes that they have stay.
+    `drain`: the weights wait for them, and new requests wait for the weights."""
+    colocate: Literal["off", "share"] = "off"
+    """Whose GPUs engines use. `off`: their own. `share`: where there are too few for both, those of the learner's ranks; what
+    an engine takes of one says `engine_args.gpu_memory_utilization`. Has no effect without GPUs."""
+    max_restarts: int = 8
+    """Times one generator process is restarted before the run continues without it; without the last one it stops."""
+    start_timeout: PositiveFloat = 600.0
+    engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Passed to vLLM's AsyncEngineArgs as they are; refused where r3async sets or relies on a value of its own. The scripted
+    engine knows `token_seconds` and `install_seconds`."""
+
+    def check_values(self) -> None:
+        if self.concurrency_min > self.concurrency:
+            raise ValueError("`concurrency_min` must not be more than `concurrency`")
+
+
+# -- the endpoint ------------------------------------------------------------------------------------------------
+
+
+def is_loopback_host(host: str) -> bool:
+    """Only this machine can reach it. A name other than `localhost` counts as one that others can reach.
+
+    Takes IPv6 with and without brackets, and IPv4 that is mapped into it (`::ffff:127.0.0.1`).
+    """
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(strip_brackets(host))
+    except ValueError:
+        return False
+    # Python before 3.13 does not look into a mapped address.
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def strip_brackets(host: str) -> str:
+    """Without the brackets of an IPv6 address, as sockets take it."""
+    return host.removeprefix("[").removesuffix("]")
+
+
+def bracket_ipv6(host: str) -> str:
+    """With the brackets that a URL puts around an IPv6 address."""
+    return f"[{strip_brackets(host)}]" if ":" in host else host
+
+
+class ServingConfig(Section):
+    """An environment `agent:…` or `agent-command` has its endpoint in any case, for its own episodes; `enabled` opens the door
+    to agents that others start."""
+
+    enabled: bool = False
+    """Whether who has the token may begin sessions. Address and token of each generator are in `runs/NAME/serving-*.json`."""
+    host: str = "127.0.0.1"
+    """Interface of the endpoint. Loopback unless named; any other needs a `token`."""
+    port: Port = 0
+    """0: a free one. A number fits one generator a host only."""
+    token: Secret = msgspec.field(default_factory=Secret)
+    """A text: what beginning a session takes. Empty: a random one a generator. `$NAME`: that of an environment variable of the
+    generator. It is written to no file, so a run that is resumed has to be given it again, unless it is a `$NAME`."""
+    model_name: str = "policy"
+    """What `/v1/models` calls the model. Requests may name any."""
+    tool_parser: str = "auto"
+    """Who reads tool calls. `auto`: by the form that the chat template writes them in. `builtin`: ours, of Hermes' and Qwen's
+    form. Any other: vLLM's parser of that name, such as `llama3_json`."""
+    max_body_bytes: PositiveInt = 4 * 2**20
+    """Of one request; a longer one is refused before it is read."""
+    max_messages: PositiveInt = 1024
+    """In one request, and as many tools; more are refused before the chat template sees them."""
+    max_connections: PositiveInt = 512
+    """To one generator's endpoint at once. A further one takes the place of the oldest that has shown no key, and is closed
+    where all have."""
+    read_timeout: PositiveFloat = 30.0
+    """Seconds that a connection may take for the head of a request, and for its body."""
+    max_sessions: PositiveInt = 64
+    """Sessions that may be open at once for agents that others start."""
+    unrewarded: SignedFloat | None = None
+    """Reward of an episode whose agent gave none. Unset: such an episode is an error, and is tried again."""
+
+    def check_values(self) -> None:
+        if isinstance(self.token, str):
+            self.token = Secret(self.token)
+        if not is_loopback_host(self.host) and not self.token:
+            raise ValueError(
+                f"`host` = {self.host!r} is open to other machines: set `token` to a secret, or leave `host` at 127.0.0.1"
+            )
+
+
+# -- vLLM's arguments --------------------------------------------------------------------------------------------
+
+_ONE_ENGINE_REASON = "a generator has one engine: set `generator.count`"
+_DRAFT_REASON = (
+    "log-probs, routes and versions must come from the forward pass that sampled the token, not from a draft"
+)
+_SAMPLING_REASON = "set `episode.temperature`, `top_p`, `top_k` or `min_p`: the learner computes the same distribution"
+
+OWNED_ENGINE_ARGS = {
+    "model": "set `model.path`",
+    "dtype": "set `generator.dtype`",
+    "seed": "set `seed`: each generator's engine has one of its own, made from it",
+    "max_model_len": "set `episode.max_total_tokens`",
+    "max_num_seqs": "set `generator.concurrency`",
+    "enable_return_routed_experts": "routes are recorded for every MoE model; `routing.replay` says what is done with them",
+    "return_sampling_mask": "set `episode.keep_sampling_mask`",
+    "logprobs_mode": "rollout log-probs must be those of the distribution that was sampled from, after temperature",
+    "generation_config": _SAMPLING_REASON,
+    "override_generation_config": _SAMPLING_REASON,
+    "logits_processors": _SAMPLING_REASON,
+    "skip_tokenizer_init": "the engine takes tokens and gives tokens; templates and text are `episode.template_args`'s",
+    "worker_extension_cls": "weights are installed, and confirmed, by r3async's own",
+    "scheduler_cls": "answers leave the engine whole, by a scheduler of r3async's own",
+    "disable_log_stats": "the engine's load is among the metrics of the run",
+    "weight_transfer_config": "set `weights.backend`",
+    "distributed_executor_backend": "an engine's processes are children of its generator, and end with it",
+    "pipeline_parallel_size": "set `generator.engine_args.tensor_parallel_size`: routes of pipeline stages are not put together",
+    "data_parallel_size": _ONE_ENGINE_REASON,
+    "data_parallel_backend": _ONE_ENGINE_REASON,
+    "speculative_config": _DRAFT_REASON,
+    "spec_method": _DRAFT_REASON,
+    "spec_model": _DRAFT_REASON,
+    "spec_tokens": _DRAFT_REASON,
+    "quantization": "engines hold what the learner trains in `generator.dtype`: neither the plan nor the installation of weights "
+    "knows of quantized ones",
+    "enable_lora": "every version replaces all weights of the model",
+}
+"""Refused in `generator.engine_args`, with the setting to use instead or the reason. The engine takes what it sets itself from
+`declare_engine_args`, so it cannot set a key that is neither refused here nor named in `DEFAULT_ENGINE_ARGS`."""
+
+DEFAULT_ENGINE_ARGS = frozenset(
+    {"enforce_eager", "use_tqdm_on_load", "kv_cache_memory_bytes", "block_size", "load_format"}
+)
+"""What r3async sets and `generator.engine_args` may replace."""
+
+
+def declare_engine_args(**values: Any) -> dict[str, Any]:
+    """Arguments that the engine sets itself. Raises `KeyError` for one that is neither refused nor a default here."""
+    for name in values:
+        if name not in OWNED_ENGINE_ARGS and name not in DEFAULT_ENGINE_ARGS:
+            raise KeyError(f"{name} is not in r3async.config.rollout")
+    return values
+
+
+def check_engine_args(args: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a key of `generator.engine_args` that is not the user's to set."""
+    if refused := [
+        f"`generator.engine_args.{name}` cannot be set: {OWNED_ENGINE_ARGS[name]}"
+        for name in args
+        if name in OWNED_ENGINE_ARGS
+    ]:
+        raise ConfigError("; ".join(refused))
+
+
+# What `data` and `reward` say: rows of the user's own, and what answers to them are worth.
+
+
+_WEIGHT_RANGE = NumberRange(-(10**9), 10**9)
+PromptTemplate = str | list[dict[str, str]]
+
+
+class RewardConfig(Section):
+    """One of several rewards: `reward = [{ fn = "rewards:correct", weight = 1.0 }, …]`."""
+
+    fn: str
+    """As `reward`."""
+    weight: SignedFloat = 1.0
+    name: str = ""
+    """In the metrics, as `reward/NAME_mean`. Empty: that of the function."""
+
+
+class DataConfig(Section):
+    """Rows of your own as tasks of one turn. `data=FILE` is short for `data.path=FILE`; `reward` is set beside `data`, at the
+    top. Both become `env.name = "dataset"` and `env.args`, and so they appear in a run's `config.toml`."""
+
+    path: str = ""
+    """A file `.jsonl`, `.json`, `.csv` or `.parquet`, a directory of such, or the id of a dataset on the Hugging Face hub.
+    A relative path is one from where the run was started; in a TOML file, from that file."""
+    subset: str = ""
+    """Of a dataset on the hub, such as `main`."""
+    split: str = "train"
+    """Of a dataset on the hub, also in its notation `train[:100]`. Of a directory: the files whose names begin with it; for
+    `train`, all if none does. A file has none."""
+    prompt: PromptTemplate = "prompt"
+    """A column with a text or with chat messages; or a template over columns, as `"{question}"`, whose dotted names look into
+    nested ones; or messages of such: `[{ role = "user", content = "{question}" }]`."""
+    answer: str = ""
+    """A column, or a dotted name as `extra_info.answer`. Empty: the first of `reward_model.ground_truth` (rows of verl),
+    `answer`, `solution` and `ground_truth` that a row has."""
+    system: str = ""
+    """A system message before every prompt."""
+    reward: Annotated[str | list[str | dict[str, Any]], _WEIGHT_RANGE] = "exact"
+    """`exact`, `contains`, `number`, `math`, or a function of yours, `module:function` or `file.py:function`; or a list of these,
+    or of tables `{ fn, weight, name }`, whose weighted sum is the reward."""
+    eval: str | float = 0.0
+    """Rows that are evaluated and never trained: a share below 1, a number of them, a file, or another split of a directory or of
+    the hub. 0: none."""
+    limit: int = 0
+    """Of the rows, the first so many. 0: all."""
+    part: Literal["train", "eval"] = "train"
+    """Which of the two this environment poses: set by evaluations."""
+    digest: str = ""
+    """Of the rows; noted when a run starts, and compared when it resumes and on every host."""
+
+    def check_values(self) -> None:
+        if isinstance(self.eval, float | int) and self.eval >= 1 and self.eval != int(self.eval):
+            raise ValueError(f"`eval` = {self.eval}: a share below 1, or a whole number of rows")
+
+
+def parse_rewards(reward: str | list[str | dict[str, Any]]) -> list[RewardConfig]:
+    """Each reward of the setting, with its weight. Raises `ValueError`."""
+    listed = [reward] if isinstance(reward, str) else reward
+    out: list[RewardConfig] = []
+    for at, item in enumerate(listed):
+        try:
+            given = {"fn": item} if isinstance(item, str) else item
+            one = msgspec.convert(given, RewardConfig)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"`reward[{at}]` = {item!r}: {error}; it takes fn, weight and name") from error
+        out.append(msgspec.structs.replace(one, name=one.name or one.fn.rpartition(":")[2].rpartition(".")[2]))
+    names = [one.name for one in out]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"`reward`: two are called {twice!r}; give each a `name` of its own")
+    return out
+
+
+# Several environments in one run: what `[[env]]` says of each.
+
+
+class EnvEntryConfig(EnvConfig):
+    """One of several environments: `[[env]]`, once for each. It takes the keys of `[env]`, or `data` and `reward`, and those
+    below. In a run's `config.toml` they are `env.args.LABEL` of the environment `mix`, and so they are on the command line:
+    `env.args.guess.weight=2`. A key that is unset is that of `[episode]`, which is also the most that it may be."""
+
+    weight: PositiveFloat = 1.0
+    """Share of the groups, over the sum of all weights."""
+    max_turns: PositiveInt | None = None
+    max_new_tokens: PositiveInt | None = None
+    max_prompt_tokens: PositiveInt | None = None
+    max_total_tokens: PositiveInt | None = None
+    timeout: PositiveFloat | None = None
+
+
+EPISODE_LIMITS = ("max_turns", "max_new_tokens", "max_prompt_tokens", "max_total_tokens", "timeout")
+
+
+class RunEnv(NamedTuple):
+    """An environment of a run. `label`: in metrics; "" where it is the only one. `episode`: with its own limits."""
+
+    label: str
+    env: EnvConfig
+    weight: float
+    episode: EpisodeConfig
+
+
+def resolve_env(label: str, entry: EnvEntryConfig, episode: EpisodeConfig) -> RunEnv:
+    """Raises `ConfigError` that names the entry."""
+    limits: dict[str, Any] = {name: value for name in EPISODE_LIMITS if (value := getattr(entry, name)) is not None}
+    for name, value in limits.items():
+        if value > (most := getattr(episode, name)):
+            raise ConfigError(
+                f"`env.args.{label}.{name}` = {value} is more than `episode.{name}` = {most}, which is the most that any "
+                "environment of the run may have: raise that"
+            )
+    env = EnvConfig(**{name: getattr(entry, name) for name in EnvConfig.__struct_fields__})
+    try:
+        return RunEnv(label, env, entry.weight, msgspec.structs.replace(episode, **limits))
+    except ValueError as error:
+        raise ConfigError(f"[env.args.{label}] {error}") from error
+
+
+# The section about evaluations: which tasks, how often, how they are answered, and by which figure a checkpoint is the best.
+
+
+Temperature = Annotated[float, NumberRange(0, 10**9)]
+
+
+class EvaluationEnvConfig(EnvConfig):
+    name: str = ""
+    """As `env.name`. Empty: see `[evaluation]`."""
+
+    def check_values(self) -> None:
+        super().check_values()
+        if not self.name and self.args:
+            raise ValueError("`args` without `name`: name the environment that they are for")
+
+
+class EvaluationSetConfig(Section):
+    """One of `evaluation.sets`. What it leaves unset is as `[evaluation]` has it."""
+
+    env: EvaluationEnvConfig = msgspec.field(default_factory=lambda: EvaluationEnvConfig())
+    """Which environment. An empty name: that of `[evaluation]`."""
+    episodes: PositiveInt | None = None
+    samples: PositiveInt | None = None
+    temperature: Temperature | None = None
+    pass_reward: SignedFloat | None = None
+    seed: Seed | None = None
+
+
+class EvaluationConfig(Section):
+    """Episodes that are played beside the training, and are never trained."""
+
+    every: int = 0
+    """Steps between two evaluations; one more follows the last step. 0: none."""
+    at_start: bool = False
+    """Also before the first step."""
+    episodes: PositiveInt = 32
+    """Tasks, or as many as the environment has if those are fewer. Each is played `samples` times."""
+    samples: PositiveInt = 1
+    """Episodes of each task. With n of them the mean reward is avg@n, and pass@k is reported for k = 1, 2, 4, … n."""
+    temperature: Temperature | None = None
+    """Of the answers. 0: greedy. Unset: `episode.temperature`."""
+    pass_reward: SignedFloat = 1.0
+    """An episode with this reward, or more, passes (pass@k)."""
+    env: EvaluationEnvConfig = msgspec.field(default_factory=lambda: EvaluationEnvConfig())
+    """Which environment. An empty name: the one that is trained, with its arguments."""
+    sets: dict[str, EvaluationSetConfig] = msgspec.field(default_factory=dict)
+    """Several sets of tasks, or of answers to the same tasks: `[evaluation.sets.greedy]` with `temperature = 0` beside
+    `[evaluation.sets.sampled]` with `samples = 8`. A set says what differs from `[evaluation]` (`env`, `episodes`, `samples`,
+    `temperature`, `pass_reward`, `seed`). They are played one after the other; the first is the one that views show first."""
+    seed: Seed = 0
+    """Of the tasks. Every evaluation poses the same ones, and training poses none of them."""
+    timeout: PositiveFloat = 1800.0
+    """Seconds after which an evaluation times out."""
+
+    def check_values(self) -> None:
+        for name in self.sets:
+            if not name or not all(c.isalnum() or c in "-_." for c in name):
+                raise ValueError(f"`sets`: {name!r} is no name: letters, digits, `-`, `_` and `.`")
+        if not self.sets and self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                f"`temperature` = 0 is greedy, and {self.samples} greedy answers to a task are all the same: set `samples` = 1"
+            )
+        for name in self.sets:
+            try:
+                self.resolve_set(name)
+            except ValueError as error:
+                raise ValueError(f"`sets.{name}`: {error}") from error
+
+    def resolve_sets(self) -> dict[str, EvaluationConfig]:
+        """The sets, each as an evaluation of one set; the only one, where none is named, as ""."""
+        return {name: self.resolve_set(name) for name in self.sets} or {"": self}
+
+    def resolve_set(self, name: str) -> EvaluationConfig:
+        """With all that the set leaves unset."""
+        own = self.sets[name]
+        given = {field: value for field in own.__struct_fields__ if (value := getattr(own, field)) is not None}
+        if not own.env.name:
+            del given["env"]
+        return msgspec.structs.replace(self, sets={}, **given)
+
+    def check_keep_best(self, metric: str, steps_per_publication: int) -> None:
+        """Raise `ValueError` if no checkpoint can be the best by `metric` (`checkpoint.keep_best`)."""
+        if not metric:
+            return
+        if not self.every:
+            raise ValueError(f"`checkpoint.keep_best` = {metric!r} needs evaluations: set `evaluation.every`")
+        if self.every % steps_per_publication:
+            raise ValueError(
+                f"`checkpoint.keep_best` needs a checkpoint of each evaluated step, and only every {steps_per_publication} steps "
+                f"make a version (`schedule.steps_per_publication`): `evaluation.every` = {self.every} must be a multiple of that"
+            )
+        figures = [
+            f"{name}/{figure}" if name else figure
+            for name, each in self.resolve_sets().items()
+            for figure in ("reward_mean", *(f"pass@{k}" for k in list_pass_ks(each.samples)))
+        ]
+        if metric not in figures:
+            raise ValueError(
+                f"`checkpoint.keep_best` = {metric!r} is no figure of the evaluations: {', '.join(figures)}"
+            )
+
+
+def list_pass_ks(samples: int) -> list[int]:
+    """The k of pass@k that is reported of so many episodes of each task: powers of two, and their number."""
+    return sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples})

@@ -1,0 +1,547 @@
+"""The models that learners train, one declaration each, and what a `config.json` says of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+
+from r3async.config import Config
+from r3async.untrusted import MalformedError, decode_python_json
+from r3async.world import Files
+from r3async.world.files import read_file
+from r3async.world.real import REAL_WORLD
+
+if TYPE_CHECKING:
+    from r3async.config import LearnerConfig, ParallelConfig
+
+
+# The models that learners train, one declaration each: what a `config.json` does not say of them, and how their checkpoints
+# name what they hold. No other place knows a model by its name.
+
+
+QueryNorm = Literal["", "head", "whole"]
+"""Of queries and keys: none, each head by itself, or all heads of a token together."""
+
+EXPERT_BIAS_SUFFIX = "e_score_correction_bias"
+"""How names of tensors end that decide, with the scores, which experts are chosen. They are float32 in models of any dtype, in
+engines too: a rounded one chooses other experts."""
+
+
+SIZE_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+
+
+class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
+    """One `model_type` of transformers. A value that begins with `$` is the key of `config.json` that has it."""
+
+    title: str
+    example_models: str
+    """Published models of it."""
+    size_keys: tuple[str, ...] = (*SIZE_KEYS, "num_key_value_heads")
+    """Keys of `config.json` for which transformers takes values of its own where they are missing: such a file describes another
+    model than its weights are."""
+    expert_count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
+    """Keys of the number of experts: transformers reads any of them, and no other. A mixture has one of them."""
+    qkv_bias: bool | str = False
+    query_norm: QueryNorm = ""
+    query_norm_key: str = ""
+    """Of `config.json`: whether there is `query_norm`."""
+    router_score: Literal["softmax", "sigmoid", "logits"] = "softmax"
+    """What a router makes of its logits. With `sigmoid` a bias of each expert decides who is chosen, and not the gates. With
+    `logits` the chosen ones get a softmax among themselves."""
+    has_sinks_and_biases: bool = False
+    """Attention has sinks, and its output, routers and experts have biases."""
+    normalized_gates: bool | str = "$norm_topk_prob"
+    """Whether gates of the chosen experts add up to 1."""
+    moe_module: str = "mlp"
+    """Of a layer: name of its mixture of experts in a checkpoint; empty for models that have none."""
+    expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Of an expert: gate, up, down."""
+    shared_experts_module: str = ""
+    """Of a mixture: its shared experts, one block."""
+    shared_gate_module: str = ""
+    """Of a mixture: the gate of the shared experts."""
+    engine_unsupported_reason: str = ""
+    """Why vLLM cannot generate with it in a run. Empty: its log-probs and routes are transformers', before and after an update of
+    its weights."""
+    engine_config: Mapping[str, Any] = {}
+    """Keys of `config.json` without which vLLM takes it for another model, and says nothing. transformers does not need them."""
+    required_config: Mapping[str, Any] = {}
+    """Keys of `config.json` that other backends than transformers itself take with this value alone."""
+
+    def resolve_flag(self, declaration: bool | str, config: Mapping[str, Any]) -> bool:
+        """What a declaration that may be a key means for that `config.json`."""
+        return bool(config.get(declaration[1:])) if isinstance(declaration, str) else declaration
+
+    def resolve_query_norm(self, config: Mapping[str, Any]) -> QueryNorm:
+        """Which of them that `config.json` has."""
+        return self.query_norm if not self.query_norm_key or config.get(self.query_norm_key) else ""
+
+
+_NO_BIAS = {"attention_bias": False, "attention_dropout": 0}
+_SILU_NO_DROPOUT = {"hidden_act": "silu", "attention_dropout": 0}
+_NO_WINDOW = {"use_sliding_window": False}
+_KV_HEADS_KEY, _EXPERT_WIDTH_KEY = "num_key_value_heads", "moe_intermediate_size"
+_SHARED_MOE_KEYS = (
+    "num_experts_per_tok",
+    _EXPERT_WIDTH_KEY,
+    "n_shared_experts",
+    "first_k_dense_replace",
+)
+_MLA_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_SIGMOID_ROUTING: dict[str, Any] = {
+    "expert_count_keys": ("n_routed_experts", "num_local_experts"),
+    "router_score": "sigmoid",
+    "normalized_gates": True,
+    "shared_experts_module": "shared_experts",
+}
+
+ARCHITECTURES: dict[str, ModelArchitecture] = {
+    "qwen3_moe": ModelArchitecture(
+        title="Qwen3-MoE",
+        example_models="Qwen3-30B-A3B, Qwen3-235B-A22B",
+        size_keys=(*SIZE_KEYS, _KV_HEADS_KEY, "num_experts_per_tok", _EXPERT_WIDTH_KEY),
+        query_norm="head",
+        required_config=_SILU_NO_DROPOUT | _NO_BIAS | _NO_WINDOW,
+    ),
+    "qwen2_moe": ModelArchitecture(
+        title="Qwen2-MoE",
+        example_models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+        size_keys=(
+            *SIZE_KEYS,
+            _KV_HEADS_KEY,
+            "num_experts_per_tok",
+            _EXPERT_WIDTH_KEY,
+            "shared_expert_intermediate_size",
+        ),
+        expert_count_keys=("num_experts",),
+        qkv_bias="$qkv_bias",
+        shared_experts_module="shared_expert",
+        shared_gate_module="shared_expert_gate",
+        required_config=_SILU_NO_DROPOUT | _NO_WINDOW,
+    ),
+    "olmoe": ModelArchitecture(
+        title="OLMoE",
+        example_models="OLMoE-1B-7B",
+        size_keys=(*SIZE_KEYS, "num_experts_per_tok"),
+        query_norm="whole",
+        required_config=_SILU_NO_DROPOUT | _NO_BIAS | {"clip_qkv": None},
+    ),
+    "mixtral": ModelArchitecture(
+        title="Mixtral",
+        example_models="Mixtral-8x7B, Mixtral-8x22B",
+        size_keys=(*SIZE_KEYS, _KV_HEADS_KEY, "num_experts_per_tok"),
+        normalized_gates=True,
+        moe_module="block_sparse_moe",
+        expert_projections=("w1", "w3", "w2"),
+        required_config=_SILU_NO_DROPOUT | {"sliding_window": None},
+    ),
+    "deepseek_v3": ModelArchitecture(
+        title="DeepSeek-V3",
+        example_models="DeepSeek-V3, DeepSeek-R1, Moonlight-16B-A3B",
+        size_keys=(*SIZE_KEYS, _KV_HEADS_KEY, *_SHARED_MOE_KEYS, *_MLA_KEYS),
+        **_SIGMOID_ROUTING,
+        engine_config={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        required_config=_SILU_NO_DROPOUT | _NO_BIAS | {"norm_topk_prob": True},
+    ),
+    "glm4_moe": ModelArchitecture(
+        title="GLM-4.5-MoE",
+        example_models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
+        size_keys=(*SIZE_KEYS, _KV_HEADS_KEY, *_SHARED_MOE_KEYS),
+        qkv_bias="$attention_bias",
+        query_norm="head",
+        query_norm_key="use_qk_norm",
+        **_SIGMOID_ROUTING,
+        required_config=_SILU_NO_DROPOUT | {"norm_topk_prob": True},
+    ),
+    "qwen3": ModelArchitecture(
+        title="Qwen3",
+        example_models="Qwen3-0.6B … Qwen3-32B",
+        size_keys=(*SIZE_KEYS, _KV_HEADS_KEY, "head_dim"),
+        query_norm="head",
+        moe_module="",
+        required_config=_SILU_NO_DROPOUT | _NO_BIAS | _NO_WINDOW,
+    ),
+    "qwen2": ModelArchitecture(
+        title="Qwen2",
+        example_models="Qwen2.5-0.5B … Qwen2.5-72B",
+        qkv_bias=True,
+        moe_module="",
+        required_config=_SILU_NO_DROPOUT | _NO_WINDOW,
+    ),
+    "llama": ModelArchitecture(
+        title="Llama",
+        example_models="Llama-3.1, Llama-3.2, Llama-3.3",
+        size_keys=SIZE_KEYS,
+        moe_module="",
+        required_config=_SILU_NO_DROPOUT | _NO_BIAS | {"mlp_bias": False},
+    ),
+}
+"""By `model_type`: what both backends train, each held to transformers' own model by a test."""
+
+TORCH_ONLY_ARCHITECTURES: dict[str, ModelArchitecture] = {
+    "gpt_oss": ModelArchitecture(
+        title="gpt-oss",
+        example_models="gpt-oss-20b, gpt-oss-120b, with weights in bfloat16",
+        size_keys=(*SIZE_KEYS, _KV_HEADS_KEY, "num_experts_per_tok", "head_dim", "layer_types", "sliding_window"),
+        qkv_bias=True,
+        router_score="logits",
+        normalized_gates=True,
+        has_sinks_and_biases=True,
+        engine_unsupported_reason="vLLM copies sinks and experts past its own loader, so that they would keep their old weights",
+    ),
+}
+"""What the backend `torch` alone trains, held to transformers' own model by a test like the rest. A checkpoint of it has all
+experts of a layer in one tensor, with biases, which the links between checkpoints and Megatron do not divide."""
+
+RECURRENT_MODEL_TYPES = (
+    *(
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "kimi_linear",
+        "nemotron_h",
+        "jamba",
+        "bamba",
+    ),
+    *("minimax", "olmo_hybrid", "recurrent_gemma", "mamba", "falcon_mamba"),
+)
+"""By `model_type`: some or all layers keep a state in place of attention."""
+
+UNSUPPORTED_MODEL_TYPES: dict[str, str] = {
+    "deepseek_v2": "its routers take gates from scores in which groups of experts are masked, so routes cannot be replayed",
+    "gemma2": "its attention scores are soft-capped, which packed attention does not do",
+    "phimoe": "its routers choose by a rule of their own, so routes cannot be replayed",
+    **dict.fromkeys(RECURRENT_MODEL_TYPES, "its recurrent layers would mix the samples of a micro-batch"),
+}
+"""By `model_type`: what no backend trains, and why."""
+
+
+def find_architecture(model_type: str) -> ModelArchitecture | None:
+    """What is declared of a `model_type`."""
+    return ARCHITECTURES.get(model_type) or TORCH_ONLY_ARCHITECTURES.get(model_type)
+
+
+def list_supported_types() -> str:
+    """The `model_type`s of both backends, for a message."""
+    return ", ".join(ARCHITECTURES)
+
+
+# What a model consists of, from its `config.json`: the one reader of its numbers. They are never looked up elsewhere.
+#
+# Only numbers are read here: what a plan, a cost, a rank or a record of routes is made of.
+
+
+class ModelShapeError(ValueError):
+    """A `config.json` without the numbers that are needed, or a layout that does not fit them."""
+
+
+class RoutingShape(msgspec.Struct, frozen=True):
+    """Geometry of the routes an engine records: MoE layers only."""
+
+    layers: int
+    top_k: int
+    num_experts: int
+
+
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def check_size_keys(config: Mapping[str, Any], architecture: ModelArchitecture) -> None:
+    """Raise `ModelShapeError` if a `config.json` leaves a size to transformers, which fills in its own and says nothing."""
+    missing = [key for key in architecture.size_keys if key not in config]
+    if architecture.moe_module and not set(architecture.expert_count_keys) & set(config):
+        missing.append("' or '".join(architecture.expert_count_keys))
+    if missing:
+        raise ModelShapeError(
+            f"config.json has no '{missing[0]}', for which transformers would take a value of its own: add the one that the "
+            "weights have"
+        )
+
+
+def read_moe_layers(config: Mapping[str, Any]) -> tuple[RoutingShape | None, list[int]]:
+    """Routing shape and indices of the MoE layers, from a Hugging Face `config.json`; `(None, [])` for a dense model. Raises
+    `ModelShapeError` for a mixture that is described by other words, or without its sizes."""
+    config = config.get("text_config", config)
+    known = find_architecture(config.get("model_type", ""))
+    if known:
+        check_size_keys(config, known)
+    experts = next((n for k in (known.expert_count_keys if known else EXPERT_COUNT_KEYS) if (n := config.get(k))), 0)
+    if experts < 2:
+        return None, []
+    if missing := [key for key in ("num_hidden_layers", "num_experts_per_tok") if not isinstance(config.get(key), int)]:
+        raise ModelShapeError(f"config.json has no {missing[0]!r} that is a number, so its routes cannot be told")
+    dense = set(config.get("mlp_only_layers") or ()) | set(range(config.get("first_k_dense_replace") or 0))
+    step = config.get("decoder_sparse_step") or 1
+    frequency = config.get("moe_layer_freq") or 1
+    layers = [
+        i
+        for i in range(config["num_hidden_layers"])
+        if i not in dense
+        and (i + 1) % step == 0
+        and (frequency[i] if isinstance(frequency, list) else i % frequency == 0)
+    ]
+    return RoutingShape(layers=len(layers), top_k=config["num_experts_per_tok"], num_experts=experts), layers
+
+
+class ModelShape(msgspec.Struct, frozen=True):
+    """Sizes of a decoder with grouped-query attention and gated feed-forward layers, some of them mixtures of experts."""
+
+    name: str
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_width: int
+    """Of a dense layer's feed-forward."""
+    vocab_size: int
+    tied_embeddings: bool
+    max_positions: int
+    moe_layers: tuple[int, ...] = ()
+    num_experts: int = 0
+    top_k: int = 0
+    expert_width: int = 0
+    shared_width: int = 0
+    """Of all shared experts of a layer together."""
+    qk_dim: int = 0
+    """Of a head's query and key, and `value_dim` of its value: `head_dim`, but in latent attention (MLA)."""
+    value_dim: int = 0
+    kv_rank: int = 0
+    """Latent attention: of the projection that keys and values share; `rope_dim` of a head's rotated part; `query_rank` 0 if
+    queries have no low projection."""
+    query_rank: int = 0
+    rope_dim: int = 0
+    full_attention_layers: int = 0
+    """Layers whose attention sees every token before."""
+    window_tokens: int = 0
+    """Tokens that the layers with a sliding window see, together."""
+    qkv_bias: bool = False
+    query_norm: QueryNorm = ""
+    has_shared_gate: bool = False
+    """Whether a gate weighs a layer's shared experts."""
+    has_sinks_and_biases: bool = False
+    """Whether attention has sinks, and its output, routers and experts have biases."""
+
+    @property
+    def routing_shape(self) -> RoutingShape | None:
+        return RoutingShape(len(self.moe_layers), self.top_k, self.num_experts) if self.moe_layers else None
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's projections, with biases: what tensor parallelism divides."""
+        out = self.num_heads * self.value_dim * self.hidden_size
+        if self.kv_rank:
+            query = self.num_heads * self.qk_dim * (self.query_rank or self.hidden_size)
+            return out + query + self.kv_rank * self.num_heads * (self.qk_dim - self.rope_dim + self.value_dim)
+        qkv = self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        return (
+            out
+            + self.hidden_size * qkv
+            + qkv * self.qkv_bias
+            + (self.hidden_size + self.num_heads) * self.has_sinks_and_biases
+        )
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of one layer; with latent attention, its projections to low ranks too: what tensor parallelism does not divide."""
+        if self.kv_rank:
+            low = (self.hidden_size + 1) * (self.query_rank + self.kv_rank) + self.hidden_size * self.rope_dim
+            return 2 * self.hidden_size + low
+        of_queries = {"": 0, "head": 2, "whole": self.num_heads + self.num_kv_heads}[self.query_norm]
+        return 2 * self.hidden_size + of_queries * self.head_dim
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all routed experts of one MoE layer."""
+        biases = (2 * self.expert_width + self.hidden_size) * self.has_sinks_and_biases
+        return self.num_experts * (3 * self.hidden_size * self.expert_width + biases)
+
+    @property
+    def shared_expert_parameters(self) -> int:
+        """Parameters of one MoE layer's."""
+        return 3 * self.hidden_size * self.shared_width
+
+    @property
+    def router_parameters(self) -> int:
+        """Of one MoE layer, with shared experts and their gate."""
+        return (
+            self.hidden_size * (self.num_experts + self.has_shared_gate)
+            + self.num_experts * self.has_sinks_and_biases
+            + self.shared_expert_parameters
+        )
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Parameters of one dense layer's feed-forward."""
+        return 3 * self.hidden_size * self.mlp_width
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return (
+            self.embedding_parameters * (1 if self.tied_embeddings else 2)
+            + self.hidden_size
+            + sum(map(self.layer_parameters, range(self.num_layers)))
+        )
+
+    @property
+    def active_parameters(self) -> int:
+        """Of these, those that one token uses."""
+        unused = (self.num_experts - self.top_k) * 3 * self.hidden_size * self.expert_width
+        return self.num_parameters - unused * len(self.moe_layers)
+
+    def layer_parameters(self, index: int) -> int:
+        """Parameters of one layer."""
+        inner = self.expert_parameters + self.router_parameters if index in self.moe_layers else self.mlp_parameters
+        return self.attention_parameters + self.norm_parameters + inner
+
+    def rank_parameters(self, learner: LearnerConfig, stage: int) -> int:
+        """Parameters that a Megatron rank of pipeline stage `stage` holds: see `rank_parameters_by_part`."""
+        return sum(self.rank_parameters_by_part(learner, stage).values())
+
+    def rank_parameters_by_part(self, learner: LearnerConfig, stage: int) -> dict[str, int]:
+        """Parameters of each part that a Megatron rank of pipeline stage `stage` holds: attention, dense layers, shared experts
+        and the vocabulary divided by tp, experts by ep, layers by pp; norms and routers are on every rank. Tied embeddings are on
+        the first and the last stage."""
+        p = learner.parallel
+        here = range(stage * self.num_layers // p.pp, (stage + 1) * self.num_layers // p.pp)
+        moe = sum(i in self.moe_layers for i in here)
+        last, first = stage == p.pp - 1, stage == 0
+        vocabulary = -(-self.vocab_size // p.tp) * self.hidden_size
+        return {
+            "attention": self.attention_parameters * len(here) // p.tp,
+            "dense": self.mlp_parameters * (len(here) - moe) // p.tp,
+            "shared experts": self.shared_expert_parameters * moe // p.tp,
+            "experts": self.expert_parameters * moe // p.ep,
+            "routers": (self.router_parameters - self.shared_expert_parameters) * moe,
+            "norms": self.norm_parameters * len(here) + self.hidden_size * last,
+            "vocabulary": vocabulary * (first + last - (self.tied_embeddings and first and last)),
+        }
+
+    def check_parallelism(self, parallel: ParallelConfig) -> None:
+        """Raise `ModelShapeError` if the ranks of `learner.parallel` cannot share this model."""
+        p = parallel
+        sizes = [
+            ("tp", p.tp, self.num_kv_heads, "key/value heads"),
+            ("tp", p.tp, self.num_heads, "heads"),
+            ("pp", p.pp, self.num_layers, "layers"),
+        ]
+        if len(self.moe_layers) < self.num_layers:
+            sizes.append(("tp", p.tp, self.mlp_width, "units of a dense layer"))
+        if self.moe_layers:
+            sizes.append(("ep", p.ep, self.num_experts, "experts"))
+        if self.shared_width:
+            sizes.append(("tp", p.tp, self.shared_width, "units of its shared experts"))
+        for key, ranks, size, what in sizes:
+            if size % ranks:
+                raise ModelShapeError(f"learner.parallel.{key} = {ranks} does not divide the model's {size} {what}")
+        heads, groups = self.num_heads // p.tp, self.num_kv_heads // p.tp
+        if heads % p.cp or (groups % p.cp and p.cp % groups):
+            raise ModelShapeError(
+                f"learner.parallel.cp = {p.cp} does not divide the {heads} heads of a rank, or neither divides its {groups} "
+                "key/value heads nor is a multiple of them"
+            )
+        if p.tp > 1 and self.query_norm == "whole":
+            raise ModelShapeError(
+                f"learner.parallel.tp = {p.tp}, but the model normalises all heads of a query together: set it to 1"
+            )
+        if p.ep > 1 and not self.moe_layers:
+            raise ModelShapeError(f"learner.parallel.ep = {p.ep}, but the model has no experts to divide: set it to 1")
+
+
+REQUIRED_KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+
+def parse_model_shape(config: Mapping[str, Any], name: str = "the model") -> ModelShape:
+    """The shape that a Hugging Face `config.json` describes. Raises `ModelShapeError` if its numbers are not there."""
+    c = config.get("text_config", config)
+    if missing := [key for key in REQUIRED_KEYS if key not in c]:
+        raise ModelShapeError(f"config.json of {name} has no {missing[0]!r}")
+    routing, moe_layers = read_moe_layers(c)
+    expert_width = c.get("moe_intermediate_size") or c.get("intermediate_size") or 0
+    layers, heads = c["num_hidden_layers"], c["num_attention_heads"]
+    rope_dim = c.get("qk_rope_head_dim") or 0
+    head_dim = c.get("head_dim") or rope_dim or c["hidden_size"] // heads
+    kinds = c.get("layer_types") or ["full_attention"] * layers
+    known = find_architecture(c.get("model_type", "")) or ModelArchitecture(title="", example_models="")
+    return ModelShape(
+        name=name,
+        model_type=str(config.get("model_type", "")),
+        num_layers=layers,
+        hidden_size=c["hidden_size"],
+        num_heads=heads,
+        num_kv_heads=c.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        mlp_width=c.get("intermediate_size") or 0,
+        vocab_size=c["vocab_size"],
+        tied_embeddings=bool(c.get("tie_word_embeddings", False)),
+        max_positions=c.get("max_position_embeddings") or 0,
+        moe_layers=tuple(moe_layers),
+        num_experts=routing.num_experts if routing else 0,
+        top_k=routing.top_k if routing else 0,
+        expert_width=expert_width if routing else 0,
+        shared_width=expert_width * (c.get("n_shared_experts") or 0) + (c.get("shared_expert_intermediate_size") or 0),
+        qk_dim=c["qk_nope_head_dim"] + rope_dim if c.get("qk_nope_head_dim") else head_dim,
+        value_dim=c.get("v_head_dim") or head_dim,
+        kv_rank=c.get("kv_lora_rank") or 0,
+        query_rank=c.get("q_lora_rank") or 0,
+        rope_dim=rope_dim,
+        full_attention_layers=kinds.count("full_attention"),
+        window_tokens=kinds.count("sliding_attention") * (c.get("sliding_window") or 0),
+        qkv_bias=known.resolve_flag(known.qkv_bias, {"qkv_bias": True, **c}),
+        query_norm=known.resolve_query_norm(c),
+        has_shared_gate=bool(known.shared_gate_module),
+        has_sinks_and_biases=known.has_sinks_and_biases,
+    )
+
+
+# How many bytes of a model a run writes: what its time limits follow from.
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of a value."""
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+"""Bytes that a checkpoint has of a parameter: the weight and two moments in float32."""
+
+
+class WriteSizes(NamedTuple):
+    """How many bytes one version of the weights has, and one checkpoint."""
+
+    version_bytes: int
+    checkpoint_bytes: int
+
+    @classmethod
+    def for_model(cls, config: Config, parameters: int) -> WriteSizes:
+        """Return those of a model of so many parameters. A checkpoint of adapters (`learner.lora`) has too few to count: 0."""
+        trained = 0 if config.learner.lora.rank else parameters
+        return cls(DTYPE_BYTES[config.generator.dtype] * parameters, CHECKPOINT_BYTES_PER_PARAMETER * trained)
+
+
+UNKNOWN_SIZES = WriteSizes(0, 0)
+"""Then a limit is what any model has."""
+
+
+def read_write_sizes(config: Config, model_path: Path, *, files: Files = REAL_WORLD.files) -> WriteSizes:
+    """Return those of the model in that directory; `UNKNOWN_SIZES` if its `config.json` does not say its sizes."""
+    try:
+        shape = parse_model_shape(decode_python_json(read_file(model_path / "config.json", files=files)))
+    except (OSError, MalformedError, ModelShapeError):
+        return UNKNOWN_SIZES
+    return WriteSizes.for_model(config, shape.num_parameters)

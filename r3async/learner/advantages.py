@@ -1,0 +1,269 @@
+"""From rewards to the column `advantages`: whom credit goes to, what it is compared with, and what is not trained.
+
+Scores come from an episode's rewards by `algorithm.credit`. What is compared, in each group:
+
+* `turn`: the reward of turn j, with turn j of those episodes of the group that have one. All its tokens share it.
+* `trajectory`: the sum of its turns' rewards, with the other episodes. All sampled tokens of the episode share it, in all of
+  its samples (step-wise rows).
+* `token`: at each token, the sum of the column `rewards` from there to the end of the episode, in the order of its turns,
+  whichever samples they are in.
+  Baseline and scale are those of the same sum at the beginning of the token's turn, over the episodes that have that
+  turn. For rewards that are credited at tokens. (Baseline and scale by turn, where GRPO with process supervision, arXiv
+  2402.03300, section 4.1.3, pools all steps.)
+
+How scores become advantages: `compute_baseline_and_scale`. Tokens that no turn sampled have advantage 0. Episodes without
+turns have nothing to train and are compared with nobody.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from r3async.config import AlgorithmConfig, OverlongPenaltyConfig
+from r3async.data.tokens import Sample, Trajectory, Turn
+
+STD_EPS = 1e-3
+SCORE_RESOLUTION = 4 * float(np.finfo(np.float32).eps)
+"""Scores that differ by less than this share of the largest are equal: rewards are stored as float32, and sums of the same
+rewards in another order (0.1 + 0.2, 0.3) differ by rounding. An advantage made of that would be noise, scaled to full size."""
+
+
+def compute_overlong_penalty(length: int, max_new_tokens: int, settings: OverlongPenaltyConfig) -> float:
+    """At most 0, added to the reward of an answer of `length` tokens: with `L = max_new_tokens`, `factor` times 0 up to
+    `L - buffer` tokens, then `(L - buffer - length) / buffer`, and -1 from L on. DAPO, arXiv 2503.14476, eq. 13."""
+    if not settings.buffer:
+        return 0.0
+    free = max_new_tokens - settings.buffer
+    return settings.factor * min(max((free - length) / settings.buffer, -1.0), 0.0)
+
+
+def is_overlong(trajectory: Trajectory) -> bool:
+    """Whether the episode ended because its context was full or time ran out, or with an answer that was cut."""
+    return trajectory.stop_reason in ("length", "timeout") or any(
+        turn.stop_reason == "length" for turn in sorted(trajectory.turns, key=lambda t: t.index)[-1:]
+    )
+
+
+def assign_advantages(
+    groups: Sequence[Sequence[Trajectory]], config: AlgorithmConfig, *, max_new_tokens: int | None = None
+) -> tuple[list[Sample], dict[str, float]]:
+    """The samples of all groups of a step, in order, with the column `advantages` (float32 `[T]`), and figures.
+
+    `loss_mask` is cleared where a filter drops a sample: `filter_zero_variance` drops groups in which nothing that is
+    compared differs, `overlong_filter` episodes that ended by length (they still count in what others are compared
+    with). `max_new_tokens`: needed for `compute_overlong_penalty`, whose value is added to the reward of each turn (and, with
+    `credit = "token"`, to that of its last token).
+
+    Figures, always the same: `advantage/zero_variance_groups` (without contrast: nothing that is compared differs),
+    `advantage/zero_variance_share` (of all groups), `advantage/overlong_samples` (episodes that ended by length),
+    `advantage/filtered_tokens` (no longer trained), `advantage/overlong_penalty` (mean over turns),
+    and over trained tokens `advantage/mean`, `advantage/std`, `advantage/abs_max`.
+
+    Each trajectory is trainable (`schedule.validation.check_trajectory`). Raises `ValueError` if a group holds trajectories of
+    another.
+    """
+    if config.overlong_penalty.buffer and max_new_tokens is None:
+        raise ValueError("`overlong_penalty` needs `max_new_tokens`")
+    episodes = [[_EpisodeTokens.from_trajectory(t, config, max_new_tokens or 0) for t in group] for group in groups]
+    samples: list[Sample] = []
+    masks: list[np.ndarray] = []
+    values: list[np.ndarray] = []
+    flat, overlong, before = 0, 0, 0
+    for group in episodes:
+        differs = _assign_group_advantages(group, config)
+        flat += not differs
+        for episode in group:
+            cut = is_overlong(episode.trajectory)
+            drop = (config.filter_zero_variance and not differs) or (config.overlong_filter and cut)
+            overlong += cut
+            for sample, advantages in zip(episode.trajectory.samples, episode.split_advantages(), strict=True):
+                mask = sample.table["loss_mask"]
+                before += int(np.count_nonzero(mask))
+                samples.append(sample)
+                masks.append(np.zeros_like(mask) if drop else mask)
+                values.append(advantages.astype(np.float32))
+    # Tokens without a log-prob are not trained: they are in no mean and no standard deviation either.
+    known = [m & np.isfinite(s.table["rollout_logprobs"]) for m, s in zip(masks, samples, strict=True)]
+    if config.advantage in ("reinforce_pp", "reinforce_pp_baseline"):
+        values = standardize_advantages(values, known)
+    trained = np.concatenate([v[m] for v, m in zip(values, known, strict=True)] or [np.zeros(0)]).astype(np.float64)
+    penalties = [p for group in episodes for e in group for p in e.penalties.values()]
+    figures = {
+        "advantage/zero_variance_groups": float(flat),
+        "advantage/zero_variance_share": flat / max(len(episodes), 1),
+        "advantage/overlong_samples": float(overlong),
+        "advantage/filtered_tokens": float(before - sum(int(np.count_nonzero(m)) for m in masks)),
+        "advantage/overlong_penalty": float(np.mean(penalties)) if penalties else 0.0,
+        "advantage/mean": float(trained.mean()) if len(trained) else 0.0,
+        "advantage/std": float(trained.std()) if len(trained) else 0.0,
+        "advantage/abs_max": float(np.abs(trained).max()) if len(trained) else 0.0,
+    }
+    return [
+        Sample(s.sample_id, s.table.with_columns(advantages=v, loss_mask=m), s.temperature)
+        for s, v, m in zip(samples, values, masks, strict=True)
+    ], figures
+
+
+@dataclass
+class _EpisodeTokens:
+    """One trajectory, its samples' tokens laid end to end: N of them."""
+
+    trajectory: Trajectory
+    turns: dict[int, Turn]
+    penalties: dict[int, float]
+    """Of each turn, by index."""
+    token_turns: np.ndarray
+    """int32 `[N]`: which turn sampled a token, or -1."""
+    reward_to_go: np.ndarray
+    """float64 `[N]`: sum of the column `rewards`, and of penalties, from a token to the end; only for credit by token."""
+    advantages: np.ndarray
+    """float64 `[N]`, 0 until `_assign_group_advantages`."""
+
+    @staticmethod
+    def from_trajectory(trajectory: Trajectory, config: AlgorithmConfig, max_new_tokens: int) -> _EpisodeTokens:
+        turns = {turn.index: turn for turn in trajectory.turns}
+        penalties = {
+            i: compute_overlong_penalty(t.stop - t.start, max_new_tokens, config.overlong_penalty)
+            for i, t in turns.items()
+        }
+        tables = [sample.table for sample in trajectory.samples]
+        turn = tables[0]["turn"] if len(tables) == 1 else np.concatenate([t["turn"] for t in tables])
+        if config.credit != "token":
+            return _EpisodeTokens(trajectory, turns, penalties, turn, np.zeros(0), np.zeros(len(turn)))
+        rewards = np.concatenate([t["rewards"] for t in tables]).astype(np.float64)
+        for index, penalty in penalties.items():
+            at = np.flatnonzero(turn == index)
+            if penalty and len(at):
+                rewards[at[-1]] += penalty
+        order = _order_by_turn(turn, [len(t) for t in tables])
+        to_go = np.zeros(len(rewards))
+        to_go[order] = np.cumsum(rewards[order][::-1])[::-1]
+        return _EpisodeTokens(trajectory, turns, penalties, turn, to_go, np.zeros(len(turn)))
+
+    def turn_reward(self, turn: int) -> float:
+        """Of one turn, with its penalty."""
+        return self.turns[turn].reward + self.penalties[turn]
+
+    def split_advantages(self) -> list[np.ndarray]:
+        """`advantages`, sample by sample."""
+        edges = itertools.accumulate((len(sample.table) for sample in self.trajectory.samples), initial=0)
+        return [self.advantages[start:stop] for start, stop in itertools.pairwise(edges)]
+
+
+def _order_by_turn(turn: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """int64 `[N]`: the tokens of an episode's samples in the order of its turns; what no turn sampled is after the turn
+    before it in its sample, or before all turns. `turn` int32 `[N]`, `lengths`: of the samples."""
+    belongs = turn.astype(np.int64)
+    start = 0
+    for length in lengths:
+        belongs[start : start + length] = np.maximum.accumulate(belongs[start : start + length])
+        start += length
+    return np.argsort(belongs, kind="stable")
+
+
+def _assign_group_advantages(group: Sequence[_EpisodeTokens], config: AlgorithmConfig) -> bool:
+    """Set the advantages of one group's episodes. Returns whether anything that is compared in it differs."""
+    indices = {e.trajectory.group_index for e in group}
+    if len(indices) > 1:
+        raise ValueError(f"advantages are relative to one group, got trajectories of groups {sorted(indices)}")
+    differs = False
+    for compared in _iter_comparisons(group, config.credit):
+        scores = [score for *_, score in compared]
+        baselines, scale = compute_baseline_and_scale(scores, config.advantage, normalize_std=config.normalize_std)
+        for (episode, at, earned, _), baseline in zip(compared, baselines.tolist(), strict=True):
+            episode.advantages[at] = scale * (earned - baseline)
+        differs |= has_variance(scores)
+    return differs
+
+
+def group_has_variance(group: Sequence[Trajectory], config: AlgorithmConfig, max_new_tokens: int) -> bool:
+    """Whether anything that is compared in a group differs: what `advantage/zero_variance_groups` counts the groups without."""
+    episodes = [_EpisodeTokens.from_trajectory(t, config, max_new_tokens) for t in group]
+    compared = _iter_comparisons(episodes, config.credit)
+    return any(has_variance([score for *_, score in scores]) for scores in compared)
+
+
+def _iter_comparisons(
+    group: Sequence[_EpisodeTokens], credit: str
+) -> Iterator[list[tuple[_EpisodeTokens, np.ndarray, np.ndarray | float, float]]]:
+    """What is compared with each other in a group: of each episode its tokens, what each of them earned, and the score."""
+    if credit == "trajectory":
+        totals = [(e, float(sum(e.turn_reward(i) for i in e.turns))) for e in group if e.turns]
+        yield [(e, e.token_turns >= 0, total, total) for e, total in totals]
+        return
+    for index in sorted({i for e in group for i in e.turns}):
+        tokens = [(e, np.flatnonzero(e.token_turns == index)) for e in group if index in e.turns]
+        if credit == "token":
+            yield [(e, at, e.reward_to_go[at], float(e.reward_to_go[at[0]])) for e, at in tokens if len(at)]
+        else:
+            yield [(e, at, e.turn_reward(index), e.turn_reward(index)) for e, at in tokens]
+
+
+# -- from scores to advantages ------------------------------------------------------------------------------------------
+
+
+def has_variance(scores: Sequence[float] | np.ndarray) -> bool:
+    """Whether there are two different scores, up to `SCORE_RESOLUTION`."""
+    if len(scores) < 2:
+        return False
+    low, high = float(np.min(scores)), float(np.max(scores))
+    return high - low > SCORE_RESOLUTION * max(abs(low), abs(high))
+
+
+def compute_baseline_and_scale(
+    scores: Sequence[float] | np.ndarray, estimator: str, *, normalize_std: bool = True
+) -> tuple[np.ndarray, float]:
+    """float64 `[n]` baselines, and the scale, of `scores` `[n]`, by `algorithm.advantage`.
+
+    The scores `r` of a group's n members are compared with each other; each estimator is a baseline `b_i` and a scale `c`, and
+    gives the advantage `c (r_i - b_i)`:
+
+    | name                                | `b_i`                | `c`                 | source                             |
+    |-------------------------------------|----------------------|---------------------|------------------------------------|
+    | `grpo`                              | mean(r)              | 1 / (std(r) + 1e-3) | arXiv 2402.03300, section 4.1.2    |
+    | `dr_grpo`; `grpo` if not `normalize_std` | mean(r)         | 1                   | arXiv 2503.20783                   |
+    | `rloo`                              | mean of the others' r | 1                  | arXiv 2402.14740                   |
+    | `maxrl`, for `r >= 0`               | mean(r)              | 1 / mean(r)         | arXiv 2602.02710                   |
+    | `reinforce_pp_baseline`             | mean(r)              | 1, then batch       | arXiv 2501.03262, "w/ Baseline"    |
+    | `reinforce_pp`                      | 0                    | 1, then batch       | arXiv 2501.03262                   |
+
+    std has n - 1 in the denominator. "Then batch": from the advantages of all trained tokens of the step their mean is
+    subtracted, and they are divided by their standard deviation (`standardize_advantages`).
+
+    A group without contrast (fewer than two scores, or all equal) has nothing to compare: its advantages are exactly 0, except
+    under `reinforce_pp`, which compares with the whole batch. So a batch has contrast exactly where a trained token's advantage
+    is not 0: that is what decides whether an update is made (`trainer.Minibatch.skip_cause`).
+    """
+    values = np.asarray(scores, np.float64)
+    n = len(values)
+    if estimator == "reinforce_pp":
+        return np.zeros(n), 1.0
+    if not has_variance(values):
+        return np.zeros(n), 0.0
+    if estimator == "rloo":
+        return (values.sum() - values) / (n - 1), 1.0
+    mean = np.full(n, values.mean())
+    if estimator == "grpo":
+        return mean, float(1 / (values.std(ddof=1) + STD_EPS)) if normalize_std else 1.0
+    if estimator == "maxrl":
+        if values.min() < 0:
+            raise ValueError(f"`advantage` = 'maxrl' is for rewards >= 0, and there is one of {values.min():g}")
+        return mean, float(1 / values.mean())
+    if estimator in ("dr_grpo", "reinforce_pp_baseline"):
+        return mean, 1.0
+    raise ValueError(f"advantage {estimator!r} is not known")
+
+
+def standardize_advantages(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """float32 `[T_i]`: `(a - mean) / std` with both over all tokens of the step where `masks` is True; 0 elsewhere, and
+    everywhere if those are all equal."""
+    trained = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)] or [np.zeros(0)]).astype(np.float64)
+    mean, scale = (float(trained.mean()), 1 / float(trained.std())) if has_variance(trained) else (0.0, 0.0)
+    return [
+        np.where(m, (a.astype(np.float64) - mean) * scale, 0.0).astype(np.float32)
+        for a, m in zip(advantages, masks, strict=True)
+    ]

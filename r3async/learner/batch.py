@@ -1,0 +1,775 @@
+"""Micro-batches: prefixes that samples share, who computes what at which cost, and rows packed by tokens. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from r3async.data.models import ModelShapeError, parse_model_shape
+from r3async.data.routes import iter_sorted_columns
+from r3async.data.supports import SupportSets
+from r3async.data.tokens import Sample, SchemaError, TokenTable
+
+# Samples packed into micro-batches of at most a given number of tokens, without padding.
+
+
+PARTS_PER_RANK = 4
+"""Of a rank's work: families of no more than one part are tried where there are several ranks."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples laid end to end.
+
+    `table`: every column of the samples, `[N]` rows. `cu_seqlens`: int32 `[S + 1]`, sample `s` is rows
+    `cu_seqlens[s]:cu_seqlens[s + 1]`. `temperatures`: float32 `[S]`. `sample_ids`: one per sample; segments beyond them are
+    padding, which trains nothing, replays nothing and is in no metric.
+
+    `prefixes`: None, or where samples share rows int32 `[S, 2]`: sample `s` begins with the first `prefixes[s, 1]` tokens of
+    sample `prefixes[s, 0]`, an earlier one, and only what follows them is in its own rows: one at least.
+    """
+
+    table: TokenTable
+    cu_seqlens: np.ndarray
+    temperatures: np.ndarray
+    sample_ids: tuple[str, ...]
+    prefixes: np.ndarray | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.table)
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Rows before the padding."""
+        return int(self.cu_seqlens[len(self.sample_ids)])
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """Tokens of the samples that have no row of their own."""
+        return 0 if self.prefixes is None else int(self.prefixes[:, 1].sum())
+
+    @property
+    def segment_lengths(self) -> np.ndarray:
+        """Of the samples' own rows."""
+        return np.diff(self.cu_seqlens)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int32 `[N]`: 0, 1, ... within each sample."""
+        begins = self.cu_seqlens[:-1] if self.prefixes is None else self.cu_seqlens[:-1] - self.prefixes[:, 1]
+        return (np.arange(self.num_tokens) - np.repeat(begins, self.segment_lengths)).astype(np.int32)
+
+    @property
+    def first_rows(self) -> np.ndarray:
+        """int `[F]`: the rows of samples' first tokens, padding left out. A sample that shares them has none."""
+        starts = self.cu_seqlens[: len(self.sample_ids)]
+        return starts if self.prefixes is None else starts[self.prefixes[: len(starts), 1] == 0]
+
+    @cached_property
+    def expanded_samples(self) -> tuple[np.ndarray, np.ndarray]:
+        """The whole samples: see `expand_prefixes`."""
+        if self.prefixes is None:
+            return np.arange(self.num_tokens), self.cu_seqlens.astype(np.int64)
+        return expand_prefixes(self.cu_seqlens, self.prefixes)
+
+    def previous_rows(self, rows: np.ndarray) -> np.ndarray:
+        """int64 `[M]`: the rows of the tokens before those at `rows`, none a sample's first: their logits predict them."""
+        if self.prefixes is None:
+            return rows - 1
+        whole, edges = self.expanded_samples
+        previous = np.arange(-1, self.num_tokens - 1)
+        (branches,) = np.nonzero(self.prefixes[:, 1])
+        previous[self.cu_seqlens[branches]] = whole[edges[branches] + self.prefixes[branches, 1] - 1]
+        return previous[rows]
+
+    @cached_property
+    def row_multiplicity(self) -> np.ndarray | None:
+        """int64 `[N]`: of how many samples each row is a token; None if each is of one."""
+        return None if self.prefixes is None else np.bincount(self.expanded_samples[0], minlength=self.num_tokens)
+
+    @property
+    def support(self) -> SupportSets | None:
+        """Of all rows, see the column of that name."""
+        table = self.table
+        return table["support"] if "support" in table else None  # noqa: SIM401 - not a dictionary
+
+    @property
+    def token_temperatures(self) -> np.ndarray:
+        """float32 `[N]`."""
+        return np.repeat(self.temperatures, self.segment_lengths)
+
+
+def collate_samples(samples: Sequence[Sample], shared: np.ndarray | None = None) -> MicroBatch:
+    """One micro-batch of all samples, in order. Raises `PackingError` naming the sample whose columns differ.
+
+    `shared` int `[S]`: how many tokens of the sample before it each begins with, of which it gives its own rows up.
+    """
+    try:
+        table = TokenTable.concat([s.table for s in samples], shared)
+    except SchemaError as error:
+        names = list(samples[0].table) if samples else []
+        odd = next(
+            (s.sample_id for s in samples if list(s.table) != names), samples[0].sample_id if samples else "none"
+        )
+        raise PackingError(f"sample {odd}: {error}") from error
+    lengths = np.asarray([len(s.table) for s in samples], np.int64) - (0 if shared is None else shared)
+    return MicroBatch(
+        table=table,
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        temperatures=np.asarray([s.temperature for s in samples], np.float32),
+        sample_ids=tuple(s.sample_id for s in samples),
+        prefixes=None if shared is None else np.stack([np.arange(len(samples)) - 1, shared], axis=1).astype(np.int32),
+    )
+
+
+def make_padding_batch(micro_batch: MicroBatch, tokens: int = 1) -> MicroBatch:
+    """A micro-batch of nothing but padding, for a rank that has run out of samples: every column that `micro_batch` has."""
+    m = micro_batch
+    return _append_padding(MicroBatch(m.table.slice_rows(0, 0), np.zeros(1, np.int32), m.temperatures[:0], ()), tokens)
+
+
+def pad_to_multiple(micro_batch: MicroBatch, multiple: int) -> MicroBatch:
+    """The micro-batch with padding behind it, up to a multiple of `multiple` tokens."""
+    extra = -micro_batch.num_tokens % multiple
+    return _append_padding(micro_batch, extra) if extra else micro_batch
+
+
+def _append_padding(micro_batch: MicroBatch, tokens: int) -> MicroBatch:
+    m, total = micro_batch, micro_batch.num_tokens + tokens
+    edges, temperatures = np.append(m.cu_seqlens, np.int32(total)), np.append(m.temperatures, np.float32(1.0))
+    prefixes = None if m.prefixes is None else np.append(m.prefixes, np.zeros((1, 2), np.int32), axis=0)
+    return MicroBatch(m.table.pad_to(total), edges, temperatures, m.sample_ids, prefixes)
+
+
+def pack_samples(
+    samples: Sequence[Sample], max_tokens: int, *, whole_episodes: bool = False, share_prefixes: bool = False
+) -> list[MicroBatch]:
+    """All samples in micro-batches of at most `max_tokens` tokens, for one rank."""
+    return pack_for_ranks(samples, max_tokens, whole_episodes=whole_episodes, share_prefixes=share_prefixes)[0]
+
+
+def pack_for_ranks(
+    samples: Sequence[Sample],
+    max_tokens: int,
+    *,
+    ranks: int = 1,
+    cost: CostModel | None = None,
+    whole_episodes: bool = False,
+    share_prefixes: bool = False,
+) -> list[list[MicroBatch]]:
+    """What each data-parallel rank trains: every sample once, and the same number of micro-batches for all.
+
+    With `whole_episodes` the samples of an episode (column `episode`) are in one micro-batch, if they fit into one. With
+    `share_prefixes` those of one micro-batch have the rows that they have in common once.
+    A rank that runs out is given padding of one row, because the others wait for it in every forward and backward pass.
+    Raises `PackingError` for a sample longer than `max_tokens`, or for samples whose columns differ.
+    """
+    cost = cost or CostModel()
+    units = _group_by_episode(samples, max_tokens) if whole_episodes else [[i] for i in range(len(samples))]
+    fits = all(len(s.table) <= max_tokens for s in samples)  # or `plan_micro_batches` says which does not
+    likeness = find_prefix_overlap(samples) if share_prefixes and fits else None
+    if likeness is None:
+        lengths = [sum(len(samples[i].table) for i in unit) for unit in units]
+        planned = [
+            [[i for unit in m for i in units[unit]] for m in mine]
+            for mine in plan_micro_batches(lengths, max_tokens=max_tokens, ranks=ranks, cost=cost)
+        ]
+    else:
+        planned = _plan_with_prefixes(units, likeness, max_tokens, ranks, cost)
+    if not samples:
+        return [[] for _ in range(ranks)]
+    # No rows of every sample: that all have the same columns is found out here, not when ranks wait for each other.
+    padding = make_padding_batch(collate_samples([Sample(s.sample_id, s.table.slice_rows(0, 0)) for s in samples]))
+    return [[_collate_members(samples, m, likeness) if m else padding for m in mine] for mine in planned]
+
+
+def _collate_members(samples: Sequence[Sample], members: Sequence[int], likeness: PrefixOverlap | None) -> MicroBatch:
+    """In the order in which they share most, if they share anything."""
+    if likeness is not None:
+        order, shared = likeness.sort_members(members)
+        if shared.any():
+            return collate_samples([samples[i] for i in order], shared)
+    return collate_samples([samples[i] for i in members])
+
+
+def _plan_with_prefixes(
+    units: Sequence[Sequence[int]], likeness: PrefixOverlap, max_tokens: int, ranks: int, cost: CostModel
+) -> list[list[list[int]]]:
+    """For each rank its micro-batches, of indices of samples: those that share prefixes together as far as that makes the step
+    shorter. Families are lumps that divide less evenly, so smaller ones are tried as well."""
+    share = max(1, int(likeness.lengths.sum()) // (PARTS_PER_RANK * ranks))
+    best: tuple[float, int, list[list[list[int]]]] | None = None
+    for capacity in (max_tokens, min(max_tokens, share), 0) if ranks > 1 else (max_tokens,):
+        joined = merge_by_prefix(units, likeness, capacity)
+        sizes = [compute_size_and_cost(unit, likeness, cost) for unit in joined]
+        planned = [
+            [[i for unit in m for i in joined[unit]] for m in mine]
+            for mine in plan_micro_batches(
+                [size for size, _ in sizes],
+                max_tokens=max_tokens,
+                ranks=ranks,
+                cost=cost,
+                costs=[each for _, each in sizes],
+            )
+        ]
+        waited = sum_lockstep_cost([[compute_size_and_cost(m, likeness, cost)[1] for m in mine] for mine in planned])
+        if best is None or (waited, len(planned[0])) < best[:2]:
+            best = waited, len(planned[0]), planned
+    assert best is not None
+    return best[2]
+
+
+def _group_by_episode(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
+    """Indices of samples that stay together: those of an episode of at most `max_tokens` tokens; others each alone."""
+    members: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        known = "episode" in sample.table and len(sample.table)
+        members.setdefault(int(sample.table["episode"][0]) if known else -1 - index, []).append(index)
+    units: list[list[int]] = []
+    for of in members.values():
+        fits = sum(len(samples[i].table) for i in of) <= max_tokens
+        units += [of] if fits else [[i] for i in of]
+    return units
+
+
+# Which samples make up which micro-batch of which data-parallel rank. Pure, and deterministic.
+#
+# Ranks wait for each other in every micro-batch, so a step takes the time of the costliest micro-batch at each index:
+#
+# lockstep efficiency = total cost / (ranks · Σ_j max_r cost(micro-batch j of rank r))
+#
+# How it is raised, at the least number of micro-batches that the token cap allows. A *round* is the micro-batches of all
+# ranks at one index; its *level* is the cost of its costliest one.
+#
+# 1. `find_round_levels` finds levels whose sum is the least that any plan could have: a linear programme, solved by filling up
+# (see there). With a little more work to do than there is (`LEVEL_SLACKS`), as nothing packs perfectly.
+# 2. Rounds are filled under cap and level with the longest sample that fits, again and again: first-fit decreasing, one
+# micro-batch after another (Johnson 1973), so that the micro-batches of one round are alike. The last round takes the
+# rest, longest first, each to the rank with the least (LPT, Graham 1969).
+# 3. Two simpler plans are made as well: all micro-batches of first-fit decreasing in order of cost, and ranks that are
+# balanced first and packed one by one (`apart`), which is best where many samples are cut at the same length.
+# 4. The plan that waits least is kept. A plan is abandoned as soon as it cannot be that one any more: it has waited longer
+# so far than the best plan in all, less what is left to do in equal shares. Micro-batches of a round are dealt so that
+# the ranks' totals are near too.
+
+
+Bin = list[int]
+
+LEVEL_SLACKS = (0.03, 0.08, 0.01, 0.05, 0.0, 0.02, 0.12, 0.2, 0.5)
+"""In order of what they gain where there are many samples. The more samples, the less the choice among them matters."""
+PLANNING_BUDGET = 20_000
+"""Samples and micro-batches that are packed under levels in one plan, over all slacks."""
+EXACT_FIT_ROUNDS = 200
+"""In more, a round that an exact fit might spare is less than half a percent."""
+MAX_PAIRS = 24
+"""Pairs of samples that are tried to fill one micro-batch to the last token, when plain first-fit needs too many."""
+
+
+# -- what a sample costs -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """A sample of `n` tokens costs `linear * n + quadratic * n²`, in any unit: only ratios matter."""
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.linear > 0 and self.quadratic >= 0):
+            raise ValueError(f"`linear` must be greater than 0 and `quadratic` not negative, got {self}")
+
+    def estimate_costs(self, lengths: np.ndarray) -> np.ndarray:
+        """float64, of the shape of `lengths`."""
+        n = np.asarray(lengths, np.float64)
+        return (self.linear + self.quadratic * n) * n
+
+
+def build_cost_model(config: Mapping[str, Any]) -> CostModel:
+    """FLOPs of the forward pass over one sample, from a Hugging Face `config.json`. The backward pass is twice that.
+
+    A multiply-add is 2 FLOPs. With `h` hidden size, `a` heads, `g` key-value heads, `d_qk` and `d_v` head dimensions:
+
+    * linear, per layer: 2 h (a d_qk + g (d_qk + d_v) + a d_v) for the projections; 2 · 3 h w for a gated feed-forward of
+      width `w`, where an MoE layer has w = top_k · expert width + shared width, and 2 h · experts for its router; and once
+      2 h · vocabulary for the logits. Latent attention (MLA) projects through its low ranks instead.
+    * quadratic, per layer with full attention: Σ_t 2 a (d_qk + d_v) t over the t = 1..n keys that token t sees, which is
+      a (d_qk + d_v) n². A layer with a sliding window sees at most the window, and is linear; so is linear attention.
+
+    Source: Kaplan et al. 2020 (arXiv 2001.08361), table 1, with a causal mask, active experts only, grouped-query and gated
+    layers; Chowdhery et al. 2022 (arXiv 2204.02311), appendix B, counts attention without the mask. Embedding lookup, norms
+    and activation functions are left out, as they are there. A configuration that names its shape otherwise costs its
+    tokens: a plan is then less even, and as right.
+    """
+    try:
+        s = parse_model_shape(config)
+    except ModelShapeError:
+        return CostModel()
+    h, heads, d_qk, d_v = s.hidden_size, s.num_heads, s.qk_dim, s.value_dim
+    if s.kv_rank:
+        query = s.query_rank * (h + heads * d_qk) if s.query_rank else h * heads * d_qk
+        projections = query + h * (s.kv_rank + s.rope_dim) + s.kv_rank * heads * (d_qk - s.rope_dim + d_v)
+    else:
+        projections = h * (heads * d_qk + s.num_kv_heads * (d_qk + d_v))
+    projections += h * heads * d_v
+    moe, dense = 3 * h * s.expert_width * s.top_k + s.router_parameters, s.mlp_parameters
+    mixtures = len(s.moe_layers)
+    weights = s.num_layers * projections + mixtures * moe + (s.num_layers - mixtures) * dense + s.embedding_parameters
+    attention = heads * (d_qk + d_v)
+    return CostModel(
+        linear=2.0 * (weights + attention * s.window_tokens), quadratic=float(attention * s.full_attention_layers)
+    )
+
+
+# -- which samples are trained together ---------------------------------------------------------------------------------
+
+
+class PackingError(ValueError):
+    """Samples that cannot be packed as asked."""
+
+
+def plan_micro_batches(
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    ranks: int = 1,
+    cost: CostModel | None = None,
+    costs: Sequence[float] | None = None,
+) -> list[list[Bin]]:
+    """For each rank its micro-batches, each a list of indices into `lengths`, at most `max_tokens` tokens together.
+
+    Every index is in one micro-batch. All ranks have the same number of them, some perhaps empty, costliest first. `costs`: of
+    each, where it is not what `cost` makes of its length.
+
+    The wait at each micro-batch is as short as can be found (see the module), with as few micro-batches as can be found.
+    Raises `PackingError` if one sample alone is longer than `max_tokens`.
+    """
+    if ranks < 1:
+        raise ValueError(f"`ranks` must be 1 or more, got {ranks}")
+    sizes = np.asarray(lengths, np.int64)
+    order = np.argsort(sizes, kind="stable")
+    if len(sizes) and sizes[order[-1]] > max_tokens:
+        index = int(order[-1])
+        raise PackingError(
+            f"sample {index} has {lengths[index]} tokens, more than learner.max_tokens_per_micro_batch = {max_tokens}: "
+            "raise that, or lower episode.max_total_tokens"
+        )
+    cost = cost or CostModel()
+    each = cost.estimate_costs(sizes) if costs is None else np.asarray(costs, np.float64)
+    work = _StepPlanner(sizes[order], each[order], max_tokens, ranks, cost)
+    of = order.tolist()
+    return [[sorted([of[s] for s in m]) for m in mine] for mine in work.plan_lockstep()]
+
+
+def sum_lockstep_cost(costs: Sequence[Sequence[float]]) -> float:
+    """What the ranks wait for in all, given the cost of each micro-batch of each of them."""
+    return float(sum(max(of_rank) for of_rank in zip(*costs, strict=True)))
+
+
+def find_round_levels(
+    lengths: np.ndarray, *, max_tokens: int, ranks: int, count: int, cost: CostModel, total_cost: float
+) -> np.ndarray:
+    """float64 `[count]`: the levels with the least sum under which micro-batches of cost `total_cost` in all might exist.
+
+    Let y_1 >= y_2 >= ... be the costs of a plan's micro-batches. The i-th of them holds no more than `u_i`, the cost of a
+    full one whose longest sample is the i-th longest of all (its quadratic part is convex, so greatest if the other samples
+    are as long as they may be); and no less than the i-th longest sample where that is over half the cap, as no two of
+    those are together. The levels of any plan are, sorted, at least M_j = y_{j · ranks}, so
+
+        Σ_j Σ_r min(M_j, u_{j · ranks + r}) >= work,    M_j >= cost of that single sample,
+
+    and the least Σ_j M_j under this is a bound on every plan. Each sum over r is concave in M_j, with a slope of the number
+    of micro-batches that can still follow: so levels are raised where most can, until the work is done. What is asked
+    for beyond the most possible is not done.
+    """
+    n = np.sort(np.asarray(lengths, np.float64))[::-1][: count * ranks]
+    alone, rest = cost.estimate_costs(n), max_tokens - n
+    crowded = 2 * n <= max_tokens
+    most = cost.linear * max_tokens + cost.quadratic * np.where(crowded, n * max_tokens, n**2 + rest**2)
+    least = np.where(crowded, 0.0, alone)
+    least[:1] = alone[:1]
+    missing = (0, count * ranks - len(n))
+    level = np.pad(least, missing)[::ranks].copy()
+    caps = np.pad(most, missing).reshape(count, ranks)
+
+    need = total_cost - np.minimum(level[:, None], caps).sum()
+    steps = np.diff(np.sort(np.maximum(caps, level[:, None]), axis=1), axis=1, prepend=level[:, None])
+    for r in range(ranks):
+        follow = ranks - r
+        gain = follow * steps[:, r].sum()
+        if gain >= need:
+            return level + steps[:, r] * (max(need, 0.0) / gain if gain else 0.0)
+        level += steps[:, r]
+        need -= gain
+    return level
+
+
+class _SamplePool:
+    """Samples that are not placed yet, found by length in nearly constant time.
+
+    `samples` ascend in length. `below[i + 1]` leads, over some steps, to `j + 1` of the last sample `j <= i` that is left
+    (disjoint sets with path halving, Tarjan & van Leeuwen 1984).
+    """
+
+    def __init__(self, samples: list[int], lengths: list[int], costs: list[float]):
+        self.samples = samples
+        self.lengths, self.costs = [lengths[s] for s in samples], [costs[s] for s in samples]
+        self._below = list(range(len(samples) + 1))
+
+    def find_last(self, end: int) -> int:
+        """The index of the last sample left before `end`, or -1."""
+        below = self._below
+        while below[end] != end:
+            below[end] = end = below[below[end]]
+        return end - 1
+
+    def find_fitting(self, free: int, level: float, end: int) -> int:
+        """The index, below `end`, of the longest that is not longer than `free` and costs no more than `level`; or -1."""
+        end = bisect_right(self.lengths, free, 0, end)
+        return self.find_last(end if level == np.inf else bisect_right(self.costs, level, 0, end))
+
+    def list_remaining(self) -> list[int]:
+        """The samples, in order of length."""
+        return [s for i, s in enumerate(self.samples, 1) if self._below[i] == i]
+
+    def remove(self, indices: Iterable[int]) -> None:
+        for at in indices:
+            self._below[at + 1] = at
+
+    def find_pair(self, free: int, slack: int, excluded: int) -> tuple[int, ...]:
+        """The indices of two, neither of them `excluded`, that leave less than `slack` of `free`: the best of about `MAX_PAIRS`
+        tried, or none."""
+        best: tuple[int, ...] = ()
+        end = bisect_right(self.lengths, free // 2)
+        for start in range(end, 0, -max(1, end // MAX_PAIRS)):
+            short = self.find_last(start)
+            if short >= 0 and short != excluded:
+                long = self.find_fitting(free - self.lengths[short], np.inf, len(self.samples))
+                long = self.find_last(long) if long == excluded else long
+                left = free - self.lengths[short] - self.lengths[long]
+                if long > short and left < slack:
+                    best, slack = (long, short), left
+        return best
+
+
+class _StepPlanner:
+    """One step's samples, sorted by length, and the ways to divide them."""
+
+    def __init__(self, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, ranks: int, cost: CostModel):
+        self.sorted_lengths, self.max_tokens, self.ranks, self.cost = lengths, max_tokens, ranks, cost
+        self.lengths: list[int] = lengths.tolist()
+        self.costs: list[float] = costs.tolist()
+        # Looked for by cost as by length: none costs more than a longer one is taken to.
+        self._cost_ceilings: list[float] = np.maximum.accumulate(costs).tolist()
+        self.total_cost = sum(self.costs)
+
+    def plan_lockstep(self) -> list[list[Bin]]:
+        bins = self.pack_fewest()
+        if self.ranks == 1:
+            return [sorted(bins, key=self.bin_cost, reverse=True)]
+        packed, apart = self.arrange_rounds(bins), self.pack_ranks_separately()
+        # Of equals the first by number: one under levels is even where first-fit leaves ranks empty.
+        best = min((self.lockstep_cost(packed), 1, packed), (self.lockstep_cost(apart), 2, apart))
+        for slack in LEVEL_SLACKS[: max(1, PLANNING_BUDGET // (len(self.lengths) + len(bins)))] if bins else ():
+            found = self.pack_under_levels(self.find_levels(len(packed), slack), limit=best[0])
+            if found is not None:
+                best = min(best, (self.lockstep_cost(found), 0, found), key=itemgetter(0, 1))
+        return self.assign_to_ranks(best[2])
+
+    def find_levels(self, count: int, slack: float) -> list[float]:
+        work = self.total_cost * (1 + slack)
+        return find_round_levels(
+            self.sorted_lengths,
+            max_tokens=self.max_tokens,
+            ranks=self.ranks,
+            count=count,
+            cost=self.cost,
+            total_cost=work,
+        ).tolist()
+
+    def bin_cost(self, members: Bin) -> float:
+        return sum([self.costs[s] for s in members])
+
+    def lockstep_cost(self, rounds: list[list[Bin]]) -> float:
+        return sum(max(map(self.bin_cost, bins)) for bins in rounds)
+
+    def pack_fewest(self) -> list[Bin]:
+        """All samples in as few micro-batches as first-fit decreasing needs, or an exact fit if that spares a round of a few."""
+        bins = self.fill_all(self.make_pool())
+        possible = max(-(-sum(self.lengths) // self.max_tokens), sum(2 * n > self.max_tokens for n in self.lengths))
+        if EXACT_FIT_ROUNDS > -(-len(bins) // self.ranks) > -(-possible // self.ranks):
+            bins = min(bins, self.fill_all(self.make_pool(), exact=True), key=len)
+        return bins
+
+    def make_pool(self, samples: Iterable[int] | None = None) -> _SamplePool:
+        """Of all samples, or of some, in ascending order."""
+        return _SamplePool(
+            list(range(len(self.lengths)) if samples is None else samples), self.lengths, self._cost_ceilings
+        )
+
+    def fill_all(self, pool: _SamplePool, *, exact: bool = False) -> list[Bin]:
+        bins = []
+        while members := self.fill_bin(pool, exact=exact):
+            bins.append(members)
+        return bins
+
+    def fill_bin(self, pool: _SamplePool, level: float = np.inf, *, exact: bool = False) -> Bin:
+        """A micro-batch of the longest sample in the pool, then always the longest one that fits under cap and `level`.
+
+        With `exact` the last one may be replaced by two that leave fewer tokens free: small samples are what gaps are filled
+        with, and too good for leaving gaps.
+        """
+        found: list[int] = []  # descending indices in the pool
+        free, end = self.max_tokens, len(pool.samples)
+        while (end := pool.find_fitting(free, level, end)) >= 0:
+            found.append(end)
+            free -= pool.lengths[end]
+            level -= pool.costs[end]
+        pool.remove(found[:-1])
+        pair = (
+            pool.find_pair(free + pool.lengths[found[-1]], free, excluded=found[-1])
+            if exact and free and found[1:]
+            else ()
+        )
+        found[-1:] = pair or found[-1:]
+        pool.remove(found[-1 - bool(pair) :])
+        return [pool.samples[i] for i in found]
+
+    def arrange_rounds(self, bins: list[Bin]) -> list[list[Bin]]:
+        """Micro-batches of near cost at the same index; empty ones make up for what is missing."""
+        bins = sorted(bins, key=self.bin_cost, reverse=True)
+        bins += [[] for _ in range(-len(bins) % self.ranks)]
+        return [bins[i : i + self.ranks] for i in range(0, len(bins), self.ranks)]
+
+    def pack_ranks_separately(self) -> list[list[Bin]]:
+        """Samples divided among the ranks for equal cost (LPT), each rank's packed first-fit decreasing, costliest first."""
+        mine: list[list[int]] = [[] for _ in range(self.ranks)]
+        loads = [(0.0, rank) for rank in range(self.ranks)]  # a heap
+        for sample in range(len(self.lengths) - 1, -1, -1):
+            load, rank = loads[0]
+            heapq.heapreplace(loads, (load + self.costs[sample], rank))
+            mine[rank].append(sample)
+        packed = [sorted(self.fill_all(self.make_pool(own[::-1])), key=self.bin_cost, reverse=True) for own in mine]
+        return [list(bins) for bins in zip_longest(*packed, fillvalue=[])]
+
+    def pack_under_levels(self, levels: list[float], limit: float) -> list[list[Bin]] | None:
+        """All samples in rounds under these levels, the last of which is what it turns out to be; None if they do not fit, or
+        if the ranks wait longer than `limit`."""
+        pool, rounds = self.make_pool(), []
+        waited, rest = 0.0, self.total_cost
+        for level in levels[:-1]:
+            # The longest sample that is left has to go somewhere.
+            longest = pool.find_last(len(self.lengths))
+            level = max(level, self._cost_ceilings[longest] if longest >= 0 else 0.0)
+            rounds.append([self.fill_bin(pool, level) for _ in range(self.ranks)])
+            done = [self.bin_cost(m) for m in rounds[-1]]
+            waited, rest = waited + max(done), rest - sum(done)
+            if waited + rest / self.ranks > limit * (1 + 1e-12):
+                return None
+        last = self.fill_last_round(pool)
+        if last is not None:
+            return [*rounds, last]
+        rounds.append([self.fill_bin(pool) for _ in range(self.ranks)])
+        return None if pool.list_remaining() else rounds
+
+    def fill_last_round(self, pool: _SamplePool) -> list[Bin] | None:
+        """What is in the pool in one micro-batch per rank, longest sample first, each to the rank with the least cost of those
+        with capacity for it. None if one fits nowhere."""
+        divided: list[Bin] = [[] for _ in range(self.ranks)]
+        free = [self.max_tokens] * self.ranks
+        loads = [(0.0, rank) for rank in range(self.ranks)]  # a heap
+        samples = pool.list_remaining()
+        shortest = self.lengths[samples[0]] if samples else 0
+        for sample in reversed(samples):
+            length, full = self.lengths[sample], []
+            while loads and free[loads[0][1]] < length:
+                full.append(heapq.heappop(loads))
+            if not loads:
+                return None
+            load, rank = loads[0]
+            heapq.heapreplace(loads, (load + self.costs[sample], rank))
+            free[rank] -= length
+            divided[rank].append(sample)
+            for entry in full:
+                if free[entry[1]] >= shortest:
+                    heapq.heappush(loads, entry)
+        return divided
+
+    def assign_to_ranks(self, rounds: list[list[Bin]]) -> list[list[Bin]]:
+        """Each round's micro-batches among the ranks, the costliest to the rank with the least so far. Costliest round
+        first: memory that does not suffice is then found out at once."""
+        divided: list[list[Bin]] = [[] for _ in range(self.ranks)]
+        totals = [0.0] * self.ranks
+        costed = [
+            sorted(zip(map(self.bin_cost, bins), bins, strict=True), key=itemgetter(0), reverse=True) for bins in rounds
+        ]
+        for bins in sorted(costed, key=lambda bins: bins[0][0], reverse=True):
+            idle_first = sorted(range(self.ranks), key=totals.__getitem__)
+            for rank, (cost, members) in zip(idle_first, bins, strict=True):
+                divided[rank].append(members)
+                totals[rank] += cost
+        return divided
+
+
+# Prefixes that samples have in common: found here, so that the learner feeds each forward once. Pure.
+#
+# The G samples of a group begin with the same prompt; a sample that branches off an episode repeats what was said before. Under a
+# causal mask what the model makes of a token follows from the tokens up to it and their routes alone. So where these are the
+# same, and nothing of it is trained twice, one copy does for all.
+#
+# Samples are sorted by their tokens, so that each begins most like the one before it. What it shares with that one, it gives up.
+# The minimum over a part of this order is what the ends of that part share at least: any choice of samples shares by the same
+# numbers.
+
+
+KEYS_PER_ROW = 8
+"""Every sample attends to a copy of its prefix's keys and values. At most so many times the token budget exist at once."""
+
+
+@dataclass(frozen=True)
+class PrefixOverlap:
+    """Of some samples. `order` int64 `[S]`: their indices, sorted by tokens; `sort_position` its inverse. `shared_rows` int64
+    `[S + 1]`: how many of its first rows the sample at each place of that order can give up for those of the sample before
+    it; 0 at both ends. `lengths` int64 `[S]`, by index."""
+
+    order: np.ndarray
+    sort_position: np.ndarray
+    shared_rows: np.ndarray
+    lengths: np.ndarray
+
+    def sort_members(self, members: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """`members` in this order, and what each shares with the one before it: int64 `[M]` each."""
+        at = np.sort(self.sort_position[np.asarray(members, np.int64)])
+        # The least of each part after one member up to the next.
+        edges = np.append(at[:1], at[:-1] + 1)
+        shared = np.minimum.reduceat(self.shared_rows, np.stack([edges, at + 1], axis=1).ravel())[::2]
+        shared[:1] = 0
+        return self.order[at], shared
+
+    def min_shared_rows(self, first: int, last: int) -> int:
+        """What the sample at place `last` can give up for the one at place `first` before it, at least."""
+        return int(self.shared_rows[first + 1 : last + 1].min())
+
+
+def find_prefix_overlap(samples: Sequence[Sample]) -> PrefixOverlap | None:
+    """None if nothing can be shared. A sample gives up rows before its first trained one, and keeps its last one."""
+    tokens = [s.table["token_ids"] for s in samples]
+    names = [t.tobytes() for t in tokens]
+    order = sorted(range(len(samples)), key=names.__getitem__)
+    alike = np.zeros(len(samples) + 1, np.int64)
+    for place in range(1, len(order)):
+        before, after = order[place - 1], order[place]
+        mask = samples[after].table["loss_mask"]
+        most = min(len(tokens[before]), len(mask) - 1)
+        first = int(mask[:most].argmax()) if most > 0 else 0
+        most = first if first or (most > 0 and mask[0]) else most
+        if most > 0 and tokens[before][0] == tokens[after][0]:
+            common = _count_leading_true(tokens[before][:most] == tokens[after][:most])
+            alike[place] = _count_equal_routes(samples[before].table, samples[after].table, common)
+    if not alike.any():
+        return None
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    return PrefixOverlap(np.asarray(order), rank, alike, np.asarray([len(t) for t in tokens], np.int64))
+
+
+def _count_leading_true(same: np.ndarray) -> int:
+    """How many there are before the first that is False."""
+    first = int(same.argmin()) if len(same) else 0
+    return first if first or (len(same) and not same[0]) else len(same)
+
+
+def _count_equal_routes(before: TokenTable, after: TokenTable, rows: int) -> int:
+    """Of the first `rows` rows, those before the first whose records differ. The order of a record carries nothing."""
+    if "routed_experts" not in before or "routed_experts" not in after or "routing_recorded" not in after:
+        return rows if "routed_experts" not in before and "routed_experts" not in after else 0
+    recorded = before["routing_recorded"][:rows]
+    rows = _count_leading_true(recorded == after["routing_recorded"][:rows])
+    recorded = recorded[:rows]
+    one, other = (t["routed_experts"][:rows] for t in (before, after))
+    if not rows or np.array_equal(one, other):
+        return rows
+    if one.shape[1:] != other.shape[1:]:
+        return 0
+    same = ~recorded | (one == other).all(axis=(1, 2))
+    (unsure,) = np.nonzero(~same)
+    one, other = (_sort_experts(x[unsure]) for x in (one, other))
+    same[unsure] = (one == other).all(axis=(1, 2))
+    return _count_leading_true(same)
+
+
+def _sort_experts(rows: np.ndarray) -> np.ndarray:
+    """`[n, L, K]`, each sorted."""
+    out = np.empty((rows.shape[0] * rows.shape[1], rows.shape[2]), rows.dtype)
+    for part, columns in iter_sorted_columns(rows.reshape(out.shape)):
+        np.stack(columns, axis=1, out=out[part])
+    return out.reshape(rows.shape)
+
+
+def merge_by_prefix(units: Sequence[Sequence[int]], likeness: PrefixOverlap, capacity: int) -> list[list[int]]:
+    """The units (indices of samples, each sample in one) joined with those that share their prefixes, as far as what they are
+    together takes no more than `capacity`."""
+    first = [int(likeness.sort_position[np.asarray(unit)].min()) for unit in units]
+    joined: list[list[int]] = []
+    rows = keys = last = 0
+    for at in np.argsort(first, kind="stable").tolist():
+        unit, place = list(units[at]), first[at]
+        own, attended = _count_rows_and_keys(unit, likeness)
+        shared = likeness.min_shared_rows(last, place) if joined else 0
+        if shared and count_budget_tokens(rows + own - shared, keys + attended) <= capacity:
+            joined[-1] += unit
+            rows, keys = rows + own - shared, keys + attended
+        else:
+            joined.append(unit)
+            rows, keys = own, attended
+        last = place
+    return joined
+
+
+def count_budget_tokens(rows: int, keys: int) -> int:
+    """Of the token budget, by so many rows and the keys that they attend to."""
+    return max(rows, -(-keys // KEYS_PER_ROW))
+
+
+def _count_rows_and_keys(members: Sequence[int], likeness: PrefixOverlap) -> tuple[int, int]:
+    """Rows that are fed forward, and keys that are attended to."""
+    if len(members) == 1:
+        return (length := int(likeness.lengths[members[0]])), length
+    keys = int(likeness.lengths[np.asarray(members)].sum())
+    return keys - int(likeness.sort_members(members)[1].sum()), keys
+
+
+def compute_size_and_cost(members: Sequence[int], likeness: PrefixOverlap, cost: CostModel) -> tuple[int, float]:
+    """What samples that are together take of the token budget, and what they cost: rows, and the keys before each."""
+    which, shared = likeness.sort_members(members)
+    lengths = likeness.lengths[which]
+    rows, keys = int((lengths - shared).sum()), int(lengths.sum())
+    pairs = (lengths.astype(np.float64) ** 2 - shared.astype(np.float64) ** 2).sum()
+    return count_budget_tokens(rows, keys), cost.linear * rows + cost.quadratic * float(pairs)
+
+
+def expand_prefixes(cu_seqlens: np.ndarray, prefixes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the tokens of each whole sample are: packed rows int64 `[T]`, and the edges int64 `[S + 1]` of the samples in them.
+
+    Sample `s` is the first `prefixes[s, 1]` tokens of sample `prefixes[s, 0]`, which is an earlier one, and then rows
+    `cu_seqlens[s]:cu_seqlens[s + 1]`.
+    """
+    starts, stops = cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()
+    edges = np.zeros(len(starts) + 1, np.int64)
+    np.cumsum(np.diff(cu_seqlens) + prefixes[:, 1], out=edges[1:])
+    rows, at = np.empty(edges[-1], np.int64), edges.tolist()
+    numbers = np.arange(cu_seqlens[-1], dtype=np.int64)
+    for sample, (parent, shared) in enumerate(prefixes.tolist()):
+        begin, own = at[sample], at[sample] + shared
+        rows[begin:own] = rows[at[parent] : at[parent] + shared]
+        rows[own : at[sample + 1]] = numbers[starts[sample] : stops[sample]]
+    return rows, edges

@@ -1,1 +1,0 @@
-"""Samples to token-budget micro-batches."""

@@ -1,0 +1,557 @@
+"""The arithmetic that every backend shares: packed attention, stacks of experts, rows by index, log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from r3async.data.supports import SupportSets
+from r3async.learner.batch import expand_prefixes
+
+# Causal attention over packed samples, in plain torch: planned once per micro-batch, used by every layer.
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How the samples of one micro-batch attend.
+
+    Samples of similar length form a bucket, padded on the right to its longest and attended by one call: under a causal
+    mask no token sees the padding behind it. `buckets`: (samples, padded length, skipped) of each. Samples that share a
+    prefix have keys and values of all their tokens, and queries without the first `skipped`, which others have in theirs.
+    `key_gather`, `query_gather`: which packed row each padded slot is filled from. `query_slots` int64 `[N]`: for every
+    packed row its slot among the queries. All are None if the packed order is the padded one.
+    """
+
+    buckets: tuple[tuple[int, int, int], ...]
+    key_gather: DeterministicGather | None
+    query_gather: DeterministicGather | None
+    query_slots: Tensor | None
+
+
+def plan_buckets(lengths: np.ndarray) -> list[np.ndarray]:
+    """Samples (indices, longest first) per bucket: shorter than the longest by at most a quarter, or by 16 tokens."""
+    order = np.argsort(-lengths, kind="stable")
+    buckets, start = [], 0
+    for i in range(1, len(order) + 1):
+        longest = lengths[order[start]]
+        if i == len(order) or longest - lengths[order[i]] > max(16, longest // 4):
+            buckets.append(order[start:i])
+            start = i
+    return buckets
+
+
+def plan_prefix_buckets(lengths: np.ndarray, shared: np.ndarray) -> list[np.ndarray]:
+    """`plan_buckets` of samples that share about as much: those that share nothing, then others by the same rule."""
+    if not shared.any():
+        return plan_buckets(lengths)
+    alone = np.flatnonzero(shared == 0)
+    (begins,) = np.nonzero(shared)
+    likes = [alone, *(begins[some] for some in plan_buckets(shared[begins]))]
+    return [some[members] for some in likes for members in plan_buckets(lengths[some])]
+
+
+def plan_attention(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None = None) -> AttentionPlan:
+    """Plan for samples laid end to end at `cu_seqlens` (int `[S + 1]`); `prefixes`: see `MicroBatch`."""
+    total = int(cu_seqlens[-1])
+    if prefixes is None:
+        whole, edges, shared = np.arange(total), cu_seqlens.astype(np.int64), np.zeros(len(cu_seqlens) - 1, np.int64)
+    else:
+        (whole, edges), shared = expand_prefixes(cu_seqlens, prefixes), prefixes[:, 1].astype(np.int64)
+    starts, lengths = edges[:-1], np.diff(edges)
+    shapes, keys, queries = [], [], []
+    slots = np.empty(total, np.int64)
+    at = 0
+    for members in plan_prefix_buckets(lengths, shared):
+        width, skipped = int(lengths[members[0]]), int(shared[members].min())
+        column = np.arange(width)
+        inside = column < lengths[members, None]
+        # A padded slot holds its sample's first token: any finite value does, nothing depends on it.
+        rows = whole[starts[members, None] + np.where(inside, column, 0)]
+        keys.append(np.where(inside, rows, -1 - rows).reshape(-1))
+        own = (inside & (column >= shared[members, None]))[:, skipped:]
+        asking = rows[:, skipped:]
+        slots[asking[own]] = (at + np.arange(asking.size).reshape(asking.shape))[own]
+        queries.append(np.where(own, asking, -1 - asking).reshape(-1))
+        shapes.append((len(members), width, skipped))
+        at += asking.size
+    index = np.concatenate(keys)
+    if len(index) == total and bool((index == np.arange(total)).all()):
+        return AttentionPlan(tuple(shapes), None, None, None)
+    from_keys = DeterministicGather.from_index(index, total, device)
+    alike = all(skipped == 0 for *_, skipped in shapes) and not shared.any()
+    return AttentionPlan(
+        buckets=tuple(shapes),
+        key_gather=from_keys,
+        query_gather=from_keys if alike else DeterministicGather.from_index(np.concatenate(queries), total, device),
+        query_slots=torch.from_numpy(slots).to(device),
+    )
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    scale: float | None,
+    *,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """`query [N, heads, D]`, `key` and `value` `[N, groups, D]` -> `[N, heads, D]`; `scale` None is `1 / sqrt(D)`.
+
+    `sinks` `[heads]`: of each head a score that is in every softmax and has no value. `window`: a token sees so many, itself
+    the last of them.
+    """
+    if plan.key_gather is not None and plan.query_gather is not None:
+        query, key, value = plan.query_gather(query), plan.key_gather(key), plan.key_gather(value)
+    sizes = [(count * (width - skipped), count * width) for count, width, skipped in plan.buckets]
+    asked, held = zip(*sizes, strict=True)
+    parts = zip(query.split(asked), key.split(held), value.split(held), plan.buckets, strict=True)
+    attended = [
+        _attend_bucket(q, k, v, n, width, skipped, scale, sinks, window) for q, k, v, (n, width, skipped) in parts
+    ]
+    out = attended[0] if len(attended) == 1 else torch.cat(attended)
+    return out if plan.query_slots is None else _UnpadRows.apply(out, plan.query_slots)
+
+
+def _attend_bucket(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    count: int,
+    width: int,
+    skipped: int,
+    scale: float | None,
+    sinks: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    q = query.unflatten(0, (count, width - skipped)).transpose(1, 2)
+    k, v = (x.unflatten(0, (count, width)).transpose(1, 2) for x in (key, value))
+    grouped = query.shape[1] != key.shape[1]
+    size, before = v.shape[-1], int(sinks is not None)
+    if sinks is not None:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        q, k, v = _append_sink_key(q, k, v, sinks, scale)
+    mask: Any = None
+    if window is not None and window < width:
+        mask = F.pad(_build_window_mask(width, skipped, window, q.device), (before, 0), value=True)
+    elif skipped or before:
+        from torch.nn.attention.bias import causal_lower_right  # brings the compiler, a second of each start
+
+        # Where queries lack the first tokens, the last of them still sees all keys.
+        mask = causal_lower_right(width - skipped, width + before)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+    return out[..., :size].transpose(1, 2).flatten(0, 1)
+
+
+_SINK_PADDING = 8
+"""Values that a head has more with sinks: kernels take sizes in eights."""
+
+
+def _append_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """One key more, before all others, whose product with a query of head `h` is `sinks[h] / scale`; its value is zero.
+
+    All three `[n, heads or groups, W, D]` -> `[.., D + 8]`: queries have that product in the first of the new values, and of the
+    keys the new one has 1 there.
+    """
+    score = (sinks.to(q.dtype) / scale).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
+    q = torch.cat([q, F.pad(score, (0, _SINK_PADDING - 1))], dim=-1)
+    sink = F.one_hot(torch.tensor(k.shape[-1], device=k.device), k.shape[-1] + _SINK_PADDING).to(k.dtype)
+    k = torch.cat([sink.expand(*k.shape[:2], 1, -1), F.pad(k, (0, _SINK_PADDING))], dim=2)
+    return q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1], 1, 0))
+
+
+def _build_window_mask(width: int, skipped: int, window: int, device: torch.device) -> Tensor:
+    """bool `[width - skipped, width]`: which keys each query sees."""
+    at = torch.arange(width, device=device)
+    ago = at[skipped:, None] - at
+    return (ago >= 0) & (ago < window)
+
+
+class _UnpadRows(torch.autograd.Function):
+    """Packed rows from padded ones: `x[slots]`. The gradient of padding is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.rows = len(x)
+        return x.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (slots,) = ctx.saved_tensors
+        grad = grads[0].new_zeros((ctx.rows, *grads[0].shape[1:]))
+        return grad.index_copy_(0, slots, grads[0]), None
+
+
+# The experts of a layer as stacks of matrices, in plain torch: one grouped product in the place of a loop over experts.
+#
+# Nothing here asks the device for a number: how many tokens an expert has stays where it was counted.
+
+
+GROUPED_ROW_BYTES = 16
+"""Bytes of which a row has to be a multiple in torch's grouped product."""
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """`x [P, K]`, `weight [E, M, K]` -> `[P, M]`: of the rows of `x`, the first `counts[0]` times the first matrix, and so on.
+
+    `counts` int64 `[E]`, which add up to P. Differentiable. On CUDA in bf16 it is one kernel; in other precisions torch runs the
+    matrices one by one. Rows that are not a multiple of 16 bytes are for small tests only: these ask for the counts.
+    """
+    if all(n * x.element_size() % GROUPED_ROW_BYTES == 0 for n in weight.shape[1:]):
+        # torch has no products of zero rows, and gradients that are expanded have no strides that it takes.
+        return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(x.device, torch.int32, non_blocking=True))
+    parts = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
+    return torch.cat([F.linear(part, matrix) for part, matrix in parts])
+
+
+class WeightedSwiGLU(torch.autograd.Function):
+    """`silu(gate) * up * share` of `x [P, 2 W]` (gate next to up) and `share` float32 `[P]` -> `[P, W]` in the dtype of `x`.
+
+    Only `x` and `share` are kept for the backward pass: half of what a chain of torch's operations would keep.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gates: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gates)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up).mul_(gates[:, None])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, share = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        grad, active = grads[0], F.silu(gate)
+        by_share = (active * up).mul_(grad).sum(dim=-1, dtype=share.dtype)
+        grad = (grad * share[:, None]).to(x.dtype)
+        out = torch.empty_like(x)
+        by_gate, by_up = out.chunk(2, dim=-1)
+        torch.mul(grad, active, out=by_up)
+        torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=by_gate)
+        return out, by_share
+
+
+class ExpertDispatch:
+    """Which expert each of `N` tokens is sent to, `K` times each: the order of the sent rows, by expert and then by token.
+
+    `chosen` bool `[N, E]`, K of them in a row. `token_index` int64 `[N K]`: the token of each sent row. `expert_counts` int64
+    `[E]`.
+    """
+
+    def __init__(self, chosen: Tensor, top_k: int):
+        size = len(chosen) * top_k
+        experts, self.token_index = torch.nonzero_static(chosen.T, size=size).unbind(dim=1)
+        self._gate_index = self.token_index * chosen.shape[1] + experts
+        self._token_slots = self.token_index.argsort(stable=True).view(len(chosen), top_k)
+        self.expert_counts = chosen.sum(dim=0)
+
+    def dispatch_rows(self, x: Tensor) -> Tensor:
+        """`x [N, H]` -> `[N K, H]`."""
+        return _DispatchRows.apply(x, self.token_index, self._token_slots)
+
+    def gather_gates(self, gates: Tensor) -> Tensor:
+        """`gates [N, E]` -> `[N K]`."""
+        return gates.reshape(-1).gather(0, self._gate_index)
+
+    def combine_outputs(self, y: Tensor) -> Tensor:
+        """`y [N K, H]` -> `[N, H]`: what a token's experts made of it, added up in the order of experts."""
+        return _CombineRows.apply(y, self.token_index, self._token_slots)
+
+
+def _sum_rows(y: Tensor, slots: Tensor) -> Tensor:
+    """Rows of `y` at `slots [N, K]`, added up: in one order at every call, where a scatter on CUDA has none."""
+    return F.embedding_bag(slots, y, mode="sum") if slots.numel() else y.new_zeros(len(slots), y.shape[1])
+
+
+class _DispatchRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        return x.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum_rows(grads[0].contiguous(), ctx.saved_tensors[0]), None, None
+
+
+class _CombineRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        return _sum_rows(y.contiguous(), slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+# Log-probs of given tokens from hidden states, without holding all logits at once; where tokens were left out of sampling, over
+# those that were not.
+#
+# Logits exist in chunks of tokens, in float32, and are made again in the backward pass: what is kept between is one number a
+# token. With `z` the logits of a token over its temperature and `p = softmax(z)`,
+#
+# log p(t) = z_t - max - log sum exp(z - max)        by z:  onehot(t) - p
+# H = -sum p log p                                   by z:  -p (log p + H)
+
+
+LOGIT_CHUNK_ELEMENTS = 2**25
+"""Logits (tokens x vocabulary of this rank) that exist at once in float32: 128 MiB."""
+
+
+class SupportMask:
+    """The supports of M tokens on a device, for this rank's columns of the logits: ids `first .. first + columns - 1`."""
+
+    def __init__(self, supports: SupportSets, device: torch.device, first: int, columns: int):
+        written = supports.encoded_ids()
+        here = (written.ids >= first) & (written.ids < first + columns)
+        self._columns, self._length = columns, len(supports)
+        # Of those who name what is in it, all others are left out.
+        named_in = supports.recorded_mask & ~supports.complement_mask
+        self._excludes_unnamed = torch.from_numpy(named_in).to(device)
+        self._rows = torch.from_numpy(written.rows[here]).to(device)
+        self._ids = torch.from_numpy(written.ids[here] - first).to(device)
+        begin, end = first // 8, -(-(first + columns) // 8)
+        self._bit_offset = first - 8 * begin
+        self._bits = []
+        for rows, bits in supports.iter_bitmaps():
+            part = np.zeros((len(rows), end - begin), np.uint8)
+            part[:, : max(0, min(end, bits.shape[1]) - begin)] = bits[:, begin:end]
+            self._bits.append((torch.from_numpy(rows).to(device), torch.from_numpy(part).to(device)))
+
+    def build_excluded(self) -> Tensor:
+        """bool `[M, columns]`: what could not be sampled. A new tensor."""
+        out = self._excludes_unnamed[:, None].repeat(1, self._columns)
+        out[self._rows, self._ids] = ~self._excludes_unnamed[self._rows]
+        shifts = torch.arange(8, dtype=torch.uint8, device=out.device)
+        for rows, bits in self._bits:
+            inside = (bits[:, :, None] >> shifts & 1).flatten(1)
+            out[rows] = inside[:, self._bit_offset : self._bit_offset + self._columns] == 0
+        return out
+
+
+def token_logprobs(
+    output_weight: Tensor,
+    hidden: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    *,
+    bias: Tensor | None = None,
+    first_token_id: int = 0,
+    group: dist.ProcessGroup | None = None,
+    chunk_elements: int = LOGIT_CHUNK_ELEMENTS,
+    entropy_gradient: bool = False,
+    supports: SupportSets | None = None,
+) -> tuple[Tensor, Tensor]:
+    """float32 `[M]` log-prob of each target under `softmax(logits / temperature)`, and its entropy, in nats. The logits are
+    `hidden @ matrix.T + bias`.
+
+    `output_weight [V, H]`, `hidden [M, H]`, `targets` int64 `[M]`, `temperatures` float32 `[M]`. At most `chunk_elements`
+    logits exist at once, but those of a token. The gradient of `output_weight` is summed over chunks in float32. Entropies
+    have a gradient only if it is asked for.
+
+    `group`: ranks that each have the logits of a part of the ids, this one of `first_token_id .. first + V`; every rank gets the
+    result. Two collectives a chunk, in the forward pass only.
+
+    `supports`: of M tokens; both are then of the distribution over the tokens in it, and nothing else has a gradient. It takes a
+    byte for each logit of a chunk.
+    """
+    columns = len(output_weight)
+    rows = max(1, chunk_elements // max(1, columns))
+    masks = _build_masks(supports, rows, len(hidden), hidden.device, first_token_id, columns)
+    head = _ChunkSettings(first_token_id, group, rows, masks, entropy_gradient)
+    logprobs, entropies = _ChunkedLogprobs.apply(hidden, output_weight, bias, targets, temperatures, head)
+    return logprobs, entropies
+
+
+class _ChunkSettings(NamedTuple):
+    """`chunk_rows`: tokens of a chunk. `masks`: of each chunk."""
+
+    first_token_id: int
+    group: dist.ProcessGroup | None
+    chunk_rows: int
+    masks: Sequence[SupportMask | None]
+    entropy_gradient: bool
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperatures: Tensor,
+        head: _ChunkSettings,
+    ) -> tuple[Tensor, Tensor]:
+        found = [
+            _forward_chunk(_compute_logits(h, matrix, bias, t, mask), targets_of, head)
+            for h, targets_of, t, mask in _iter_chunks(head, hidden, targets, temperatures)
+        ]
+        logprobs, entropies, norms = (torch.cat(parts) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(hidden, matrix, bias, targets, temperatures, entropies, norms)
+        ctx.head = head
+        if not head.entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, matrix, bias, targets, temperatures, entropies, norms = ctx.saved_tensors
+        head: _ChunkSettings = ctx.head
+        of_matrix: Tensor | None = None
+        of_hidden, of_bias = [], None if bias is None else bias.new_zeros(len(matrix), dtype=torch.float32)
+        given = (hidden, targets, temperatures, norms, entropies, *grads)
+        for h, targets_of, t, norm, entropy, grad, spread, mask in _iter_chunks(head, *given):
+            by_logit = _backward_chunk(
+                _compute_logits(h, matrix, bias, t, mask), norm, targets_of, entropy, grad, spread, head
+            )
+            by_logit.div_(t[:, None])
+            rounded = by_logit.to(h.dtype)
+            of_hidden.append(rounded @ matrix)
+            if ctx.needs_input_grad[1]:
+                part = rounded.T @ h
+                if of_matrix is None:
+                    of_matrix = part if len(hidden) <= head.chunk_rows else part.float()
+                else:
+                    of_matrix += part
+                del part
+            if of_bias is not None:
+                of_bias += by_logit.sum(0)
+            del by_logit, rounded  # before those of the next chunk are made
+        of_matrix = None if of_matrix is None else of_matrix.to(matrix.dtype)
+        of_bias = None if bias is None or of_bias is None else of_bias.to(bias.dtype)
+        return torch.cat(of_hidden), of_matrix, of_bias, None, None, None
+
+
+def _iter_chunks(head: _ChunkSettings, *tensors: Tensor) -> Any:
+    """Of each chunk the rows of every tensor, and its mask."""
+    return zip(*(t.split(head.chunk_rows) for t in tensors), head.masks, strict=True)
+
+
+def _compute_logits(
+    hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperatures: Tensor, mask: SupportMask | None
+) -> Tensor:
+    """float32 `[m, V]`, minus infinity where `mask` leaves tokens out."""
+    z = F.linear(hidden, matrix, bias).float().div_(temperatures[:, None])
+    return z if mask is None else z.masked_fill_(mask.build_excluded(), -torch.inf)
+
+
+def _find_local_targets(targets: Tensor, head: _ChunkSettings, columns: int) -> tuple[Tensor, Tensor]:
+    """The column of each target, and whether it is one of this rank's."""
+    column = targets - head.first_token_id
+    mine = (column >= 0) & (column < columns)
+    return torch.where(mine, column, 0)[:, None], mine
+
+
+def _forward_chunk(z: Tensor, targets: Tensor, head: _ChunkSettings) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies, and the logarithm of what `exp(z)` sums to. `z` is lost."""
+    top = z.max(dim=-1).values
+    if head.group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=head.group)
+    z.sub_(top[:, None])
+    column, mine = _find_local_targets(targets, head, z.shape[1])
+    picked = torch.where(mine, z.gather(1, column)[:, 0], 0.0)
+    weights = z.exp()
+    # Where a weight is 0 the logit may be minus infinity, and their product nothing.
+    spread = z.mul_(weights).masked_fill_(weights == 0, 0.0).sum(dim=-1)
+    total = torch.stack([weights.sum(dim=-1), picked, spread])
+    if head.group is not None:
+        dist.all_reduce(total, group=head.group)
+    norm, picked, spread = total
+    return picked - norm.log(), norm.log() - spread / norm, top + norm.log()
+
+
+def _backward_chunk(
+    z: Tensor, norm: Tensor, targets: Tensor, entropies: Tensor, grad: Tensor, spread: Tensor, head: _ChunkSettings
+) -> Tensor:
+    """`[m, V]`: the gradient by `z`, which is lost. `norm` `[m]`: the logarithm of what `exp(z)` sums to. `grad`, `spread` `[m]`:
+    by log-prob and entropy."""
+    column, mine = _find_local_targets(targets, head, z.shape[1])
+    logs = z.sub_(norm[:, None])
+    if head.entropy_gradient:
+        out = logs.exp()
+        # What has no probability has no gradient, and an infinite logarithm.
+        information = logs.masked_fill_(out == 0, 0.0).add_(entropies[:, None])
+        out.mul_(information.mul_(-spread[:, None]).sub_(grad[:, None]))
+    else:
+        out = logs.exp_().mul_(-grad[:, None])
+    return out.scatter_add_(1, column, torch.where(mine, grad, 0.0)[:, None])
+
+
+def _build_masks(
+    supports: SupportSets | None, rows: int, count: int, device: torch.device, first: int, columns: int
+) -> Sequence[SupportMask | None]:
+    """One for each chunk of `rows` of `count` tokens."""
+    starts = range(0, max(1, count), rows)
+    if supports is None:
+        return [None] * len(starts)
+    return [SupportMask(supports[start : start + rows], device, first, columns) for start in starts]
+
+
+def select_supports(column: SupportSets | None, rows: np.ndarray) -> SupportSets | None:
+    """Those of the tokens at `rows`; None if none has one, and logits are of the whole vocabulary."""
+    if column is None:
+        return None
+    supports = column.take_rows(rows)
+    return supports if supports.recorded_mask.any() else None
+
+
+# Rows of a tensor by their index, some of them several times, with a gradient that is the same at every call.
+
+
+class DeterministicGather:
+    """`gather(x)`: rows `source_rows` int64 `[P]` of `x [N, ...]`. The gradient of a row is the sum of those at its
+    `gradient_slots`, in order.
+
+    `slot_offsets` int64 `[N]`: where the slots of each row begin; None if each row has one.
+    """
+
+    def __init__(self, source_rows: Tensor, gradient_slots: Tensor, slot_offsets: Tensor | None):
+        self.source_rows, self.gradient_slots, self.slot_offsets = source_rows, gradient_slots, slot_offsets
+
+    @staticmethod
+    def from_index(index: np.ndarray, total: int, device: torch.device) -> DeterministicGather:
+        """`index` int `[P]`, of `total` rows: `-1 - row` where nothing depends on what is taken, and its gradient is 0."""
+        (there,) = np.nonzero(index >= 0)
+        rows = index[there]
+        slots = there[np.argsort(rows, kind="stable")]
+        counts = np.bincount(rows, minlength=total)
+        offsets = None if len(rows) == total and (counts == 1).all() else np.cumsum(counts) - counts
+        index = np.where(index < 0, -1 - index, index)
+        return DeterministicGather(
+            *(None if x is None else torch.from_numpy(x).to(device) for x in (index, slots, offsets))
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _GatherRows.apply(x, self.source_rows, self.gradient_slots, self.slot_offsets)
+
+
+class _GatherRows(torch.autograd.Function):
+    """For slots whose gradient is zero this equals the scatter-add that indexing would do, and is much faster; and where a row
+    is taken several times, its sum has an order also on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, slots: Tensor, offsets: Tensor | None) -> Tensor:
+        ctx.save_for_backward(slots, offsets)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        slots, offsets = ctx.saved_tensors
+        grad = grads[0]
+        if offsets is None:
+            return grad.index_select(0, slots), None, None, None
+        sums = F.embedding_bag(slots, grad.flatten(1).contiguous(), offsets, mode="sum")
+        return sums.view(-1, *grad.shape[1:]), None, None, None

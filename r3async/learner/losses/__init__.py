@@ -1,1 +1,0 @@
-"""Advantages, policy losses, KL estimators and the trust region."""

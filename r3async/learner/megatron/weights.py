@@ -1,0 +1,431 @@
+"""Megatron's configuration of a model, and its weights under the names of Hugging Face and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state as ps
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Parameter
+
+from r3async.checkpoint.tensors import TensorSlice
+from r3async.config import Config, LearnerConfig
+from r3async.data.models import EXPERT_BIAS_SUFFIX
+from r3async.learner import LearnerError
+from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim, select_targets
+from r3async.learner.megatron.layers import HiddenStatesModel
+from r3async.learner.model import MegatronModelShape, check_tensor_shapes, read_tensor_shapes
+from r3async.learner.state import ShardSlice
+
+# Megatron's configuration of a model.
+
+
+RECOMPUTE_SETTINGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""Megatron's settings for `learner.recompute`."""
+
+
+def build_transformer_config(shape: MegatronModelShape, learner: LearnerConfig) -> TransformerConfig:
+    """Megatron's configuration of that model.
+
+    Gates that are normalised over the chosen experts are Megatron's softmax *after* top-k, and their opposite is
+    `moe_router_pre_softmax`: softmax over all experts, then top-k. Megatron always normalises sigmoids.
+    """
+    parallel, dtype = learner.parallel, getattr(torch, learner.dtype)
+    groups, chosen = shape.expert_groups or (None, None)
+    return TransformerConfig(
+        tensor_model_parallel_size=parallel.tp,
+        sequence_parallel=parallel.tp > 1,
+        pipeline_model_parallel_size=parallel.pp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
+        # Micro-batches are packed by tokens: each has its own length, and stages send it on.
+        variable_seq_lengths=parallel.pp > 1,
+        # Losses are divided by global denominators already, and not by the number of micro-batches.
+        calculate_per_token_loss=True,
+        **RECOMPUTE_SETTINGS[learner.recompute],
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.mlp_width,
+        moe_ffn_hidden_size=shape.expert_width or None,
+        num_moe_experts=shape.num_experts or None,
+        moe_layer_freq=[int(moe) for moe in shape.moe_pattern] if shape.moe_layers else 1,
+        moe_router_topk=shape.top_k or 1,
+        moe_router_pre_softmax=not shape.normalizes_gates,
+        moe_router_score_function=shape.architecture.router_score,
+        moe_router_enable_expert_bias=shape.has_expert_biases,
+        moe_router_num_groups=groups,
+        moe_router_group_topk=chosen,
+        moe_router_topk_scaling_factor=shape.gate_scale if shape.gate_scale != 1 else None,
+        moe_shared_expert_intermediate_size=shape.shared_width or None,
+        moe_shared_expert_gate=shape.has_shared_gate,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_router_dtype="fp32",
+        # A fused router returns before it looks at recorded routes.
+        moe_router_fusion=False,
+        # With one rank the all-gather dispatcher gathers nothing; the all-to-all one keeps its bookkeeping. With several,
+        # only the all-to-all one allows ranks to have different numbers of tokens.
+        moe_token_dispatcher_type="allgather" if parallel.world_size == 1 else "alltoall",
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=bool(shape.query_norm),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        cuda_graph_scope=[],  # its default is deprecated, with a warning
+        # Weights are made on the host, uninitialised, and then loaded.
+        use_cpu_initialization=True,
+        perform_initialization=False,
+    )
+
+
+# Weights between a Hugging Face checkpoint and Megatron, both ways and on any number of ranks, from one list of
+# correspondences.
+
+
+@dataclass(frozen=True)
+class ParameterMapping:
+    """One Megatron parameter of this rank and the checkpoint tensors it is made of.
+
+    `tp_dim`: along which the tensors, each of them, are divided among the tensor-parallel ranks; None if every rank has all of
+    them. `join` makes the parameter of this rank's parts of the tensors, and `split` undoes it. `unpadded_rows`: number of
+    rows of the whole tensor, where ranks pad it with zeros to share it evenly. `is_expert`: it belongs to an expert.
+    `is_on_two_stages`: two pipeline stages have it (an embedding that is also the output matrix), and `is_second_copy` that
+    this is the second.
+    """
+
+    parameter: Parameter
+    tensor_names: tuple[str, ...]
+    join: Callable[[list[Tensor]], Tensor]
+    split: Callable[[Tensor], list[Tensor]]
+    tp_dim: int | None = None
+    unpadded_rows: int | None = None
+    is_expert: bool = False
+    is_on_two_stages: bool = False
+    is_second_copy: bool = False
+
+    def local_part(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a whole checkpoint tensor."""
+        if self.tp_dim is None:
+            return tensor
+        ranks = ps.get_tensor_model_parallel_world_size()
+        if self.unpadded_rows is not None and self.unpadded_rows % ranks:
+            tensor = F.pad(tensor, (0, 0, 0, -self.unpadded_rows % ranks))
+        if tensor.shape[self.tp_dim] % ranks:
+            raise LearnerError(
+                f"{self.tensor_names[0]}: {tensor.shape[self.tp_dim]} rows or columns cannot be divided among {ranks} ranks"
+            )
+        return tensor.chunk(ranks, self.tp_dim)[ps.get_tensor_model_parallel_rank()]
+
+    def gather_full(self, part: Tensor) -> Tensor:
+        """The whole tensor from every tensor-parallel rank's part: a collective operation, if it is divided."""
+        if self.tp_dim is None:
+            return part
+        if ps.get_tensor_model_parallel_world_size() == 1:
+            return part[: self.unpadded_rows]
+        parts = [torch.empty_like(part) for _ in range(ps.get_tensor_model_parallel_world_size())]
+        dist.all_gather(parts, part.contiguous(), group=ps.get_tensor_model_parallel_group())
+        return torch.cat(parts, self.tp_dim)[: self.unpadded_rows]
+
+
+def locate_shard(link: ParameterMapping, *, sharded: bool = False) -> ShardSlice:
+    """Where the parts of that parameter of this rank lie in the tensors of a checkpoint. `sharded`: each data-parallel copy hands
+    in its share, and not the first one everything."""
+    rank, ranks = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+    places = []
+    for name, part in zip(link.tensor_names, link.split(link.parameter.detach()), strict=True):
+        shape, offset, size = list(part.shape), [0] * part.ndim, list(part.shape)
+        if link.tp_dim is not None:
+            shape[link.tp_dim] = link.unpadded_rows or size[link.tp_dim] * ranks
+            offset[link.tp_dim] = min(rank * size[link.tp_dim], shape[link.tp_dim])
+            # Rows that only pad the ranks' share are in no checkpoint.
+            size[link.tp_dim] = min(size[link.tp_dim], shape[link.tp_dim] - offset[link.tp_dim])
+        places.append(TensorSlice(name, tuple(shape), tuple(offset), tuple(size)))
+    divided = link.tp_dim is not None
+    copy = (
+        ps.get_expert_data_parallel_rank() if link.is_expert else ps.get_data_parallel_rank(with_context_parallel=True)
+    )
+    mine = (sharded or copy == 0) and (divided or link.is_expert or rank == 0)
+    return ShardSlice(tuple(places), split=link.split, join=link.join, is_writer=mine and not link.is_second_copy)
+
+
+def map_tensor(parameter: Parameter, name: str, **how: Any) -> ParameterMapping:
+    """A parameter that is one tensor of the checkpoint."""
+    return ParameterMapping(parameter, (name,), lambda tensors: tensors[0], lambda weight: [weight], **how)
+
+
+def map_gate_up(parameter: Parameter, prefix: str, **how: Any) -> ParameterMapping:
+    """fc1 is the gate projection over the up projection."""
+    names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
+    return ParameterMapping(parameter, names, torch.cat, lambda weight: list(weight.chunk(2)), **how)
+
+
+def map_parameters(model: HiddenStatesModel, shape: MegatronModelShape) -> Iterator[ParameterMapping]:
+    """Every parameter of this rank's part of the model, once, with layer names by global layer number."""
+    pipeline = ps.get_pipeline_model_parallel_world_size()
+    vocabulary = {"tp_dim": 0, "unpadded_rows": shape.vocab_size}
+    if model.pre_process:
+        twice = shape.tied_embeddings and pipeline > 1
+        yield map_tensor(
+            model.embedding.word_embeddings.weight, "model.embed_tokens.weight", is_on_two_stages=twice, **vocabulary
+        )
+    for layer in model.decoder.layers:
+        prefix = f"model.layers.{layer.layer_number - 1}."
+        yield map_tensor(layer.input_layernorm.weight, f"{prefix}input_layernorm.weight")
+        attention = _map_latent_attention if shape.kv_rank else _map_attention
+        yield from attention(layer.self_attention, f"{prefix}self_attn.", shape)
+        yield map_tensor(layer.pre_mlp_layernorm.weight, f"{prefix}post_attention_layernorm.weight")
+        if isinstance(layer.mlp, MoELayer):
+            yield from _map_moe(layer.mlp, f"{prefix}{shape.architecture.moe_module}.", shape)
+        else:
+            yield from _map_mlp(layer.mlp, f"{prefix}mlp.")
+    if model.post_process:
+        yield map_tensor(model.decoder.final_layernorm.weight, "model.norm.weight")
+        if not shape.tied_embeddings:
+            yield map_tensor(model.output_layer.weight, "lm_head.weight", **vocabulary)
+        elif pipeline > 1:
+            copy = {"is_on_two_stages": True, "is_second_copy": True}
+            yield map_tensor(model.output_layer.weight, "model.embed_tokens.weight", **copy, **vocabulary)
+
+
+def _map_attention(attention: Any, prefix: str, shape: MegatronModelShape) -> Iterator[ParameterMapping]:
+    """Attention with grouped queries."""
+    ranks = ps.get_tensor_model_parallel_world_size()
+    groups, per_group, dim = shape.num_kv_heads // ranks, shape.num_heads // shape.num_kv_heads, shape.head_dim
+
+    def join_qkv(tensors: list[Tensor]) -> Tensor:
+        """Megatron keeps the query heads of a group next to its key and value head."""
+        return torch.cat([t.unflatten(0, (groups, -1)) for t in tensors], dim=1).flatten(0, 1)
+
+    def split_qkv(weight: Tensor) -> list[Tensor]:
+        parts = weight.unflatten(0, (groups, -1)).split([per_group * dim, dim, dim], dim=1)
+        return [part.flatten(0, 1) for part in parts]
+
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        names = tuple(f"{prefix}{x}_proj.{kind}" for x in "qkv")
+        yield ParameterMapping(getattr(attention.linear_qkv, kind), names, join_qkv, split_qkv, tp_dim=0)
+    if shape.query_norm:
+        yield map_tensor(attention.q_layernorm.weight, f"{prefix}q_norm.weight")
+        yield map_tensor(attention.k_layernorm.weight, f"{prefix}k_norm.weight")
+    yield map_tensor(attention.linear_proj.weight, f"{prefix}o_proj.weight", tp_dim=1)
+
+
+def _map_latent_attention(attention: Any, prefix: str, shape: MegatronModelShape) -> Iterator[ParameterMapping]:
+    """Multi-head latent attention: every rank has the projections to low ranks."""
+    if shape.query_rank:
+        yield map_tensor(attention.linear_q_down_proj.weight, f"{prefix}q_a_proj.weight")
+        yield map_tensor(attention.q_layernorm.weight, f"{prefix}q_a_layernorm.weight")
+        yield map_tensor(attention.linear_q_up_proj.weight, f"{prefix}q_b_proj.weight", tp_dim=0)
+    else:
+        yield map_tensor(attention.linear_q_up_proj.weight, f"{prefix}q_proj.weight", tp_dim=0)
+    yield map_tensor(attention.linear_kv_down_proj.weight, f"{prefix}kv_a_proj_with_mqa.weight")
+    yield map_tensor(attention.kv_layernorm.weight, f"{prefix}kv_a_layernorm.weight")
+    yield map_tensor(attention.linear_kv_up_proj.weight, f"{prefix}kv_b_proj.weight", tp_dim=0)
+    yield map_tensor(attention.linear_proj.weight, f"{prefix}o_proj.weight", tp_dim=1)
+
+
+def _map_mlp(mlp: Any, prefix: str) -> Iterator[ParameterMapping]:
+    yield map_gate_up(mlp.linear_fc1.weight, prefix, tp_dim=0)
+    yield map_tensor(mlp.linear_fc2.weight, f"{prefix}down_proj.weight", tp_dim=1)
+
+
+def _map_moe(mlp: MoELayer, prefix: str, shape: MegatronModelShape) -> Iterator[ParameterMapping]:
+    a = shape.architecture
+    gate, up, down = a.expert_projections
+    yield map_tensor(mlp.router.weight, f"{prefix}gate.weight")
+    here = [f"{prefix}experts.{e}." for e in mlp.local_expert_indices]
+    yield ParameterMapping(
+        mlp.experts.weight1,
+        tuple(f"{expert}{name}.weight" for expert in here for name in (gate, up)),
+        lambda tensors: torch.cat(tensors).view(len(here), -1, tensors[0].shape[-1]),
+        lambda weight: list(weight.flatten(0, 1).chunk(2 * len(here))),
+        is_expert=True,
+    )
+    names = tuple(f"{expert}{down}.weight" for expert in here)
+    yield ParameterMapping(
+        mlp.experts.weight2, names, torch.stack, lambda weight: list(weight.unbind()), is_expert=True
+    )
+    if mlp.shared_experts is not None:
+        yield from _map_mlp(mlp.shared_experts, f"{prefix}{a.shared_experts_module}.")
+        if shape.has_shared_gate:
+            yield map_tensor(mlp.shared_experts.gate_weight, f"{prefix}{a.shared_gate_module}.weight")
+
+
+def map_expert_biases(model: HiddenStatesModel, shape: MegatronModelShape) -> list[ParameterMapping]:
+    """The bias of each expert that decides who is chosen, of this rank's routers: it has no gradient, and stays float32."""
+    if not shape.has_expert_biases:
+        return []
+    mixtures = {layer.layer_number - 1: layer.mlp for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)}
+    where = shape.architecture.moe_module
+    return [
+        map_tensor(m.router.expert_bias, f"model.layers.{i}.{where}.gate.{EXPERT_BIAS_SUFFIX}")
+        for i, m in mixtures.items()
+    ]
+
+
+@torch.no_grad()
+def load_weights(mappings: Sequence[ParameterMapping], shape: MegatronModelShape, files: Mapping[str, Any]) -> None:
+    """Fill every parameter from `open_model_files`. Raises `LearnerError` naming tensors that are missing, misshapen or not of
+    this model."""
+    check_tensor_shapes(shape, read_tensor_shapes(files))
+    for link in mappings:
+        try:
+            weight = link.join([link.local_part(files[name].get_tensor(name)) for name in link.tensor_names])
+        except RuntimeError as error:
+            raise LearnerError(f"{' + '.join(link.tensor_names)} do not fit together: {error}") from error
+        if weight.shape != link.parameter.shape:
+            raise LearnerError(
+                f"{' + '.join(link.tensor_names)}: shape {tuple(weight.shape)}, config.json means {tuple(link.parameter.shape)}"
+            )
+        link.parameter.copy_(weight)
+
+
+@torch.no_grad()
+def iter_owned_weights(
+    mappings: Sequence[ParameterMapping], value: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach()
+) -> Iterator[tuple[str, Tensor]]:
+    """Of all weights, or of `value` of them, those that this rank hands in, whole: on all ranks together each once. Where tensor-
+    and data-parallel ranks have a parameter, they take turns. Views of the parameters where these can be. Collective."""
+    expert = ps.get_expert_data_parallel_rank() == 0
+    tensor, data = ps.get_tensor_model_parallel_rank(), ps.get_data_parallel_rank(with_context_parallel=True)
+    tensors = ps.get_tensor_model_parallel_world_size()
+    datas = ps.get_data_parallel_world_size(with_context_parallel=True)
+    turn = 0
+    for link in mappings:
+        if link.is_second_copy:
+            continue
+        if not link.is_expert:
+            turn += 1
+            if turn // tensors % datas != data:
+                continue  # for all ranks that a tensor is divided among
+        mine = expert if link.is_expert else turn % tensors == tensor
+        for name, part in zip(link.tensor_names, link.split(value(link.parameter)), strict=True):
+            whole = link.gather_full(part)
+            if mine:
+                yield name, whole
+
+
+@torch.no_grad()
+def gather_weights(
+    mappings: Sequence[ParameterMapping],
+    value: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach(),
+    *,
+    copy: bool = True,
+) -> dict[str, Tensor]:
+    """Copies of all weights, or of `value` of them, under their checkpoint names, contiguous: on rank 0, nothing elsewhere.
+
+    A collective operation. With one rank the copies are on the model's device, with several on the host. Without `copy`, views
+    of the parameters where these can be.
+    """
+    form = torch.contiguous_format
+    mine = {n: t.clone(memory_format=form) if copy else t for n, t in iter_owned_weights(mappings, value)}
+    return mine if dist.get_world_size() == 1 else _gather_to_first_rank(mine)
+
+
+def _gather_to_first_rank(mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    described: list[list[tuple[str, torch.Size, torch.dtype]]] = [[] for _ in range(world)]
+    dist.all_gather_object(described, [(name, t.shape, t.dtype) for name, t in mine.items()])
+    everything = {name: t.cpu() for name, t in mine.items()} if rank == 0 else {}
+    for source in range(1, world):
+        for name, size, dtype in described[source]:
+            if rank == source:
+                dist.send(mine[name].cpu(), 0)
+            elif rank == 0:
+                everything[name] = torch.empty(size, dtype=dtype)
+                dist.recv(everything[name], source)
+    return everything
+
+
+# What of a Megatron model is trained: all of it, all but its routers, or adapters (`learner.lora`).
+
+
+def build_adapters(
+    model: HiddenStatesModel, mappings: Sequence[ParameterMapping], config: Config
+) -> LoraAdapters | None:
+    """Leave gradients to what is trained, and make the adapters, if there are any. Collective. Raises `LearnerError` for targets
+    that name nothing on any rank."""
+    learner, routers = config.learner, _router_parameter_ids(model)
+    if learner.freeze_router:
+        for link in mappings:
+            link.parameter.requires_grad_(id(link.parameter) not in routers)
+    if not learner.lora.rank:
+        return None
+    matrices = [
+        AdapterCandidate(
+            link.parameter,
+            locate_shard(link, sharded=learner.shard_optimizer),
+            _sharded_dim(link),
+            id(link.parameter) in routers,
+        )
+        for link in mappings
+        # Only the vocabulary has padded rows.
+        if link.parameter.ndim >= 2 and link.unpadded_rows is None and link.parameter.requires_grad
+    ]
+    names = {(name, one.is_router) for one in matrices for name in one.module_names}
+    if learner.parallel.world_size > 1:  # a rank has the layers of its stage, and its experts
+        everywhere: list[set[tuple[str, bool]]] = [set()] * learner.parallel.world_size
+        dist.all_gather_object(everywhere, names)
+        names = set().union(*everywhere)
+    chosen = select_targets(learner.lora, names)
+    adapted = {id(one.parameter) for one in matrices if chosen & set(one.module_names)}
+    for link in mappings:
+        link.parameter.requires_grad_(id(link.parameter) in adapted)
+    if model.pre_process:
+        # Recomputed layers are fed forward again only if their input has a gradient.
+        model.embedding.register_forward_hook(_require_gradient)
+    return LoraAdapters(matrices, chosen, learner.lora, seed=config.seed, dtype=getattr(torch, learner.dtype))
+
+
+def _require_gradient(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output.detach().requires_grad_(torch.is_grad_enabled())
+
+
+def _router_parameter_ids(model: HiddenStatesModel) -> set[int]:
+    layers = [layer for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)]
+    return {id(p) for layer in layers for p in layer.mlp.router.parameters()}
+
+
+def _sharded_dim(link: ParameterMapping) -> ShardedDim:
+    return None if link.tp_dim is None else ("rows", "columns")[link.tp_dim]
+
+
+def select_trained_mappings(linked: Sequence[ParameterMapping]) -> list[ParameterMapping]:
+    """Those whose parameters are not frozen."""
+    return [link for link in linked if link.parameter.requires_grad]
+
+
+def build_adapter_mappings(adapters: LoraAdapters, linked: Sequence[ParameterMapping]) -> list[ParameterMapping]:
+    """As if adapters were parameters: over which ranks their gradients are summed. What all of a weight's ranks have whole is
+    summed like a weight that is not divided."""
+    of = {id(link.parameter): link for link in linked}
+    out = []
+    for parameter, _, candidate, shared in adapters.list_parameters():
+        link = of[id(candidate.parameter)]
+        out.append(replace(link, parameter=parameter, tp_dim=None if shared else link.tp_dim))
+    return out

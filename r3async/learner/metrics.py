@@ -1,0 +1,506 @@
+"""What a step reports: sums over its tokens, metrics of a minibatch over all ranks, and those of several minibatches as one."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from r3async.data.statistics import t_quantile
+from r3async.learner import MinibatchResult
+from r3async.learner.drift import clamped_k3, k2, k3
+from r3async.learner.optimizer import OptimizerUpdate
+from r3async.learner.policy_loss import bounded_exp, sum_by_episode
+
+if TYPE_CHECKING:
+    from r3async.learner.replay import RoutingReplay
+    from r3async.learner.trainer import Minibatch
+
+REPLAYED_DRIFT_METRIC = "rollout_kl/k3"
+"""The metric that the trust region holds: unbiased for KL(rollout || learner), and never negative."""
+
+
+@dataclass
+class LossSums:
+    """float64 scalars on the loss's device. All are sums, except those that `max_names` names, and `split_episode_parts`."""
+
+    # The terms of the loss, each token's multiplied by its weight.
+    policy: Tensor
+    rollout_kl: Tensor
+    reference_kl: Tensor
+    entropy_bonus: Tensor
+    # Over trained tokens.
+    tokens: Tensor
+    k1: Tensor
+    k2: Tensor
+    k3: Tensor
+    reference_k3: Tensor
+    abs_diff: Tensor
+    abs_diff_max: Tensor
+    ratio: Tensor
+    ratio_squared: Tensor
+    ratio_max: Tensor
+    entropy: Tensor
+    clipped: Tensor
+    clipped_high: Tensor
+    masked: Tensor
+    # Over episodes that have a trained token, without the open ones.
+    episodes: Tensor
+    episodes_masked: Tensor
+    learner_perplexity: Tensor
+    rollout_perplexity: Tensor
+    perplexity_ratio: Tensor
+    episode_ratio_squared: Tensor
+    split_episode_parts: Tensor
+    """float64 `[P, 5]`: of parts of episodes that have tokens elsewhere too, which `add_episodes` makes figures of when all parts
+    are there: the episode's number (-1: all of it is here), its tokens here, those that are kept, sum(log pi), sum(log mu)."""
+
+    def __add__(self, other: LossSums) -> LossSums:
+        added = {name: getattr(self, name) + getattr(other, name) for name in self.sum_names()}
+        added |= {name: torch.maximum(getattr(self, name), getattr(other, name)) for name in self.max_names()}
+        return LossSums(**added, split_episode_parts=torch.cat([self.split_episode_parts, other.split_episode_parts]))
+
+    @staticmethod
+    def sum_names() -> list[str]:
+        """The sums in the order of `to_numpy`."""
+        return [f.name for f in fields(LossSums) if f.name != "split_episode_parts"]
+
+    @staticmethod
+    def max_names() -> list[str]:
+        """The names that combine by their maximum, not by their sum."""
+        return ["ratio_max", "abs_diff_max"]
+
+    @staticmethod
+    def zeros(device: torch.device | str = "cpu") -> LossSums:
+        """Of no token at all."""
+        scalars = {name: torch.zeros((), dtype=torch.float64, device=device) for name in LossSums.sum_names()}
+        return LossSums(**scalars, split_episode_parts=torch.zeros(0, 5, dtype=torch.float64, device=device))
+
+    @staticmethod
+    def from_micro_batch(
+        logprobs: Tensor,
+        rollout_logprobs: Tensor,
+        reference_logprobs: Tensor | None,
+        entropies: Tensor,
+        *,
+        counted: Tensor,
+        trained: Tensor,
+        clipped: Tensor,
+        clipped_high: Tensor,
+        episode_index: Tensor,
+        num_episodes: int,
+        split_episode_ids: Tensor | None = None,
+        token_limit: float = math.inf,
+    ) -> LossSums:
+        """Of one micro-batch; the terms of the loss are left 0. Columns `[M]` without gradient, of which those count where
+        `counted` is True; `trained`, `clipped`, `clipped_high` bool `[M]`: which of `counted` the policy loss trains, clips,
+        and clips from above. `split_episode_ids`: see `TokenBatch`. `token_limit`: see `clamped_k3`.
+        """
+        sums = LossSums.zeros(logprobs.device)
+        logprobs, rollout_logprobs, entropies = (
+            torch.where(counted, x.double(), 0.0) for x in (logprobs, rollout_logprobs, entropies)
+        )
+        delta = logprobs - rollout_logprobs
+        ratio = torch.where(counted, bounded_exp(delta), 0.0)
+        sums.tokens = counted.sum(dtype=torch.float64)
+        sums.k1, sums.k2, sums.k3 = (-delta).sum(), k2(delta).sum(), clamped_k3(delta, token_limit).sum()
+        if reference_logprobs is not None:
+            away = torch.where(counted, reference_logprobs.double(), 0.0) - logprobs
+            sums.reference_k3 = k3(away).sum()
+        sums.abs_diff, sums.abs_diff_max = delta.abs().sum(), delta.abs().max() if len(delta) else delta.sum()
+        sums.ratio, sums.ratio_squared = ratio.sum(), ratio.square().sum()
+        sums.ratio_max = ratio.max() if len(ratio) else ratio.sum()
+        sums.entropy = entropies.sum(dtype=torch.float64)
+        sums.clipped, sums.clipped_high = (x.sum(dtype=torch.float64) for x in (clipped, clipped_high))
+        sums.masked = (counted & ~trained).sum(dtype=torch.float64)
+        columns = (counted, trained, logprobs, rollout_logprobs)
+        parts = torch.stack([sum_by_episode(x, episode_index, num_episodes) for x in columns], dim=1)
+        if split_episode_ids is not None:
+            sums.split_episode_parts = torch.cat([split_episode_ids.double()[:, None], parts], dim=1)
+            parts = torch.where(split_episode_ids[:, None] < 0, parts, 0.0)  # taking rows out would wait for the device
+        sums.add_episodes(parts)
+        return sums
+
+    def add_episodes(self, episodes: Tensor) -> None:
+        """Add the figures of whole episodes: float64 `[E, 4]`, the columns of `split_episode_parts` after the first."""
+        tokens, kept, learner, rollout = episodes.unbind(dim=1)
+        trained = tokens > 0
+
+        def total(values: Tensor) -> Tensor:
+            return torch.where(trained, values, 0.0).sum()
+
+        mean_learner, mean_rollout = (x / tokens.clamp(min=1) for x in (learner, rollout))
+        self.episodes += trained.sum(dtype=torch.float64)
+        self.episodes_masked += total((kept == 0).double())
+        self.learner_perplexity += total((-mean_learner).exp())
+        self.rollout_perplexity += total((-mean_rollout).exp())
+        self.perplexity_ratio += total(bounded_exp(mean_rollout - mean_learner))
+        self.episode_ratio_squared += total(bounded_exp(learner - rollout).square())
+
+    def to_numpy(self) -> np.ndarray:
+        """float64 `[n]` on the host, by one transfer; without `split_episode_parts`."""
+        return torch.stack([getattr(self, name) for name in self.sum_names()]).cpu().numpy()
+
+    def to_metrics(self) -> dict[str, float]:
+        """See `compute_metrics`."""
+        return self.compute_metrics(self.to_numpy())
+
+    @staticmethod
+    def compute_metrics(values: np.ndarray) -> dict[str, float]:
+        """From `values` combined over micro-batches and ranks. All are 0 if no token was trained.
+
+        pi: the learner; mu: the rollout policy; `delta = log pi - log mu` and `r = e^clamp(delta, -20, 20)` at a token. Means
+        over tokens are over the n trained ones, corrected or not; means over episodes are over the N that have a trained token.
+
+        * `loss/*`: the terms of the loss, which they add up to (`loss/entropy` is the bonus, so negative).
+        * `rollout_kl/k1`, `/k2`, `/k3`: means of the estimators of KL(mu || pi), see `drift`; `reference_kl/k3`: of
+          KL(pi || reference), 0 without a reference model. `entropy/mean`: nats.
+        * `rollout_logprob/abs_diff_mean`, `_max`: of |delta|, which engine and learner should agree on with the same weights.
+        * `ratio/max`: the largest r. `ratio/ess`: `(sum r)^2 / (n sum r^2)`, the effective sample size by token, 1 when all
+          ratios are equal.
+        * `rollout_corr/*`, the vocabulary of verl's rollout correction: `kl` = k1, `k3_kl` = k3, `ess` = `ratio/ess`;
+          `chi2_token` = `mean(r^2) - 1` and `chi2_seq` = `mean over episodes of e^2clamp(sum(delta), -20, 20) - 1`, both
+          estimates of chi^2(pi || mu); `training_ppl`, `rollout_ppl` = mean over episodes of `e^-mean(log pi)`, of
+          `e^-mean(log mu)`; `ppl_ratio` = mean over episodes of `e^-mean(delta)`; `clipped_fraction`: of trained tokens,
+          those that a bound of the policy loss held, and `clipped_high_fraction`, `clipped_low_fraction` by the side of the
+          bound; `masked_fraction`: those that `correction` left out of it, and `masked_sequence_fraction`: episodes of which
+          it left out every token.
+        """
+        s = dict(zip(LossSums.sum_names(), values.tolist(), strict=True))
+        n, episodes = max(s["tokens"], 1.0), max(s["episodes"], 1.0)
+        ess = s["ratio"] ** 2 / (n * s["ratio_squared"]) if s["ratio_squared"] else 0.0
+        return {
+            "loss/policy": s["policy"],
+            "loss/rollout_kl": s["rollout_kl"],
+            "loss/reference_kl": s["reference_kl"],
+            "loss/entropy": s["entropy_bonus"],
+            "rollout_kl/k1": s["k1"] / n,
+            "rollout_kl/k2": s["k2"] / n,
+            "rollout_kl/k3": s["k3"] / n,
+            "reference_kl/k3": s["reference_k3"] / n,
+            "rollout_logprob/abs_diff_mean": s["abs_diff"] / n,
+            "rollout_logprob/abs_diff_max": s["abs_diff_max"],
+            "ratio/max": s["ratio_max"],
+            "ratio/ess": ess,
+            "entropy/mean": s["entropy"] / n,
+            "rollout_corr/kl": s["k1"] / n,
+            "rollout_corr/k3_kl": s["k3"] / n,
+            "rollout_corr/ess": ess,
+            "rollout_corr/chi2_token": s["ratio_squared"] / n - 1 if s["tokens"] else 0.0,
+            "rollout_corr/chi2_seq": s["episode_ratio_squared"] / episodes - 1 if s["episodes"] else 0.0,
+            "rollout_corr/training_ppl": s["learner_perplexity"] / episodes,
+            "rollout_corr/rollout_ppl": s["rollout_perplexity"] / episodes,
+            "rollout_corr/ppl_ratio": s["perplexity_ratio"] / episodes,
+            "rollout_corr/clipped_fraction": s["clipped"] / n,
+            "rollout_corr/clipped_high_fraction": s["clipped_high"] / n,
+            "rollout_corr/clipped_low_fraction": (s["clipped"] - s["clipped_high"]) / n,
+            "rollout_corr/masked_fraction": s["masked"] / n,
+            "rollout_corr/masked_sequence_fraction": s["episodes_masked"] / episodes,
+        }
+
+
+SERVED_DRIFT_METRIC = "served_kl/k3"
+"""The same with the routers' own choice: what engines will serve. See `served`. Only where it was measured."""
+SERVED_ESTIMATE_METRIC = f"{SERVED_DRIFT_METRIC}_estimate"
+"""What the trust region takes for it in a step that does not measure it."""
+SERVED_BOUND_METRICS = (f"{SERVED_DRIFT_METRIC}_low", f"{SERVED_DRIFT_METRIC}_high")
+INTERVAL_CONFIDENCE, UPPER_WIDENING = 0.99, 5.0
+"""What Student's t is to hold, and how much wider the upper half is. k3 has a long tail: in one step an episode of 128 had 82 %
+of the gap. A sample more often lacks such episodes than has them, so the variance is no less than that of recent measurements,
+either. Of draws of 19 of 128 episodes such intervals held the true value in 99.5 % or more, in each of six runs; without the
+factor and the memory in 77 to 91 %."""
+STALENESS_BINS, TURN_BINS, POSITION_BINS = 8, 16, 8
+"""For so many ages, turns and ranges of positions drift is told apart; the last of each stands for those above, too."""
+FIRST_POSITION_BIN = 64
+"""Positions in a sample of the first range; each further one is as long as all before it."""
+DRIFT_BINS = STALENESS_BINS + TURN_BINS + POSITION_BINS
+_BIN_NAMES = [
+    *(f"age_{age}" for age in range(STALENESS_BINS)),
+    *(f"turn_{turn}" for turn in range(TURN_BINS)),
+    *(f"position_{place}" for place in range(POSITION_BINS)),
+]
+BINNED_METRIC_PREFIXES = (*(f"{REPLAYED_DRIFT_METRIC}_{kind}_" for kind in ("age", "turn", "position")), "served_kl/")
+"""Metrics that follow from `MinibatchResult.drift`."""
+
+
+def sum_drift(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    staleness: Tensor,
+    turns: Tensor,
+    positions: Tensor,
+    token_limit: float = math.inf,
+    episodes: Tensor | None = None,
+    episode_count: int = 0,
+) -> Tensor:
+    """Sum k3 over trained tokens, and count them, by age, turn, position in the sample and episode.
+
+    Returns float64 `[DRIFT_ROWS + episode_count, 2]`, without gradient. Positions are 0..63, 64..127, 128..255, ...
+
+    Args:
+        logprobs: float32 `[M]`; the others int64 `[M]`, on the same device.
+        limit: the most that a token counts, see `clamped_k3`.
+        episodes: number of each token's episode, below `episode_count`; None: they are not told apart.
+    """
+    drift = clamped_k3(logprobs.detach().double() - rollout_logprobs.double(), token_limit)
+    counted = torch.stack([drift, torch.ones_like(drift)], dim=1)
+    sums = torch.zeros(DRIFT_BINS + episode_count, 2, dtype=torch.float64, device=logprobs.device)
+    sums.index_add_(0, staleness.clamp(0, STALENESS_BINS - 1), counted)
+    sums.index_add_(0, STALENESS_BINS + turns.clamp(0, TURN_BINS - 1), counted)
+    edges = FIRST_POSITION_BIN * 2 ** torch.arange(POSITION_BINS - 1, device=logprobs.device)
+    sums.index_add_(0, STALENESS_BINS + TURN_BINS + torch.bucketize(positions, edges, right=True), counted)
+    return sums if episodes is None else sums.index_add_(0, DRIFT_BINS + episodes, counted)
+
+
+def estimate_served_drift(drift: np.ndarray) -> float:
+    """Served drift over all trained tokens, from sums float64 `[3, n, 2]` as `MinibatchResult.drift`, whose rows hold every token
+    as often: `all replayed + (probed served - probed replayed)`, of means. An unbiased estimate; 0 if it is negative."""
+    everything, replayed, served = (sums.sum(axis=0) for sums in drift)
+    means = [total / max(tokens, 1.0) for total, tokens in (everything, replayed, served)]
+    return float(np.maximum(means[0] + means[2] - means[1], 0.0))
+
+
+def compute_served_gaps(drift: np.ndarray) -> list[float | None]:
+    """Return, for each age, how far served drift is above the replayed one over its probed tokens; None without any."""
+    replayed, served = drift[1, :STALENESS_BINS], drift[2, :STALENESS_BINS]
+    return [
+        float((after - before) / tokens) if tokens else None
+        for before, (after, tokens) in zip(replayed[:, 0], served, strict=True)
+    ]
+
+
+def compute_gap_moments(by_episode: np.ndarray, usual_variance: float = 0.0) -> np.ndarray:
+    """Return what an interval of served drift needs of the probed episodes, float64 `[5]`, which adds up over minibatches.
+
+    Their number, and the sums of `gap^2`, `gap * tokens`, `tokens^2` and the variance that is usual, where `gap` is the sum of
+    served less replayed k3 over an episode's probed tokens. `by_episode` float64 `[3, episodes, 2]`: see
+    `Minibatch.reduce_drift`. `mean_gap_variance`: the mean `compute_gap_variance` of measurements before this one; 0 if there
+    are none.
+    """
+    tokens = by_episode[2, :, 1]
+    gap = (by_episode[2, :, 0] - by_episode[1, :, 0])[tokens > 0]
+    tokens = tokens[tokens > 0]
+    return np.asarray([len(tokens), gap @ gap, gap @ tokens, tokens @ tokens, len(tokens) * usual_variance])
+
+
+def compute_gap_variance(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> float | None:
+    """Return the variance over probed episodes of what each adds to the gap above its share of it, squared nats.
+
+    The gap is a ratio of sums over episodes: Cochran, Sampling Techniques, 1977, 6.9. None for fewer than two episodes. Args as
+    for `compute_served_interval`.
+    """
+    episodes = moments[0] / epochs
+    if episodes < 2:
+        return None
+    replayed, served = drift[1, :STALENESS_BINS].sum(axis=0), drift[2, :STALENESS_BINS].sum(axis=0)
+    gap = (served[0] - replayed[0]) / served[1]
+    squares = moments[1] - 2 * gap * moments[2] + gap**2 * moments[3]
+    return max(float(squares / epochs / (episodes - 1)), 0.0)
+
+
+def compute_served_interval(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> tuple[float, float] | None:
+    """Return the interval around `estimate_served_drift(drift)` in which the served drift of all trained tokens is to be.
+
+    Episodes are the sample: tokens of one drift together. Their variance is the larger of this sample's and the usual one.
+    `INTERVAL_CONFIDENCE` says how wide. None for fewer than two episodes.
+
+    Args:
+        drift: sums as `MinibatchResult.drift`.
+        moments: `compute_gap_moments` of the same.
+        epochs: how often each episode is in them.
+    """
+    own = compute_gap_variance(drift, moments, epochs)
+    if own is None:
+        return None
+    episodes, tokens = moments[0] / epochs, drift[2, :STALENESS_BINS, 1].sum() / epochs
+    error = math.sqrt(max(own, moments[4] / moments[0]) * episodes) / tokens
+    value, half = estimate_served_drift(drift), float(t_quantile(round(episodes) - 1, INTERVAL_CONFIDENCE) * error)
+    return max(value - half, 0.0), value + UPPER_WIDENING * half
+
+
+def compute_drift_metrics(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> dict[str, float]:
+    """Return drift of the ages, turns and positions of which there are tokens; of what is served, where there are probed ones.
+
+    Args as for `compute_served_interval`.
+    """
+    if not drift.size:
+        return {}
+    found = {
+        f"{REPLAYED_DRIFT_METRIC}_{part}": float(total / tokens)
+        for part, (total, tokens) in zip(_BIN_NAMES, drift[0].tolist(), strict=True)
+        if tokens
+    }
+    if not drift[2, :, 1].any():
+        return found
+    by_part = [(part, drift[:, row : row + 1]) for row, part in enumerate(_BIN_NAMES) if drift[2, row, 1]]
+    found |= {f"{SERVED_DRIFT_METRIC}_{part}": estimate_served_drift(sums) for part, sums in by_part}
+    found |= {
+        SERVED_DRIFT_METRIC: estimate_served_drift(drift),
+        "served_kl/tokens": float(drift[2, :STALENESS_BINS, 1].sum()),
+    }
+    if interval := compute_served_interval(drift, moments, epochs):
+        found |= dict(zip(SERVED_BOUND_METRICS, interval, strict=True))
+    return found
+
+
+def build_minibatch_result(
+    minibatch: Minibatch,
+    total: np.ndarray,
+    drift: np.ndarray,
+    moments: np.ndarray,
+    update: OptimizerUpdate,
+    replay: RoutingReplay,
+) -> MinibatchResult:
+    """The figures of a minibatch, over all ranks: collective. `total`, `drift`: see `Minibatch.reduce_loss_sums`,
+    `Minibatch.reduce_drift`; `moments`: `compute_gap_moments`. The counts of `replay` are taken.
+
+    Metrics (means are over trained tokens, log-probs in nats), besides those of `LossSums.compute_metrics`:
+
+    * `rollout_kl/k3_age_N`, `_turn_N`, `_position_N`: means over the tokens of an age, turn or range of positions.
+    * `served_kl/k3`, and by age, turn and position: the same with the routers' own choice, from `served_kl/tokens` probed tokens,
+      with the interval `_low` .. `_high`; else `_estimate` alone. `served_kl/predicted`: of the probed tokens after the update,
+      with a limit.
+    * `optimizer/step_share`: of the update that was made, less than 1 where `rollout_kl.limit` shortened it; 0 where none was.
+      Of several updates, their mean.
+    * `loss/router_aux`: with the other `loss/*` it adds up to the loss. `rollout_kl/coef`: of the trust region.
+    * `routing/recorded_fraction`: share of trained tokens whose input position has recorded routes;
+      `routing/recorded_fraction_fed`: share of all tokens fed forward that have.
+    * `routing/agreement`: share of (recorded position, MoE layer) whose own top-k set is the recorded one, also with
+      replay off; missing if nothing is recorded. `routing/agreement_min`: of the layer where it is lowest.
+    * `routing/load_imbalance`: tokens of the busiest expert over the layer's mean, in the worst layer.
+    * `grad_norm` before clipping, `lr` used, `optimizer/updates` 1 or 0, `optimizer/skipped` 0 or 1;
+      `optimizer/no_contrast` 1 if it was skipped because no trained token has an advantage, `optimizer/broken` because
+      the drift was beyond `algorithm.rollout_kl.max`.
+    * `tokens/dropped_non_finite`, `batch/tokens`, `batch/trained_tokens`, `batch/micro_batches`: counts.
+      `batch/shared_tokens`: of `batch/tokens`, those that were not fed forward, as another sample's row did for them. Routing
+      figures count a row for every sample that it is of.
+    * `batch/split_episodes`: with a loss that takes whole episodes, how many are in several micro-batches. If any, the
+      minibatch is fed forward once more, first.
+    * `batch/fill`: tokens fed forward as a share of the micro-batches' token budget.
+    """
+    counts, cause, routing, layers = minibatch.counts, update.cause, replay.pop_counts(), replay.num_moe_layers
+    mine = np.zeros((layers, 2 + replay.num_experts))
+    if replay.moe_layer_indices:
+        figures = torch.cat(
+            [torch.stack([routing.agreeing_tokens, routing.compared_tokens], dim=1), routing.expert_load], dim=1
+        )
+        mine[replay.moe_layer_indices] = figures.cpu().numpy()
+    by_layer = minibatch.ranks.all_reduce(mine.reshape(-1), "sum").reshape(mine.shape)
+    auxiliary = float(minibatch.ranks.all_reduce(np.asarray([float(routing.aux_loss)]), "sum")[0])
+    agreed, compared, load = by_layer[:, 0], by_layer[:, 1], by_layer[:, 2:]
+    agreement = np.divide(agreed, compared, out=np.zeros(layers), where=compared > 0)
+    budget = max(counts.micro_batches, 1.0) * minibatch.config.learner.max_tokens_per_micro_batch
+    metrics = (
+        LossSums.compute_metrics(total)
+        | compute_drift_metrics(drift, moments)
+        | {
+            "loss/router_aux": auxiliary,
+            "rollout_kl/coef": minibatch.rollout_kl_coef,
+            "routing/recorded_fraction": counts.recorded_fraction,
+            "routing/recorded_fraction_fed": counts.total_recorded_fraction,
+            "grad_norm": update.grad_norm,
+            "lr": update.lr,
+            "optimizer/updates": float(not cause),
+            "optimizer/skipped": float(bool(cause)),
+            "optimizer/no_contrast": float(cause == "no_contrast"),
+            "optimizer/broken": float(cause == "trust_region"),
+            "optimizer/step_share": 0.0 if cause else update.step_share,
+            "tokens/dropped_non_finite": counts.dropped,
+            "batch/tokens": counts.total,
+            "batch/trained_tokens": counts.trained,
+            "batch/micro_batches": counts.micro_batches,
+            "batch/split_episodes": float(minibatch.split_episodes.sum()) if minibatch.needs_global_logprobs else 0.0,
+            "batch/shared_tokens": counts.shared,
+            "batch/fill": (counts.total - counts.shared) / budget,
+        }
+    )
+    if update.predicted_drift is not None:
+        metrics["served_kl/predicted"] = update.predicted_drift
+    if update.served_drift_estimate is not None:
+        metrics[SERVED_ESTIMATE_METRIC] = update.served_drift_estimate
+    if compared.any():
+        metrics["routing/agreement"] = float(agreed.sum() / compared.sum())
+        metrics["routing/agreement_min"] = float(agreement[compared > 0].min())
+    if layers:
+        worst = load.max(axis=1) / np.maximum(load.mean(axis=1), 1e-9)
+        metrics["routing/load_imbalance"] = float(worst.max())
+    return MinibatchResult(
+        metrics, agreement.astype(np.float32), load.astype(np.int64), minibatch.collect_traces(), drift, moments
+    )
+
+
+LAST_EPOCH_METRIC = f"{REPLAYED_DRIFT_METRIC}_last_epoch"
+"""Mean drift in the last of several epochs: how far the updates of a step have left what sampled its tokens."""
+
+
+def combine_results(results: Sequence[MinibatchResult], epochs: int = 1) -> MinibatchResult:
+    """The figures of several minibatches as one: counts add up, extremes stay, the rest is averaged over trained tokens.
+    `results`: of the minibatches in each of so many `epochs`, one epoch behind the other, whose tokens and load count once.
+    """
+    if len(results) == 1:
+        return results[0]
+    weights = np.asarray([r.metrics["batch/trained_tokens"] for r in results])
+    weights = weights if weights.any() else np.ones(len(results))
+    metrics = {}
+    drift, moments = np.sum([r.drift for r in results], axis=0), np.sum([r.gap_moments for r in results], axis=0)
+    if epochs > 1:
+        last = len(results) - len(results) // epochs
+        metrics[LAST_EPOCH_METRIC] = float(
+            np.average([r.metrics[REPLAYED_DRIFT_METRIC] for r in results[last:]], weights=weights[last:])
+        )
+    for name in dict.fromkeys(name for r in results for name in r.metrics):
+        if name.startswith(BINNED_METRIC_PREFIXES):
+            continue
+        having = [i for i, r in enumerate(results) if name in r.metrics]  # not all of them recorded routes
+        values = [results[i].metrics[name] for i in having]
+        if name in METRIC_REDUCERS:
+            metrics[name] = float(METRIC_REDUCERS[name](values)) / (epochs if name in COUNTED_ONCE_METRICS else 1)
+        elif name == "routing/recorded_fraction_fed":
+            metrics[name] = float(np.average(values, weights=[max(r.metrics["batch/tokens"], 1) for r in results]))
+        else:
+            of = weights[having]
+            metrics[name] = float(np.average(values, weights=of if of.any() else None))
+    if predicted := [r.metrics["served_kl/predicted"] for r in results if "served_kl/predicted" in r.metrics]:
+        metrics["served_kl/predicted"] = max(predicted)
+    if all(SERVED_ESTIMATE_METRIC in r.metrics for r in results):
+        metrics[SERVED_ESTIMATE_METRIC] = float(
+            np.average([r.metrics[SERVED_ESTIMATE_METRIC] for r in results], weights=weights)
+        )
+    return MinibatchResult(
+        metrics | compute_drift_metrics(drift, moments, epochs),
+        np.average([r.layer_agreement for r in results], axis=0, weights=weights).astype(np.float32),
+        np.sum([r.expert_load for r in results], axis=0) // epochs,
+        [t for r in results for t in r.traces],
+        drift,
+        moments,
+    )
+
+
+COUNTED_ONCE_METRICS = (
+    "batch/tokens",
+    "batch/trained_tokens",
+    "batch/micro_batches",
+    "batch/shared_tokens",
+    "batch/split_episodes",
+    "tokens/dropped_non_finite",
+)
+METRIC_REDUCERS: dict[str, Callable[[list[float]], float]] = {
+    **dict.fromkeys(COUNTED_ONCE_METRICS, sum),
+    "ratio/max": max,
+    "rollout_logprob/abs_diff_max": max,
+    "routing/agreement_min": min,
+    "routing/load_imbalance": max,
+    "optimizer/updates": sum,
+    "optimizer/skipped": max,
+    "optimizer/no_contrast": min,
+    "optimizer/broken": max,
+    "optimizer/step_share": statistics.fmean,
+    **dict.fromkeys(("lr", "rollout_kl/coef"), lambda values: values[-1]),
+}
+"""How a metric of several minibatches becomes one, if not by its mean."""

@@ -1,0 +1,312 @@
+"""Served drift: how far the learner is from the rollout policy with the routers' own choice, as engines will serve it.
+
+What a step trains, it feeds forward with the routes of the rollout (R3), so the drift that its loss sees, `rollout_kl`, is that
+of the weights behind frozen routers. An engine that is given these weights routes by itself. `served_kl` is the drift then.
+
+It is measured in one of `probe_every` steps on a sample, the *probed* episodes (column `probed`, by
+`trainer.prepare_minibatches`), by a forward pass more without replay and without gradient. The estimate for all trained
+tokens is `replayed + (served - replayed of the probed tokens)`: the difference, whose mean is what routes do, scatters less
+than the drift of a few tokens, and the estimate is unbiased, and has an interval: episodes are the sample. In the steps
+between, nothing is published under the name of a measurement; the trust region is given an estimate, from that difference as
+it was last measured at each age (`TrustRegion.extrapolate_served_drift`).
+
+With `rollout_kl.limit` the drift of the probed episodes is measured again after every update. It says how far the step went, and
+so what the next step's tokens will have drifted (`compute_drift_carryover`). If that is too far, the step is shortened before
+anything is published (`limit_update`). This is measured in every step, so the hard bound does not depend on an older figure.
+The step trains these episodes like all others; what that changes in the prediction was measured (docs/decisions.md, D-184).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from r3async.config import Config
+from r3async.data.tokens import Sample, TokenTable
+from r3async.learner.batch import MicroBatch, make_padding_batch, pack_samples
+from r3async.learner.metrics import (
+    DRIFT_BINS,
+    REPLAYED_DRIFT_METRIC,
+    STALENESS_BINS,
+    LossSums,
+    compute_gap_variance,
+    compute_served_gaps,
+    estimate_served_drift,
+)
+from r3async.learner.optimizer import OptimizerUpdate
+
+if TYPE_CHECKING:
+    from r3async.learner.backend import LearnerBackend
+    from r3async.learner.trainer import Minibatch
+
+MAX_PROBED_SHARE = 1 / 4
+"""Share of a step's tokens that are probed at most for `rollout_kl.probe_tokens`."""
+MIN_STEP_SHARE = 1 / 32
+"""Of a step that is made, however far it goes: one that is to be refused is refused before it is made (`rollout_kl.max`)."""
+LINE_SEARCH_TRIES = 5
+"""Shares of one step that are tried, after the whole of it: each is one forward pass over the probed episodes."""
+LINE_SEARCH_MARGIN = 0.9
+"""Of the share at which the drift would be at the limit, if it grew with the square of the share."""
+
+
+# -- which episodes: on the host, from the step's groups alone ----------------------------------------------------------
+
+
+def needs_probes(config: Config) -> bool:
+    """Whether served drift has to be measured: where replay makes it another than the replayed one, or a limit is set."""
+    region = config.algorithm.rollout_kl
+    return region.probe_share > 0 and (config.routing.replay != "off" or region.update_limit is not None)
+
+
+def choose_probes(names: Sequence[str], tokens: Sequence[int], config: Config) -> list[int]:
+    """Indices of the probed ones of some episodes, which have `names` and `tokens` to feed forward; the same for the same names.
+
+    In the order of a checksum of their names, as many as have no more than `rollout_kl.probe_share` of all tokens, or than
+    `probe_tokens` or a quarter of all, if that is more. If the first has more, it is probed where a bound needs it in every
+    step; elsewhere in so many of all steps that the share is kept on average.
+    """
+    region = config.algorithm.rollout_kl
+    if not needs_probes(config):
+        return []
+    keys = [zlib.crc32(name.encode()) for name in names]
+    order = sorted(range(len(names)), key=lambda i: (keys[i], names[i]))
+    budget = max(region.probe_share * sum(tokens), min(region.probe_tokens, MAX_PROBED_SHARE * sum(tokens)))
+    ends = np.cumsum([tokens[i] for i in order])
+    within = int(np.searchsorted(ends, budget, side="right"))
+    if not within and order:
+        first = order[0]
+        # Of another digest than the order's (a CRC of the name with a prefix is the same but for a constant): no fair draw else.
+        draw = int.from_bytes(hashlib.blake2b(names[first].encode(), digest_size=4).digest()) / 2**32
+        within = int(region.needs_served_drift or draw < budget / max(tokens[first], 1))
+    return sorted(order[:within])
+
+
+def is_measurement_due(config: Config, version: int) -> bool:
+    """Whether served drift is measured before the update of weights of `version`: the same on every rank, and in a replay."""
+    return version % config.algorithm.rollout_kl.measurement_interval == 0
+
+
+def drop_probe_column(micro_batches: Sequence[MicroBatch], config: Config, version: int) -> list[MicroBatch]:
+    """Without the column `probed` in a step that neither measures served drift nor predicts it."""
+    if is_measurement_due(config, version) or config.algorithm.rollout_kl.update_limit is not None:
+        return list(micro_batches)
+    return [replace(m, table=m.table.without_columns("probed")) for m in micro_batches]
+
+
+def mark_probed_samples(
+    samples: Sequence[Sample], trained: Sequence[np.ndarray], episodes: Sequence[int], config: Config
+) -> list[bool]:
+    """Whether each sample of a minibatch is of a probed episode: `choose_probes` of those that have trained tokens, by the name
+    of their first sample. `trained` bool `[T_i]`: those tokens. `episodes`: of which each sample is."""
+    named: dict[int, str] = {}
+    tokens: dict[int, int] = {}
+    for sample, mask, episode in zip(samples, trained, episodes, strict=True):
+        if mask.any():
+            named.setdefault(episode, sample.sample_id)
+        tokens[episode] = tokens.get(episode, 0) + len(sample.table)
+    numbers = list(named)
+    found = choose_probes([named[n] for n in numbers], [tokens[n] for n in numbers], config)
+    chosen = {numbers[i] for i in found}
+    return [episode in chosen for episode in episodes]
+
+
+# -- on every rank -------------------------------------------------------------------------------------------------------
+
+
+class ProbeBatches(NamedTuple):
+    """The probed episodes of a minibatch on this rank: their own micro-batches, as many on every rank, and in each the rows int64
+    `[M]` of trained tokens. Empty on all ranks, or on none."""
+
+    micro_batches: list[MicroBatch]
+    trained_rows: list[np.ndarray]
+
+
+def build_probes(
+    backend: LearnerBackend, minibatch: Minibatch, all_micro_batches: Sequence[MicroBatch]
+) -> ProbeBatches:
+    """Of `all_micro_batches`, all of this rank's micro-batches before any was left out. Collective."""
+    if not all_micro_batches or "probed" not in all_micro_batches[0].table:
+        return ProbeBatches([], [])
+    samples = [sample for m in all_micro_batches for sample in _extract_probed_samples(m)]
+    made = pack_samples(samples, backend.config.learner.max_tokens_per_micro_batch) if samples else []
+    count = int(backend.ranks.all_reduce(np.asarray([len(made)], np.float64), "max")[0])
+    made += [make_padding_batch(_without_routes(all_micro_batches[0]))] * (count - len(made))
+    made = backend.pad_for_parallel(made)
+    return ProbeBatches(made, [_find_measured_rows(m) for m in made])
+
+
+def _find_measured_rows(micro_batch: MicroBatch) -> np.ndarray:
+    table = micro_batch.table
+    return np.flatnonzero(table["loss_mask"] & np.isfinite(table["rollout_logprobs"]))
+
+
+def _without_routes(micro_batch: MicroBatch) -> MicroBatch:
+    return replace(micro_batch, table=micro_batch.table.without_columns("routed_experts", "routing_recorded"))
+
+
+def _extract_probed_samples(micro_batch: MicroBatch) -> list[Sample]:
+    """Whole and without routes. A token that a sample shares with one before it is trained there."""
+    bare = _without_routes(micro_batch)
+    rows, edges = micro_batch.expanded_samples
+    probed, out = bare.table["probed"], []
+    for index, name in enumerate(micro_batch.sample_ids):
+        own = int(micro_batch.cu_seqlens[index]), int(micro_batch.cu_seqlens[index + 1])
+        if not probed[slice(*own)].any():
+            continue
+        taken = rows[edges[index] : edges[index + 1]]
+        parts = np.split(taken, np.flatnonzero(np.diff(taken) != 1) + 1)
+        table = TokenTable.concat([bare.table.slice_rows(int(part[0]), int(part[-1]) + 1) for part in parts])
+        mask = np.array(table["loss_mask"])
+        mask[: len(mask) - (own[1] - own[0])] = False
+        out.append(Sample(name, table.with_columns(loss_mask=mask), float(micro_batch.temperatures[index])))
+    return out
+
+
+def sum_served_drift(backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches) -> np.ndarray:
+    """float64 `[drift_rows, 2]`: `sum_drift` of this rank's probed tokens with the weights as they are and the routers' own
+    choice; 0 where another rank has them. Collective. Gradients under way are lost with FSDP: none may be."""
+    found: list[Tensor] = [torch.zeros(minibatch.drift_bin_count, 2, dtype=torch.float64)]
+
+    def finish(index: int, logprobs: Tensor, _: Tensor) -> None:
+        found.append(minibatch.measure_drift(probes.micro_batches[index], probes.trained_rows[index], logprobs).cpu())
+
+    try:
+        with torch.no_grad():
+            backend.run_micro_batches(probes.micro_batches, probes.trained_rows, finish, replay=False)
+    finally:
+        backend.reset_forward_state()
+    total = torch.stack(found).sum(dim=0).numpy()
+    return total if backend.ranks.is_loss_reporter else np.zeros_like(total)
+
+
+def apply_update(
+    backend: LearnerBackend,
+    minibatch: Minibatch,
+    probes: ProbeBatches,
+    total: np.ndarray,
+    drift: np.ndarray,
+    moments: np.ndarray,
+) -> OptimizerUpdate:
+    """Clip and make the optimizer's step, unless there is a cause not to, or the measured drift is beyond `rollout_kl.max`; then
+    shorten it if the drift after it is beyond `rollout_kl.limit`. Collective. `total`, `drift`: see
+    `Minibatch.reduce_loss_sums`, `.drifts`; `moments`: `compute_gap_moments`.
+
+    The coefficient of the next step follows from the drift measured in this one, if this one has contrast.
+    """
+    optimizer, trust_region = backend.optimizer, backend.trust_region
+    replayed = LossSums.compute_metrics(total)[REPLAYED_DRIFT_METRIC]
+    found = estimate_served_drift(drift) if _has_served_drift(drift) else None
+    served = (
+        trust_region.extrapolate_served_drift(replayed, drift[0, :STALENESS_BINS, 1].tolist())
+        if found is None
+        else None
+    )
+    measured = trust_region.select_drift(replayed, served if found is None else found)
+    if minibatch.skip_cause:
+        return replace(
+            optimizer.skip_step(minibatch.skip_cause if math.isfinite(measured) else "not_finite"),
+            served_drift_estimate=served,
+        )
+    if trust_region.exceeds_max_drift(measured):
+        update = optimizer.skip_step("trust_region")
+    else:
+        update = limit_update(backend, minibatch, probes, drift, optimizer.step())
+    trust_region.update_coefficient(measured)
+    if found is not None:
+        trust_region.record_served_gaps(compute_served_gaps(drift), compute_gap_variance(drift, moments))
+    return replace(update, served_drift_estimate=served)
+
+
+def _has_served_drift(drift: np.ndarray) -> bool:
+    """Whether served drift was measured before the update."""
+    return bool(drift[2, :, 1].any())
+
+
+def limit_update(
+    backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches, drift: np.ndarray, update: OptimizerUpdate
+) -> OptimizerUpdate:
+    """Shorten the update that the optimizer has just made to `TrustRegion.max_share` of it, and further until the drift that
+    it leads to is within the limit. Collective: what decides is reduced over all ranks, so every rank makes the same share of
+    the step.
+
+    `drift` float64 `[3, DRIFT_ROWS, 2]`: from before the update, of all ranks. Predicted is the drift of the tokens of the next
+    update: a share, `again`, of what these drift to under the new weights.
+    """
+    limit = backend.config.algorithm.rollout_kl.update_limit
+    if limit is None or update.cause or not probes.micro_batches or not drift[1, :, 1].any():
+        return update
+    made, again = 1.0, compute_drift_carryover(drift[1], backend.config.schedule.updates_per_version)
+
+    def make(share: float) -> None:
+        nonlocal made
+        if share != made:
+            backend.optimizer.shorten_step(made, share)
+            made = share
+
+    def predicted(share: float) -> float:
+        make(share)
+        after = backend.ranks.all_reduce(sum_served_drift(backend, minibatch, probes).reshape(-1), "sum")
+        return estimate_served_drift(np.stack([drift[0], drift[1], after.reshape(-1, 2)[:DRIFT_BINS]]))
+
+    def before() -> float:
+        if _has_served_drift(drift):
+            return estimate_served_drift(drift)
+        found = predicted(0.0)
+        make(1.0)
+        return found
+
+    reach = backend.trust_region.max_share
+    share, value = line_search(predicted, limit / again, before, reach)
+    backend.trust_region.record_step_share(share / reach)
+    return replace(update, step_share=share, predicted_drift=value * again)
+
+
+def compute_drift_carryover(replayed: np.ndarray, updates: int) -> float:
+    """What share of the drift that tokens have after an update the tokens of the next update will have, where a version is made
+    by so many `updates`. `replayed`: sums by age, as `sum_drift`.
+
+    An update leaves these tokens up to a version older than tokens are when they are trained: with ages of a in the mean, those
+    have been through a + 1 - 1/updates versions at most, these through a + 1. Drift grows about linearly with the updates between
+    two policies (docs/trust-region.md), so the share is that of the versions. At an age below 1 a share of 1/2 is the least: a
+    bound is to bound a single step, too.
+    """
+    tokens = replayed[:STALENESS_BINS, 1]
+    age = max(1.0, float(tokens @ np.arange(STALENESS_BINS)) / max(float(tokens.sum()), 1.0))
+    return (age + 1 - 1 / updates) / (age + 1)
+
+
+def line_search(
+    predict_drift: Callable[[float], float], limit: float, drift_before: Callable[[], float], max_share: float = 1.0
+) -> tuple[float, float]:
+    """The share of a step to make, `max_share` or less, and the drift that is predicted for it. `predict_drift` is called
+    last with that share, but for what `drift_before` does, which gives the drift without the step and leaves the step as it
+    is. It is asked for only where `max_share` of the step is beyond the limit.
+
+    `max_share` of the step if its drift is within `limit`, or no more than `drift_before` it: a step that lowers the drift is
+    not made shorter than that. Else a line search: drift grows with the square of a step, or more slowly, which gives the
+    next share to try. After `LINE_SEARCH_TRIES`, or if it was beyond the limit before, only `MIN_STEP_SHARE` is made.
+    """
+    value = predict_drift(max_share)
+    if value <= limit:
+        return max_share, value
+    start = drift_before()
+    if value <= start:
+        return max_share, value
+    share = max_share
+    for _ in range(LINE_SEARCH_TRIES if start < limit else 0):
+        growth = (limit - start) / (value - start) if math.isfinite(value) and value > start else 0.0
+        share = max(
+            MIN_STEP_SHARE, share * min(max(LINE_SEARCH_MARGIN * math.sqrt(max(growth, 0.0)), 0.1), LINE_SEARCH_MARGIN)
+        )
+        value = predict_drift(share)
+        if value <= limit or share == MIN_STEP_SHARE:
+            return share, value
+    return MIN_STEP_SHARE, predict_drift(MIN_STEP_SHARE)

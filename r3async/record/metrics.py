@@ -1,0 +1,519 @@
+"""The catalogue of metrics: name, unit, meaning and view of each, with the stages of a process's time."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle, product
+from typing import Any, NamedTuple
+
+import msgspec
+
+# Where a process's time goes, by role: what each stage of `world/stages.py` is.
+
+
+_COMMON_STAGES = {
+    "metrics": "what is measured, and written of it",
+    "calls": "tasks that were made outside of any stage, as for calls of other actors",
+    "loop": "the event loop itself, with callbacks",
+    "threads": "shared threads, for no stage of the loop",
+    "runtime": "all other threads: of Ray, ZeroMQ, torch",
+    "idle": "the event loop has nothing to do, or waits for a core",
+}
+STAGES_BY_ROLE = {
+    "generator": (
+        "the generators' processes, without engines",
+        {
+            "play": "environments, samples, tasks of groups",
+            "tokens": "chat template and tokenizer",
+            "engine": "requests to the engine, and what becomes of an answer",
+            "answers": "messages of the engine's process",
+            "encode": "validation and wire format",
+            "messages": "sockets and acknowledgements",
+            "lease": "calls to the conductor",
+            "install": "new weights",
+            "evaluation": "episodes of evaluations",
+            **_COMMON_STAGES,
+        },
+    ),
+    "learner": (
+        "the learner's process, without further ranks",
+        {
+            "messages": "sockets and acknowledgements",
+            "intake": "trajectories decoded and validated",
+            "steps": "steps in order: groups, ages, what was trained",
+            "prepare": "advantages, minibatches, weights of tokens",
+            "pack": "micro-batches",
+            "packer": "what else the thread of these two does",
+            "spool": "trajectories on disk",
+            "model": "forward, loss and backward",
+            "optimizer": "clipping and the update",
+            "figures": "what ranks agree on, and metrics of a step",
+            "snapshot": "the copy of new weights",
+            "probe": "the probe's text scored, and the probed episodes of a step",
+            "writer": "new weights written",
+            "checkpoint": "a checkpoint copied and written",
+            "torch": "the model loaded, and whatever else its thread does",
+            **_COMMON_STAGES,
+        },
+    ),
+    "conductor": (
+        "the conductor's process",
+        {
+            "lease": "calls of generators",
+            "steps": "steps, versions, checkpoints in order",
+            "deliver": "new weights, and restarts",
+            "watch": "stalls and failed tasks",
+            **_COMMON_STAGES,
+        },
+    ),
+}
+"""By role, where a process's time goes: what each stage of `world/stages.py` is. Both kinds add up to all there is."""
+SINGLE_KIND_STAGES = {"threads": "cpu", "runtime": "cpu", "idle": "wall"} | dict.fromkeys(
+    [
+        "prepare",
+        "pack",
+        "packer",
+        "spool",
+        "model",
+        "optimizer",
+        "figures",
+        "snapshot",
+        "probe",
+        "writer",
+        "checkpoint",
+        "torch",
+    ],
+    "cpu",
+)
+"""Stages that only one kind of time has: the wall time is the event loop's."""
+
+
+# Every metric of a run: its name, what it means, and what of it the views show. Whoever shows a metric asks this table.
+#
+# `metrics.jsonl` has one object a step; a row may lack some of these, and may hold more. The table of docs/observing.md is
+# made from it by `python -m r3async.tools.config_reference`; a test holds that a run writes what is here, and nothing else.
+
+
+class CurveStyle(NamedTuple):
+    """`chart`: the title of the one in which it is drawn. `is_scatter`: drawn as points, and without effect on the axis."""
+
+    chart: str
+    label: str
+    color: str
+    dash: str = ""
+    is_scatter: bool = False
+
+
+class Metric(NamedTuple):
+    """`desired`: what is wished for, `high` or `low`, or the value itself; empty if neither is better. `gauge`: the line of
+    the live view that is about it. `comparison_stats`: which fields of `MetricStats` a comparison of runs shows;
+    `part_stats`: which a report shows of each part of the run."""
+
+    name: str
+    label: str
+    unit: str
+    desired: str
+    description: str
+    comparison_stats: str = ""
+    curve: CurveStyle | None = None
+    gauge: str = ""
+    part_stats: str = ""
+
+    @property
+    def group(self) -> str:
+        """The prefix of its name; `step` if it has none."""
+        return self.name.partition("/")[0] if "/" in self.name else "step"
+
+
+LINE_COLORS = ("blue", "orange", "green", "violet", "red", "amber")
+"""Of lines, in turn."""
+
+
+def _iter_stage_metrics() -> Iterator[Metric]:
+    for who, (of, stages) in STAGES_BY_ROLE.items():
+        for (name, docs), (dash, color) in zip(
+            stages.items(), cycle(product(("", "dash", "dot"), LINE_COLORS)), strict=False
+        ):
+            curve = CurveStyle(f"{who.capitalize()} stages", name, color, dash)
+            if SINGLE_KIND_STAGES.get(name) != "wall":
+                text = f"Processor time since the step before, of {of}: {docs}."
+                yield Metric(f"cpu/{who}_{name}_seconds", f"{who} CPU, {name}", "s", "low", text, curve=curve)
+            if SINGLE_KIND_STAGES.get(name) != "cpu":
+                text = f"Wall time since the step before, of the event loops of {of}: {docs}."
+                yield Metric(f"wall/{who}_{name}_seconds", f"{who} wall, {name}", "s", "", text)
+
+
+# fmt: off
+_METRIC_TABLE = (
+    Metric("step", "step", "", "", "Optimizer step, from 1."),
+    Metric("version", "version", "", "", "Version of the weights that this step made."),
+    Metric("lineage", "lineage", "", "", "The start of the run in which versions are counted."),
+    Metric("time", "time", "unix s", "", "When the row was written, after the step's weights were installed."),
+    Metric("reward/mean", "reward", "", "high",
+           "Mean reward of the step's trajectories. A trajectory's is the sum of its turns'; failed ones have none.",
+           "first_mean last_mean max", curve=CurveStyle("Reward", "mean", "blue"), gauge="reward"),
+    Metric("reward/max", "best reward", "", "high", "Highest reward of the step's trajectories.",
+           curve=CurveStyle("Reward", "best", "green", "dot")),
+    Metric("reward/std", "reward spread", "", "", "Standard deviation of the rewards of all episodes of the step.",
+           curve=CurveStyle("Reward spread", "of all episodes", "violet")),
+    Metric("reward/std_in_group", "reward spread in a group", "", "",
+           "Standard deviation of the rewards of a group, mean over groups: what its episodes are compared by.",
+           curve=CurveStyle("Reward spread", "within a group", "orange")),
+    Metric("episode/tokens_mean", "response length", "tokens", "", "Mean number of tokens sampled in an episode, over its turns.",
+           comparison_stats="first_mean last_mean", curve=CurveStyle("Response length", "mean", "blue")),
+    Metric("episode/tokens_p95", "response length, p95", "tokens", "", "95th percentile of these.",
+           curve=CurveStyle("Response length", "95th percentile", "orange")),
+    Metric("episode/tokens_max", "longest response", "tokens", "", "The most of these.",
+           curve=CurveStyle("Response length", "longest", "green", "dot")),
+    Metric("episode/truncated_share", "truncated", "fraction", "low",
+           "Share of episodes of which an answer was cut at its length, or whose context was full.",
+           curve=CurveStyle("Truncated", "share of episodes", "orange")),
+    Metric("episode/turns_mean", "turns", "", "", "Mean number of turns of an episode."),
+    Metric("episode/rows_mean", "samples", "", "1",
+           "Mean number of samples (rows of training) of an episode; 1 where no history is rewritten."),
+    Metric("episode/ended_env_done", "done", "episodes", "high", "Episodes that the environment ended."),
+    Metric("episode/ended_turns", "out of turns", "episodes", "low", "Episodes that ended by `episode.max_turns`."),
+    Metric("episode/ended_length", "out of context", "episodes", "low",
+           "Episodes that ended because the next prompt was too long."),
+    Metric("episode/ended_stop", "stopped asking", "episodes", "", "Episodes of agents that ended by themselves."),
+    Metric("episode/ended_timeout", "timed out", "episodes", "low",
+           "Episodes that ended by `episode.timeout`; rewarded turns are trained."),
+    Metric("episode/ended_error", "failed", "episodes", "low", "Episodes that failed for good; nothing of them is trained."),
+    Metric("loss/policy", "policy loss", "", "", "Policy loss, a trained token.",
+           curve=CurveStyle("Policy loss", "policy loss", "blue")),
+    Metric("loss/answers", "loss of answers", "nats", "low",
+           "Of `r3async sft`: mean of -log p over the step's tokens of answers, before its update.",
+           comparison_stats="first_mean last_mean", curve=CurveStyle("Answers", "trained", "blue")),
+    Metric("loss/answers_held_out", "held-out loss", "nats", "low",
+           "Of `r3async sft`: the same over the rows that `data.eval` keeps from training, after the step's update.",
+           comparison_stats="last_value", curve=CurveStyle("Answers", "held out", "orange")),
+    Metric("loss/rollout_kl", "drift loss", "", "low", "Rollout-KL term of the loss, a trained token, before its coefficient."),
+    Metric("rollout_kl/k1", "drift k1", "nats", "0",
+           "Mean of -Δ, Δ = log π_learner - log μ_rollout. Unbiased; may be negative.",
+           curve=CurveStyle("Drift", "k1", "orange", is_scatter=True), part_stats="mean"),
+    Metric("rollout_kl/k2", "drift k2", "nats", "low", "Mean of Δ²/2: low variance.",
+           curve=CurveStyle("Drift", "k2", "violet", "dash"), part_stats="mean"),
+    Metric("rollout_kl/k3", "drift k3", "nats", "low",
+           "Mean of e^Δ - 1 - Δ: KL(rollout‖learner) by an estimator that is unbiased and never negative.",
+           comparison_stats="last_mean max", curve=CurveStyle("Drift", "k3", "blue"), gauge="drift", part_stats="mean max"),
+    Metric("rollout_kl/k3_last_epoch", "drift, last epoch", "nats", "low",
+           "Drift k3 in the last of `schedule.epochs_per_step` passes; `rollout_kl/k3` is the mean over all of them."),
+    Metric("served_kl/k3", "served drift", "nats", "low",
+           "The same with the routers' own choice, as engines serve the weights: measured on a sample, in some steps.",
+           comparison_stats="last_mean max", curve=CurveStyle("Drift", "served", "green"), part_stats="mean max"),
+    Metric("served_kl/k3_low", "served drift, at least", "nats", "low",
+           "Lower end of the interval in which served drift of all trained tokens is, from two probed episodes on."),
+    Metric("served_kl/k3_high", "served drift, at most", "nats", "low", "Its upper end."),
+    Metric("served_kl/k3_estimate", "served drift, estimated", "nats", "low",
+           "What the trust region takes for served drift in a step that does not measure it."),
+    Metric("served_kl/predicted", "drift ahead", "nats", "low",
+           "With `algorithm.rollout_kl.limit`: served drift of the probed episodes under the weights that the step made."),
+    Metric("served_kl/tokens", "probed tokens", "tokens", "", "Tokens that served drift was measured on."),
+    Metric("rollout_kl/k3_age_0", "drift at age 0", "nats", "low",
+           "Drift k3 over the trained tokens of that age; so `rollout_kl/k3_age_1`, and on; the last, 7, is of all older ones."),
+    Metric("rollout_kl/k3_turn_0", "drift in turn 0", "nats", "low",
+           "Drift k3 over the trained tokens of an episode's first turn; so `_1`, and on; the last, 15, is of all later ones."),
+    Metric("rollout_kl/k3_position_0", "drift at position 0", "nats", "low",
+           "Drift k3 at positions 0 to 63 of samples, `_1` at 64 to 127, and on. `served_kl/k3_age_0`, ... are of served drift."),
+    Metric("loss/reference_kl", "reference loss", "", "low", "KL to the frozen reference model, weighted: a term of the loss."),
+    Metric("loss/entropy", "entropy bonus", "", "", "Entropy, weighted and negative: a term of the loss."),
+    Metric("loss/router_aux", "router loss", "", "low", "Load balance of the routers, weighted: a term of the loss."),
+    Metric("rollout_kl/coef", "drift coefficient", "", "", "Coefficient of the rollout-KL term in this step.", part_stats="mean"),
+    Metric("reference_kl/k3", "distance to reference", "nats", "low", "KL(learner‖reference), k3, mean over trained tokens."),
+    Metric("distillation/reverse_kl", "distance to teacher", "nats", "low",
+           "KL(rollout‖teacher): mean of log μ_rollout - log teacher over trained tokens; may be negative.",
+           comparison_stats="first_mean last_mean", curve=CurveStyle("Teacher", "reverse KL", "blue")),
+    Metric("rollout_corr/kl", "rollout KL", "nats", "0", "The same as `rollout_kl/k1`."),
+    Metric("rollout_corr/k3_kl", "rollout k3", "nats", "low", "The same as `rollout_kl/k3`."),
+    Metric("rollout_corr/ess", "rollout ESS", "fraction", "high", "The same as `ratio/ess`."),
+    Metric("rollout_corr/chi2_token", "chi² by token", "", "low", "Mean squared ratio of tokens, less 1."),
+    Metric("rollout_corr/chi2_seq", "chi² by episode", "", "low", "Mean squared ratio of whole episodes, less 1."),
+    Metric("rollout_corr/training_ppl", "learner perplexity", "", "", "Mean over episodes of e^-(mean log-prob)."),
+    Metric("rollout_corr/rollout_ppl", "rollout perplexity", "", "", "The same under the rollout policy."),
+    Metric("rollout_corr/ppl_ratio", "perplexity ratio", "", "1", "Learner over rollout, mean over episodes."),
+    Metric("rollout_corr/clipped_fraction", "clipped", "fraction", "low", "Trained tokens held by a bound of the policy loss.",
+           part_stats="mean"),
+    Metric("rollout_corr/clipped_high_fraction", "clipped above", "fraction", "low",
+           "Of trained tokens, those held by a bound from above: the ratio was to grow no more.",
+           curve=CurveStyle("Clipped", "from above", "orange")),
+    Metric("rollout_corr/clipped_low_fraction", "clipped below", "fraction", "low",
+           "Of trained tokens, those held by a bound from below.", curve=CurveStyle("Clipped", "from below", "blue")),
+    Metric("rollout_corr/masked_fraction", "masked", "fraction", "low", "Trained tokens that a correction left out."),
+    Metric("rollout_corr/masked_sequence_fraction", "masked episodes", "fraction", "low",
+           "Episodes of which a correction left out every token."),
+    Metric("advantage/mean", "mean advantage", "", "", "Over trained tokens."),
+    Metric("advantage/std", "advantage spread", "", "", "Standard deviation over trained tokens."),
+    Metric("advantage/abs_max", "largest advantage", "", "", "By absolute value."),
+    Metric("advantage/zero_variance_groups", "groups without contrast", "groups", "low", "All of their scores are equal."),
+    Metric("advantage/zero_variance_share", "share without contrast", "fraction", "low",
+           "Share of the step's groups in which all scores are equal.", gauge="contrast"),
+    Metric("advantage/overlong_samples", "overlong", "episodes", "low",
+           "Ended because an answer or the context was too long."),
+    Metric("advantage/overlong_penalty", "overlong penalty", "", "", "Mean penalty of long answers."),
+    Metric("advantage/filtered_tokens", "filtered", "tokens", "", "Tokens that a filter kept from training."),
+    Metric("rollout_logprob/abs_diff_mean", "log-prob difference", "nats", "low",
+           "Mean of |log π_learner - log μ_rollout| over trained tokens: 0 with the same weights; age adds to it."),
+    Metric("rollout_logprob/abs_diff_max", "largest log-prob difference", "nats", "low",
+           "The same of the trained token where it is largest."),
+    Metric("ratio/max", "largest ratio", "", "low", "Largest π_learner/μ_rollout of a trained token.", part_stats="max"),
+    Metric("ratio/ess", "effective samples", "fraction", "high", "(Σw)²/(n Σw²) of the ratios: 1 when all weigh the same.",
+           part_stats="mean"),
+    Metric("entropy/mean", "entropy", "nats", "", "Mean entropy of the learner's distribution at trained tokens.",
+           curve=CurveStyle("Entropy", "entropy", "blue")),
+    Metric("staleness/mean", "mean age", "versions", "low",
+           "Mean age of trained tokens: version of the step less their own.",
+           comparison_stats="mean", curve=CurveStyle("Staleness", "mean", "blue"), gauge="age", part_stats="mean"),
+    Metric("staleness/max", "oldest token", "versions", "low", "Age of the oldest trained token; never over the bound.",
+           comparison_stats="max", curve=CurveStyle("Staleness", "oldest token", "orange")),
+    Metric("staleness/bound", "age allowed", "versions", "", "What the schedule promises: no trained token is older."),
+    Metric("staleness/masked_fraction", "too old", "fraction", "low",
+           "Trained tokens older than `schedule.max_token_age`: left out of the policy loss."),
+    Metric("staleness/queue_seconds_mean", "queued", "s", "low", "Mean time from an episode's end to the step that trains it."),
+    Metric("staleness/queue_seconds_max", "longest queued", "s", "low", "Longest time from an episode's end to its step."),
+    Metric("staleness/age_0", "tokens of age 0", "tokens", "",
+           "Trained tokens of that age; so `staleness/age_1`, and on to the oldest."),
+    Metric("routing/recorded_fraction", "routes recorded", "fraction", "high",
+           "Share of trained tokens' inputs with recorded routes.",
+           comparison_stats="mean", curve=CurveStyle("Routing", "recorded", "green")),
+    Metric("routing/recorded_fraction_fed", "routes recorded, all inputs", "fraction", "high",
+           "Of all tokens fed forward, prompts too. A sample's last token has no route: no engine fed it."),
+    Metric("routing/agreement", "routing agreement", "fraction", "high",
+           "Share of (recorded token, MoE layer) for which the learner would choose the recorded set of experts.",
+           comparison_stats="mean", curve=CurveStyle("Routing", "agreement", "blue"), gauge="routes agree", part_stats="mean"),
+    Metric("routing/agreement_min", "lowest agreement", "fraction", "high",
+           "Routing agreement of the MoE layer where it is lowest."),
+    Metric("routing/load_imbalance", "load imbalance", "", "1",
+           "Tokens of the busiest expert over its layer's mean, in the worst layer: 1 is even."),
+    Metric("batch/groups", "groups", "groups", "",
+           "Groups that the step consumed; with `schedule.replaced_groups`, those without contrast too."),
+    Metric("batch/quarantined", "quarantined", "trajectories", "0",
+           "Trajectories that the step refused, and replaced: they could not be trained."),
+    Metric("batch/tokens", "tokens", "tokens", "", "Tokens of the batch, prompts and observations included."),
+    Metric("batch/trained_tokens", "trained tokens", "tokens", "", "Tokens that the policy sampled and that entered the loss."),
+    Metric("batch/micro_batches", "micro-batches", "", "low", "Forward and backward passes of the step."),
+    Metric("batch/split_episodes", "split episodes", "episodes", "low",
+           "In several micro-batches, with a loss that takes whole episodes: then the step has one more forward pass."),
+    Metric("batch/shared_tokens", "shared tokens", "tokens", "",
+           "Of the batch's tokens, those for which a row of another sample was fed forward: `learner.share_prefixes`."),
+    Metric("batch/fill", "fill", "fraction", "high", "Tokens fed forward over the token budget of the micro-batches."),
+    Metric("tokens/dropped_non_finite", "dropped tokens", "tokens", "0", "Left out for a log-prob that is not finite."),
+    Metric(
+        "grad_norm",
+        "gradient norm",
+        "",
+        "",
+        "Global norm before clipping.",
+        curve=CurveStyle("Gradient norm", "norm", "blue"),
+    ),
+    Metric("lr", "learning rate", "", "", "Learning rate of the step."),
+    Metric("optimizer/step_share", "share of the step", "fraction", "high",
+           "Share of an update that was made, mean over the step's updates: less than 1 where "
+           "`algorithm.rollout_kl.limit` shortened one, 0 where none was made."),
+    Metric("optimizer/broken", "broken", "", "0", "1 if the update was refused: drift beyond `algorithm.rollout_kl.max`.",
+           part_stats="max"),
+    Metric("optimizer/updates", "updates", "", "high", "Optimizer updates of the step: at most one a minibatch and epoch."),
+    Metric("optimizer/skipped", "skipped", "", "0", "1 if an update was left out, for whatever reason."),
+    Metric("optimizer/no_contrast", "no contrast", "", "0",
+           "1 if no trained token of the step had an advantage: weights and moments stay."),
+    Metric("learner/wait_seconds", "learner waited", "s", "low", "Time the learner waited for a full batch.",
+           curve=CurveStyle("Learner time", "waiting for data", "orange"), gauge="learner"),
+    Metric("learner/idle_share", "learner idle", "fraction", "low",
+           "Share of the last 16 steps' time in which the learner waited for groups.",
+           curve=CurveStyle("Idle", "learner, for want of groups", "blue")),
+    Metric("generator/idle_share", "generators idle", "fraction", "low",
+           "Share of the generators' places for episodes that were empty because every slot was taken, last 16 steps.",
+           curve=CurveStyle("Idle", "generators, for want of a slot", "orange")),
+    Metric("generator/engine_idle_share", "engines idle", "fraction", "low",
+           "Share of the step's time in which an engine had no request at all."),
+    Metric("pace/ratio", "pace", "", "1",
+           "Capacity of generation over capacity of training: below 1 generation is the slower side."),
+    Metric("learner/step_seconds", "learner step", "s", "low", "Time of forward, backward and optimizer.",
+           curve=CurveStyle("Learner time", "training", "blue")),
+    Metric("learner/between_seconds", "between steps", "s", "low",
+           "From the end of the step before until the learner waits for this one's groups. With the wait, the step and the "
+           "snapshot it is all of the learner's time.", curve=CurveStyle("Learner time", "between steps", "violet", "dot")),
+    *(Metric(f"cpu/{who}_seconds", f"{who} CPU", "s", "low", f"Processor time since the step before, of {of}.",
+             curve=CurveStyle("Processor time", who, color))
+      for who, of, color in (("conductor", "the conductor's process", "violet"), ("engine", "the engines' processes", "green"),
+                             ("generator", "the generators' processes, without engines", "orange"),
+                             ("learner", "the learner's process, without further ranks", "blue"))),
+    *_iter_stage_metrics(),
+    Metric("wall/engine_steps_seconds", "engine wall, steps", "s", "",
+           "Wall time since the step before in which the engines had requests, and no new weights."),
+    Metric("wall/engine_install_seconds", "engine wall, install", "s", "low",
+           "Wall time since the step before in which the engines were paused for new weights."),
+    Metric("wall/engine_idle_seconds", "engine wall, idle", "s", "low",
+           "Wall time since the step before in which the engines had no request."),
+    Metric("cpu/generated_token_us", "CPU a generated token", "µs", "low",
+           "Processor time of conductor, generators and engines over the tokens sampled."),
+    Metric("cpu/trained_token_us", "CPU a trained token", "µs", "low",
+           "Processor time of the learner's process over the tokens trained."),
+    Metric("throughput/generated_tokens_per_second", "generated", "tokens/s", "high",
+           "Tokens sampled by all engines, over wall time.",
+           comparison_stats="mean", curve=CurveStyle("Throughput", "generated", "green"), gauge="generated"),
+    Metric("throughput/trained_tokens_per_second", "trained", "tokens/s", "high",
+           "Trained tokens over the wall time of the step.",
+           comparison_stats="mean", curve=CurveStyle("Throughput", "trained", "blue"), gauge="trained"),
+    Metric("throughput/generated_tokens_per_second_per_device", "generated a device", "tokens/s", "high",
+           "The same for each device that engines use: a GPU, or on CPU a worker of an engine."),
+    Metric("throughput/trained_tokens_per_second_per_device", "trained a device", "tokens/s", "high",
+           "The same for each rank of the learner."),
+    Metric("weights/snapshot_seconds", "snapshot", "s", "low",
+           "Time that training paused to copy the step's weights, and for those before to be written."),
+    Metric("weights/write_seconds", "write", "s", "low", "Time to write the step's weights, beside the next step."),
+    Metric("weights/update_seconds", "weight update", "s", "low", "Time to deliver the step's weights to all engines.",
+           comparison_stats="mean", curve=CurveStyle("Weight updates", "delivery", "blue"), gauge="weights"),
+    Metric("weights/transfer_seconds", "transfer", "s", "low", "Longest time for a generator to get and check the weights."),
+    Metric("weights/bytes", "weights", "bytes", "", "Size of a version as engines get it."),
+    Metric("weights/load_seconds", "load", "s", "low", "Longest time for an engine to load them."),
+    Metric("weights/paused_share", "paused", "fraction", "low",
+           "Share of the generators' time so far in which new weights kept them from generating."),
+    Metric("weights/pause_seconds", "engine pause", "s", "low", "Longest pause of an engine for that delivery.",
+           comparison_stats="mean", curve=CurveStyle("Weight updates", "engine pause", "orange")),
+    Metric("transport/received", "received", "trajectories", "", "Trajectories that were accepted since the learner started.",
+           gauge="arrived"),
+    Metric("transport/duplicates", "duplicates", "trajectories", "low", "Arrived again, and were not used again."),
+    Metric("transport/rejected", "rejected", "trajectories", "0", "Messages refused because they did not validate."),
+    Metric("transport/damaged", "damaged", "trajectories", "0", "Deliveries that changed on their way, and were sent again."),
+    Metric("transport/strangers", "strangers", "connections", "0",
+           "Connections to the learner's port that were not let in: they showed no key of this run."),
+    Metric("weights/strangers", "strangers at weights", "connections", "0",
+           "The same at the port where the learner gives weights (`tcp`)."),
+    Metric("buffer/ready_groups", "ready groups", "groups", "",
+           "Complete groups that wait for the next step; none: the learner waits for generators.", gauge="buffer"),
+    Metric("slots/taken", "slots taken", "groups", "",
+           "Groups leased, and not yet in published weights; all slots taken: generators wait for the learner.", gauge="slots"),
+    Metric("generator/concurrency", "concurrency", "episodes", "", "Episodes that all generators may play at once now."),
+    *(Metric(f"lag/{who}_{name}_ms", f"{who} lag, {name}", "ms", "low", f"How late the event loop of {of} is, {what} a minute.")
+      for who, of in (("conductor", "the conductor"), ("learner", "the learner"), ("generator", "the slowest generator"))
+      for name, what in (("p50", "median of"), ("p99", "99th percentile of"), ("max", "largest of"))),
+    *(Metric(f"lag/{who}_own_{name}_ms", f"{who} own lag, {name}", "ms", "low",
+             f"How much of that {of}'s thread was computing, at most, {what} a minute; the rest it waited for a core.")
+      for who, of in (("conductor", "the loop"), ("learner", "the loop"), ("generator", "the slowest generator's loop"))
+      for name, what in (("p99", "99th percentile of"), ("max", "largest of"))),
+    Metric("data/quarantined_tasks", "tasks quarantined", "", "0", "Tasks that are not posed again: all their episodes failed."),
+    Metric("data/easy_tasks", "easy tasks", "", "", "Tasks of which the last groups scored `schedule.difficulty.easy` or more."),
+    Metric("data/hard_tasks", "hard tasks", "", "", "Tasks of which the last groups scored `schedule.difficulty.hard` or less."),
+    Metric("data/replaced_tasks", "tasks replaced", "", "",
+           "Groups so far that posed another task than that whose turn it was, by `schedule.difficulty`."),
+    Metric("data/epochs", "epochs", "", "", "How often all tasks were leased, where the environment says how many it has."),
+    Metric("learner/rank_restarts", "restarts of ranks", "", "0", "Restarts of the learner's ranks since the run last started."),
+    Metric("generator/restarts", "restarts", "", "0", "Generator processes that were restarted since the run last started.",
+           gauge="generators"),
+)
+# fmt: on
+
+METRICS = {metric.name: metric for metric in _METRIC_TABLE}
+"""By name, in the order in which people look at them."""
+ROW_ID_COLUMNS = ("step", "version", "lineage", "time")
+"""They say which row it is: no view draws them."""
+
+
+def find_metric(name: str) -> Metric:
+    """What is known of a metric. One that is not in the table, of another release, is called by its name."""
+    age = re.fullmatch(r"staleness/age_(\d+)", name)
+    if age:
+        return METRICS["staleness/age_0"]._replace(name=name, label=f"tokens of age {age[1]}")
+    drift = re.fullmatch(r"(rollout|served)_kl/k3_(age|turn|position)_(\d+)", name)
+    if drift:
+        label = (
+            f"{'served ' * (drift[1] == 'served')}drift {'in' if drift[2] == 'turn' else 'at'} {drift[2]} {drift[3]}"
+        )
+        return METRICS[f"rollout_kl/k3_{drift[2]}_0"]._replace(name=name, label=label)
+    if name in METRICS:
+        return METRICS[name]
+    own = re.fullmatch(r"env/([A-Za-z0-9_-]+)/(.+)", name)
+    if own:
+        return _make_environment_metric(name, own[1], own[2])
+    told = re.fullmatch(r"(reward|env)/(.+)_(mean|std)", name)
+    if told:
+        of = "Standard deviation" if told[3] == "std" else "Mean"
+        what = (
+            f"reward {told[2]!r}, before its weight"
+            if told[1] == "reward"
+            else f"{told[2]!r}, which the environment told"
+        )
+        return Metric(name, f"{told[2]} {told[3]}", "", "", f"{of} of {what}, over the episodes that have it.")
+    return Metric(name, name, "", "", name)
+
+
+def _make_environment_metric(name: str, label: str, figure: str) -> Metric:
+    """`env/LABEL/FIGURE`, where a run has several environments."""
+    others = {known.replace("/", "_", 1): known for known in METRICS}
+    known = METRICS["data/epochs"] if figure == "epochs" else find_metric(others.get(figure, f"env/{figure}"))
+    docs = "Episodes of the step." if figure == "episodes" else known.description
+    shown = figure if known.label == known.name else known.label
+    return Metric(name, f"{label}: {shown}", known.unit, known.desired, f"Of the environment {label}: {docs}")
+
+
+def sort_metrics(names: Iterable[str]) -> list[Metric]:
+    """Those that are drawn: first by the table's order, then the others by name, each beside its group."""
+    order = {name: index for index, name in enumerate(METRICS)}
+    drawn = sorted({*names} - {*ROW_ID_COLUMNS}, key=lambda name: (order.get(name, len(order)), name))
+    groups = list(dict.fromkeys(find_metric(name).group for name in drawn))
+    return sorted(map(find_metric, drawn), key=lambda found: groups.index(found.group))
+
+
+FIRST_STEPS, LAST_STEPS = 3, 10
+"""Steps that a run's beginning and its end are the means of, at most."""
+
+
+def compute_end_windows(steps: int) -> tuple[int, int]:
+    """Return how many of so many steps are the beginning of a run and how many its end: of a short run, no step is both."""
+    last = min(LAST_STEPS, (steps + 1) // 2)
+    return min(FIRST_STEPS, max(steps - last, 1)), last
+
+
+class MetricStats(msgspec.Struct, frozen=True):
+    """Of one metric over the steps of a run, or of a part of it; None where no step has it."""
+
+    count: int = 0
+    """Steps that have it."""
+    first_mean: float | None = None
+    """Mean of the first of `compute_end_windows` of these steps."""
+    last_mean: float | None = None
+    """Mean of the last of them."""
+    last_value: float | None = None
+    """Of the last of them alone."""
+    mean: float | None = None
+    min: float | None = None
+    max: float | None = None
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[dict[str, Any]], name: str) -> MetricStats:
+        """Values that are no finite number are left out."""
+        values = [float(row[name]) for row in rows if finite_or_none(row.get(name)) is not None]
+        if not values:
+            return cls()
+        count = len(values)
+        first, last = compute_end_windows(count)
+        return cls(
+            count=count,
+            first_mean=sum(values[:first]) / first,
+            last_mean=sum(values[-last:]) / last,
+            last_value=values[-1],
+            mean=sum(values) / count,
+            min=min(values),
+            max=max(values),
+        )
+
+
+def format_stat_label(metric: Metric, stat: str) -> str:
+    """How a field of `MetricStats` is called: `reward, best step`; a mean by the metric's own name."""
+    if stat == "mean":
+        return metric.label
+    extreme = "best step" if (stat == "max") == (metric.desired == "high") else "worst step"
+    of = {"first_mean": "first steps", "last_mean": "last steps", "last_value": "last"}
+    return f"{metric.label}, {of.get(stat, extreme)}"
+
+
+def finite_or_none(value: Any) -> float | None:
+    """A number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an integer that no float holds
+        return None

@@ -1,0 +1,346 @@
+"""Writes what a step leaves behind: its row of `metrics.jsonl`, when the weights trained in it are installed, episodes to look
+at, and a line of `trained.jsonl` that says which trajectories it trained. `metrics.py` says what each metric means."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from r3async.config import Config
+from r3async.data.mixed import split_seed
+from r3async.data.tokens import Trajectory
+from r3async.record.reading import EPISODES_FILE
+from r3async.rollout.episode import STOP_REASONS
+from r3async.schedule.health import ALL_EPISODES_FAILED, explain_no_update
+from r3async.world import World
+from r3async.world.appending import AppendFile
+from r3async.world.real import REAL_WORLD
+from r3async.world.stages import stage
+
+TRAINED_FILE = "trained.jsonl"
+MAX_PREVIEWS = 2
+MAX_RECENT_ROWS = 256
+
+
+def _to_number(value: Any) -> Any:
+    item = getattr(value, "item", None)
+    if item is None:
+        raise TypeError(f"a metric is a number, got {type(value).__name__}")
+    return item()
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_to_number)
+
+
+class MetricsFile:
+    """Appends rows to `metrics.jsonl`. One writer per run; a row is in the file when `write` returns, or kept."""
+
+    def __init__(self, run_dir: Path, *, world: World = REAL_WORLD):
+        self._file = AppendFile(Path(run_dir) / "metrics.jsonl", world=world)
+
+    def write(self, row: Mapping[str, Any]) -> list[str]:
+        """Append one step. Non-finite values are written as null, and their names returned: they need attention.
+
+        Raises `TypeError` for a value that is no number (nor text or None).
+        """
+        plain = {k: v if isinstance(v, (int, float, str, type(None))) else _to_number(v) for k, v in row.items()}
+        odd = [name for name, value in plain.items() if isinstance(value, float) and not math.isfinite(value)]
+        self._file.append(_encoder.encode({**plain, **dict.fromkeys(odd)}))
+        return odd
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class DeviceCounts(NamedTuple):
+    """How many devices generate and train: GPUs, or on CPU an engine's workers and the learner's ranks. They may be the same."""
+
+    engines: int = 1
+    learner: int = 1
+
+    @staticmethod
+    def from_config(config: Config, generators: int = 0) -> DeviceCounts:
+        """Of so many `generators`, 0: as configured; whether or not one is restarted just now."""
+        workers = int(config.generator.engine_args.get("tensor_parallel_size", 1))
+        return DeviceCounts((generators or config.generator.count) * workers, config.learner.parallel.world_size)
+
+
+ONE_DEVICE_EACH = DeviceCounts()
+
+
+class StepWriter:
+    """Keeps what the learner reported until the delivery's figures are known, then writes the whole row.
+
+    `report_event(event, **fields)` is called for metrics that are not finite. Rates are over the wall time between two rows.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        report_event: Callable[..., object],
+        devices: DeviceCounts = ONE_DEVICE_EACH,
+        *,
+        world: World = REAL_WORLD,
+        clock: Callable[[], float] | None = None,
+    ):
+        self._writer, self.devices = MetricsFile(run_dir, world=world), devices
+        self._episodes = AppendFile(run_dir / EPISODES_FILE, world=world)
+        self._report, self._clock, self._time = report_event, clock or world.clock.monotonic, world.clock.time
+        self._pending: list[dict[str, Any]] = []
+        self._written_at, self._tokens = self._clock(), 0
+        self._cpu: Mapping[str, float] = {}
+        self._stages: Mapping[str, float] = {}
+        self._recent: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT_ROWS)
+
+    def rows_after(self, step: int) -> list[dict[str, Any]]:
+        """Rows after `step`, as far back as the last `MAX_RECENT_ROWS`."""
+        return [row for row in self._recent if row["step"] > step]
+
+    def restart_clock(self) -> None:
+        """Rates of the next row count from now."""
+        self._written_at = self._clock()
+
+    @property
+    def pending_rows(self) -> list[dict[str, Any]]:
+        """Rows that wait for their delivery: a checkpoint keeps them."""
+        return [dict(row) for row in self._pending]
+
+    def restore_pending(self, pending: Sequence[dict[str, Any]], generated_tokens: int) -> None:
+        """Resume from a checkpoint: `pending` rows are still to be written, and so many tokens had been generated before."""
+        self._pending = [dict(row) for row in pending]
+        self._tokens = generated_tokens
+
+    def has_pending(self, version: int) -> bool:
+        """A row waits for the delivery of `version`, or of an older one."""
+        return any(row["version"] <= version for row in self._pending)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._pending
+
+    def add(self, step: int, version: int, metrics: dict[str, Any], previews: Sequence[dict[str, Any]]) -> None:
+        """A step was made; `version` is what it made. Episode previews are written at once."""
+        self._pending.append({"step": step, "version": version, **metrics})
+        for preview in previews:
+            rewards = preview["rewards"]
+            answered = zip(_split_turns(preview["messages"], len(rewards)), rewards, strict=False)
+            turns = [{"user": asked, "assistant": answer, "reward": reward} for (asked, answer), reward in answered]
+            told = {"step": step, "trajectory": preview["trajectory"], "reward": preview["reward"], "turns": turns}
+            named = {"environment": label} if (label := preview.get("environment")) else {}
+            self._episodes.append(msgspec.json.encode(told | named))
+
+    def update_pending(self, version: int, metrics: dict[str, Any]) -> None:
+        """What became known later of the last step that made `version`."""
+        [row for row in self._pending if row["version"] == version][-1].update(metrics)
+
+    def write_delivered(
+        self,
+        version: int,
+        generated_tokens: int,
+        metrics: dict[str, Any],
+        cpu_seconds: Mapping[str, float] | None = None,
+        stage_seconds: Mapping[str, float] | None = None,
+    ) -> None:
+        """Write the rows of all versions up to `version`. `generated_tokens` is the total since the run began, and
+        `cpu_seconds` the processor time of all processes but the learner, by their role, since one began to count it;
+        `stage_seconds` what they spent by stage, by metric."""
+        with stage("metrics"):
+            self._write_rows(version, generated_tokens, metrics, cpu_seconds or {}, stage_seconds or {})
+
+    def _write_rows(
+        self,
+        version: int,
+        generated_tokens: int,
+        metrics: dict[str, Any],
+        cpu: Mapping[str, float],
+        stages: Mapping[str, float],
+    ) -> None:
+        ready = [row for row in self._pending if row["version"] <= version]
+        self._pending = [row for row in self._pending if row["version"] > version]
+        # Steps that made one version together have one rate.
+        now = self._clock()
+        seconds = max(now - self._written_at, 1e-9)
+        trained = sum(row["batch/trained_tokens"] for row in ready)
+        generated = max(0, generated_tokens - self._tokens)
+        rates = {
+            "throughput/generated_tokens_per_second": generated / seconds,
+            "throughput/trained_tokens_per_second": trained / seconds,
+            "throughput/generated_tokens_per_second_per_device": generated / seconds / self.devices.engines,
+            "throughput/trained_tokens_per_second_per_device": trained / seconds / self.devices.learner,
+        }
+        if ready:
+            rates |= self._compute_cpu_seconds(ready, cpu, generated) | self._compute_stage_seconds(len(ready), stages)
+            self._written_at, self._tokens = now, generated_tokens
+        for row in ready:
+            row |= {"time": self._time(), **rates, **metrics}
+            odd = self._writer.write(row)
+            if odd and explain_no_update(row) != ALL_EPISODES_FAILED:  # whose means are of nobody
+                self._report("metric_not_finite", step=row["step"], metrics=odd)
+            self._recent.append(row)
+
+    def _compute_stage_seconds(self, rows: int, stages: Mapping[str, float]) -> dict[str, float]:
+        """Of each of so many rows since the rows before."""
+        before, self._stages = self._stages, dict(stages)
+        return {name: (seconds - before.get(name, 0.0)) / rows for name, seconds in stages.items()}
+
+    def _compute_cpu_seconds(
+        self, rows: Sequence[dict[str, Any]], cpu: Mapping[str, float], generated: int
+    ) -> dict[str, float]:
+        """Processor time a step since the rows before, by role, and a token."""
+        spent = {role: seconds - self._cpu.get(role, 0.0) for role, seconds in cpu.items()}
+        self._cpu = dict(cpu)
+        learner = sum(row.get("cpu/learner_seconds", 0.0) for row in rows)
+        trained = sum(row["batch/trained_tokens"] for row in rows)
+        return {
+            **{f"cpu/{role}_seconds": seconds / len(rows) for role, seconds in spent.items()},
+            "cpu/generated_token_us": 1e6 * sum(spent.values()) / max(generated, 1),
+            "cpu/trained_token_us": 1e6 * learner / max(trained, 1),
+        }
+
+
+def _split_turns(messages: Sequence[Mapping[str, str]], answers: int) -> list[tuple[str, str]]:
+    """What was asked and what was answered, of each turn; several messages before an answer are one question. `answers`: so many
+    of the last messages of the assistant are the policy's, and earlier ones are part of the first prompt."""
+    turns: list[tuple[str, str]] = []
+    asked: list[str] = []
+    others = sum(message["role"] == "assistant" for message in messages) - answers
+    for message in messages:
+        if message["role"] == "assistant" and others <= 0:
+            turns.append(("\n\n".join(asked), message["content"]))
+            asked = []
+        else:
+            others -= message["role"] == "assistant"
+            asked.append(message["content"])
+    return turns
+
+
+# -- trained trajectories ----------------------------------------------------------------------------------------------
+
+
+PER_ENVIRONMENT_METRICS = (
+    "reward/mean",
+    "reward/std",
+    "reward/std_in_group",
+    "episode/tokens_mean",
+    "episode/tokens_p95",
+    "episode/truncated_share",
+    "episode/turns_mean",
+    "episode/ended_error",
+)
+"""What `compute_environment_metrics` has of each environment, besides what that told itself."""
+
+
+def compute_episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over those that were played; of nobody, NaN. One without turns stands for an episode that failed, and only its ending
+    counts."""
+    played, nobody = [t for t in trajectories if t.turns], [math.nan]
+    rewards = [t.reward for t in played] or nobody
+    groups: dict[int, list[float]] = {}
+    for t in played:
+        groups.setdefault(t.group_index, []).append(t.reward)
+    lengths = [sum(turn.stop - turn.start for turn in t.turns) for t in played] or nobody
+    endings = Counter(t.stop_reason for t in trajectories)
+    return {
+        "reward/mean": float(np.mean(rewards)),
+        "reward/std": float(np.std(rewards)),
+        "reward/std_in_group": float(np.mean([float(np.std(group)) for group in groups.values()] or nobody)),
+        "reward/max": float(np.max(rewards)),
+        "episode/tokens_mean": float(np.mean(lengths)),
+        "episode/tokens_p95": float(np.percentile(lengths, 95)),
+        "episode/tokens_max": float(np.max(lengths)),
+        "episode/truncated_share": float(np.mean([is_truncated(t) for t in played] or nobody)),
+        "episode/turns_mean": float(np.mean([len(t.turns) for t in played] or nobody)),
+        "episode/rows_mean": float(np.mean([len(t.samples) for t in played] or nobody)),
+        **{f"episode/ended_{reason}": float(endings[reason]) for reason in STOP_REASONS},
+        **_average_env_metrics(played),
+    }
+
+
+def compute_environment_metrics(trajectories: Sequence[Trajectory], labels: Sequence[str]) -> dict[str, float]:
+    """Of each environment of a mix, as `env/LABEL/NAME`; nothing of one that no trajectory is of, or that is the only one."""
+    metrics: dict[str, float] = {}
+    for entry, label in enumerate(labels if len(labels) > 1 else ()):
+        own = [t for t in trajectories if split_seed(t.task_seed, len(labels))[0] == entry]
+        if not own:
+            continue
+        told, played = compute_episode_metrics(own), [t for t in own if t.turns]
+        kept = {name: told[name] for name in PER_ENVIRONMENT_METRICS if not math.isnan(told[name])}
+        kept |= {name.removeprefix("env/"): value for name, value in _average_env_metrics(played).items()}
+        kept["episodes"] = float(len(own))
+        metrics |= {f"env/{label}/{name.replace('/', '_', 1)}": value for name, value in kept.items()}
+    return metrics
+
+
+def is_truncated(trajectory: Trajectory) -> bool:
+    """Whether one of its answers was cut, or the context was full."""
+    return trajectory.stop_reason == "length" or any(turn.stop_reason == "length" for turn in trajectory.turns)
+
+
+def _average_env_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean and standard deviation of what environments told (`StepResult.metrics`), over the episodes that told it."""
+    told: dict[str, list[float]] = {}
+    for trajectory in played:
+        for name, value in trajectory.metrics.items():
+            told.setdefault(name if "/" in name else f"env/{name}", []).append(value)
+    means = {f"{name}_mean": float(np.mean(values)) for name, values in told.items()}
+    return means | {f"{name}_std": float(np.std(values)) for name, values in told.items()}
+
+
+def select_previews(trajectories: Sequence[Trajectory], labels: Sequence[str] = ("",)) -> list[dict[str, Any]]:
+    """The first few that carry their conversation, for `episodes.jsonl`. `labels`: of the environments of a mix."""
+    return [
+        {
+            "trajectory": t.trajectory_id,
+            "environment": labels[split_seed(t.task_seed, len(labels))[0]],
+            "reward": t.reward,
+            "messages": t.preview,
+            "rewards": [x.reward for x in t.turns],
+        }
+        for t in trajectories
+        if t.preview
+    ][:MAX_PREVIEWS]
+
+
+class TrainedStep(msgspec.Struct, frozen=True):
+    """A line of `trained.jsonl`. `crc32`: of the token ids of each trajectory, sample by sample, as they were trained.
+
+    `lineage`: of the learner, in which `version` is counted. `lineages` and `newest`: of each trajectory, and its newest version
+    (-1: none)."""
+
+    step: int
+    version: int
+    groups: list[int]
+    trajectories: list[str]
+    crc32: list[int]
+    lineage: int = 0
+    lineages: list[int] = []
+    newest: list[int] = []
+
+
+def make_trained_step(step: int, version: int, groups: Sequence[Sequence[Trajectory]], lineage: int = 0) -> TrainedStep:
+    """`version` and `lineage`: of the weights that the step changed."""
+    members = [t for group in groups for t in group]
+    return TrainedStep(
+        step,
+        version,
+        [group[0].group_index for group in groups],
+        [t.trajectory_id for t in members],
+        [checksum_tokens(t) for t in members],
+        lineage,
+        [t.lineage for t in members],
+        [t.newest_version for t in members],
+    )
+
+
+def checksum_tokens(trajectory: Trajectory) -> int:
+    crc = 0
+    for sample in trajectory.samples:
+        crc = zlib.crc32(sample.table["token_ids"].tobytes(), crc)
+    return crc

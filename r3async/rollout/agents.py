@@ -1,0 +1,402 @@
+"""Agents in the place of environments: a function, a command, or somebody outside.
+
+`env.name = "agent:module:function"` calls `function(base_url, api_key, task_seed, **env.args)` once an episode, in a thread of
+its own if it is not `async`; what it returns, if anything, is the reward. `env.name = "agent-command"` runs `env.args.command`
+once an episode. `env.name = "agent-outside"` waits until somebody with the token asks for an episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+import psutil
+
+from r3async.config import ConfigError, EnvConfig, EpisodeConfig, Secret, ServingConfig, did_you_mean, reveal_secrets
+from r3async.config.paths import import_object
+from r3async.data.tokens import Trajectory
+from r3async.envs.pool import filter_variables
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.endpoint.session import AgentSession
+from r3async.rollout.engine import Engine
+from r3async.rollout.episode import EpisodeError, EpisodeTask
+from r3async.untrusted import MalformedError, decode_json_object
+from r3async.world import World
+from r3async.world.appending import RETRY_SECONDS
+from r3async.world.files import replace_file
+from r3async.world.processes import find_processes_by_env
+from r3async.world.real import REAL_WORLD
+
+if TYPE_CHECKING:
+    from r3async.rollout.endpoint.server import AgentServer
+
+FUNCTION_AGENT_PREFIX = "agent:"
+COMMAND_AGENT, OUTSIDE_AGENT = "agent-command", "agent-outside"
+AGENT_NAMES = (COMMAND_AGENT, OUTSIDE_AGENT)
+OUTPUT_TAIL_BYTES = 16_384
+TERMINATION_SECONDS = 5.0
+"""What processes may take to end after SIGTERM, before they are killed."""
+TERMINATION_POLL_SECONDS = 0.05
+PIPE_CAPACITY_BYTES = 2**20
+"""What a pipe holds at most."""
+
+PlayEpisode = Callable[[EpisodeTask], Awaitable[Trajectory]]
+PlayAgent = Callable[["AgentServer", AgentSession], Awaitable[float | None]]
+"""Plays one episode; returns its reward, if it knows it."""
+
+
+def is_agent(env: EnvConfig) -> bool:
+    """Whether `env.name` is an agent's and not an environment's."""
+    return env.name.startswith("agent-") or env.name.startswith(FUNCTION_AGENT_PREFIX)
+
+
+def make_agent(env: EnvConfig) -> PlayAgent:
+    """What plays the episodes of `env`. Raises `ConfigError` for an unknown name or wrong `env.args`."""
+    if env.name.startswith(FUNCTION_AGENT_PREFIX):
+        return FunctionAgent(env)
+    if env.name == COMMAND_AGENT:
+        return CommandAgent(**_parse_command_args(env.args), variables=env.variables)
+    if env.name == OUTSIDE_AGENT:
+        if env.args:
+            raise ConfigError(f"`env.args` = {env.args}: agent-outside takes none")
+        return play_outside
+    hint = did_you_mean(env.name, AGENT_NAMES, f"there are agent:module:function, {', '.join(AGENT_NAMES)}")
+    raise ConfigError(f"`env.name` = {env.name!r}: no such agent; {hint}")
+
+
+class FunctionAgent:
+    """A function of the person's own, unaware of us. Raises `EpisodeError` if it exits, and what it raised."""
+
+    def __init__(self, env_config: EnvConfig):
+        name, args = env_config.name, env_config.args
+        path = name.removeprefix(FUNCTION_AGENT_PREFIX)
+        if ":" not in path:
+            raise ConfigError(f"`env.name` = {name!r} must be agent:module:function")
+        try:
+            self._function = import_object(path)
+            inspect.signature(self._function).bind(base_url="", api_key="", task_seed=0, **args)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"`env.name` = {name!r} cannot be loaded: {error}") from error
+        except TypeError as error:
+            raise ConfigError(
+                f"`env.name` = {name!r} is called with base_url, api_key, task_seed and `env.args`: {error}"
+            ) from error
+        self._env_config = env_config
+
+    async def __call__(self, server: AgentServer, session: AgentSession) -> float | None:
+        arguments = {
+            "base_url": server.base_url,
+            "api_key": session.key,
+            "task_seed": session.task.task_seed,
+            **self._env_config.reveal_args(),
+        }
+        if inspect.iscoroutinefunction(self._function):
+            try:
+                return await self._function(**arguments)
+            except SystemExit as error:  # which would end this process, and every episode in it
+                raise EpisodeError(f"the agent of {session.task.trajectory_id} ended with {error!r}") from error
+        return await run_in_thread(lambda: self._function(**arguments), name=session.task.trajectory_id)
+
+
+async def run_in_thread(work: Callable[[], Any], name: str) -> Any:
+    """`work()`, in a thread of its own that nobody waits for if this is cancelled: a blocked agent cannot be interrupted."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def resolve_future(method: Callable[[Any], None], value: Any) -> None:
+        def set_unless_done() -> None:
+            if not done.done():
+                method(value)
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+            loop.call_soon_threadsafe(set_unless_done)
+
+    def run() -> None:
+        try:
+            result = work()
+        except (SystemExit, KeyboardInterrupt, StopIteration) as error:
+            ended = EpisodeError(f"the agent of {name} ended with {error!r}")
+            ended.__cause__ = error
+            resolve_future(done.set_exception, ended)
+        except BaseException as error:
+            resolve_future(done.set_exception, error)
+        else:
+            resolve_future(done.set_result, result)
+
+    threading.Thread(target=run, name=f"agent-{name}", daemon=True).start()
+    return await done
+
+
+def _parse_command_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = set(args) - {"command", "directory", "environment"}
+    command = args.get("command")
+    if unknown:
+        raise ConfigError(
+            f"`env.args.{min(unknown)}`: agent-command takes `command`, and may take `directory` and `environment`"
+        )
+    if not isinstance(command, list) or not command or not all(isinstance(word, str | Secret) for word in command):
+        raise ConfigError(
+            f'`env.args.command` = {command!r} must be a list of words, for example ["python", "agent.py"]'
+        )
+    if shutil.which(str(command[0]), path=_build_search_path()) is None:
+        raise ConfigError(f"`env.args.command`: there is no program {command[0]!r}")
+    directory = args.get("directory", "")
+    if directory and not Path(directory).is_dir():
+        raise ConfigError(f"`env.args.directory` = {directory!r} is not a directory")
+    environment = args.get("environment", {})
+    if not isinstance(environment, Mapping) or not all(isinstance(v, Secret) for v in environment.values()):
+        raise ConfigError("`env.args.environment` must be a table of texts")
+    return {"command": command, "directory": directory, "environment": environment}
+
+
+def _build_search_path() -> str:
+    """Our own interpreter's directory first: `python` is the one that has our packages."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+class CommandAgent:
+    """A program, run once an episode with OPENAI_BASE_URL, OPENAI_API_KEY, the same for ANTHROPIC, and R3ASYNC_TASK_SEED in its
+    environment, beside `environment` and what `filter_variables(variables)` lets it have of ours.
+
+    The reward is the last line of its output, if that is `{"reward": x}`. Raises `EpisodeError` with the end of its stderr if it
+    exits with another code than 0. When it exits, and when this is cancelled, all that it started is ended.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str | Secret],
+        directory: str = "",
+        environment: Mapping[str, Secret] | None = None,
+        variables: Sequence[str] = (),
+    ):
+        self._command, self._directory = list(command), directory or None
+        self._inherited_variables = list(variables)
+        self._extra_environment = dict(environment or {})
+
+    async def __call__(self, server: AgentServer, session: AgentSession) -> float | None:
+        first, *words = reveal_secrets(self._command, "env.args.command")
+        program = shutil.which(first, path=_build_search_path()) or first
+        with contextlib.closing(_OutputTail()) as output, contextlib.closing(_OutputTail()) as errors:
+            process = await asyncio.create_subprocess_exec(
+                program,
+                *words,
+                cwd=self._directory,
+                env=self._build_environment(server, session),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output.write_fd,
+                stderr=errors.write_fd,
+                start_new_session=True,
+            )
+            try:
+                code = await process.wait()
+                # Before anything else is ended, which may write too.
+                said, complained = output.read(), errors.read()
+            finally:
+                await _terminate_processes(process, session.key)
+        if code:
+            output_end = (complained.strip() or said.strip() or "no output")[-1000:]
+            *before, last = output_end.splitlines()  # of a traceback, the last line says what it was
+            raise EpisodeError(
+                "\n".join([f"{' '.join(map(str, self._command))!r} exited with {code}: {last}", *before])
+            )
+        return parse_last_reward(said)
+
+    def _build_environment(self, server: AgentServer, session: AgentSession) -> dict[str, str]:
+        host = urlsplit(server.base_url).hostname or ""
+        # A proxy of this machine is not the way to this machine.
+        direct = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), host]))
+        return {
+            **filter_variables(self._inherited_variables),
+            "PATH": _build_search_path(),
+            "NO_PROXY": direct,
+            "no_proxy": direct,
+            **reveal_secrets(self._extra_environment, "env.args.environment"),
+            "OPENAI_BASE_URL": server.base_url,
+            "OPENAI_API_KEY": session.key,
+            "ANTHROPIC_BASE_URL": server.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": session.key,
+            "R3ASYNC_TASK_SEED": str(session.task.task_seed),
+        }
+
+
+class _OutputTail:
+    """A pipe of which the last `OUTPUT_TAIL_BYTES` are kept. Its end is not waited for: whatever a program started may hold
+    that for ever."""
+
+    def __init__(self) -> None:
+        self._read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        self._tail = b""
+        asyncio.get_running_loop().add_reader(self._read_fd, self._drain_pipe)
+
+    def read(self) -> str:
+        """The end of all that was written until now."""
+        self._drain_pipe()
+        return self._tail.decode(errors="replace")
+
+    def _drain_pipe(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self._read_fd, PIPE_CAPACITY_BYTES)
+            self._tail = (self._tail + data)[-OUTPUT_TAIL_BYTES:]
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._read_fd)
+        os.close(self._read_fd)
+        os.close(self.write_fd)
+
+
+async def _terminate_processes(process: asyncio.subprocess.Process, key: str) -> None:
+    """End a program and all that it started: asked first, then killed. They are known by its group, and by the `key` of the
+    episode in their environment where they have a session of their own."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        _signal_process_group(process.pid, how)
+        told: set[psutil.Process] = set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TERMINATION_SECONDS):
+                while (left := await asyncio.to_thread(find_processes_by_env, key)) or process.returncode is None:
+                    for other in set(left) - told:
+                        with contextlib.suppress(psutil.Error):
+                            other.send_signal(how)
+                    told.update(left)
+                    await asyncio.sleep(TERMINATION_POLL_SECONDS)
+                break
+    _signal_process_group(process.pid, signal.SIGKILL)
+
+
+def _signal_process_group(process_group: int, signal_number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process_group, signal_number)
+
+
+def parse_last_reward(output: str) -> float | None:
+    """The reward in the last line of a program's output, if that has one."""
+    lines = output.strip().splitlines()
+    try:
+        return decode_json_object(lines[-1]).get("reward") if lines else None
+    except MalformedError:
+        return None
+
+
+async def play_outside(server: AgentServer, session: AgentSession) -> float | None:
+    """Somebody who asks for an episode with the token plays it, and ends it."""
+    server.offer_session(session)
+    await session.closed.wait()
+    return None
+
+
+# -- episodes that agents play ---------------------------------------------------------------------------------------
+
+
+async def play_with_agent(agent: PlayAgent, server: AgentServer, task: EpisodeTask) -> Trajectory:
+    """Open a session for the episode and let the agent play it, until it ends, or `episode.timeout` is over.
+
+    An agent that fails because it was refused more turns or a longer context has played its episode, if its reward is known.
+    Else what it raised is raised; `EpisodeError` for an episode without an answer or a reward; and what the engine raised,
+    if that failed, whatever the agent made of it. Cancelling takes the episode from the agent.
+    """
+    session = server.open_session(task)
+    settings, reason = server.settings, "stop"
+    reward: float | None = None
+    error: Exception | None = None
+    try:
+        async with asyncio.timeout(settings.timeout) as limit:
+            reward = await agent(server, session)
+    except Exception as raised:
+        if isinstance(raised, TimeoutError) and limit.expired():
+            reason = "timeout"
+        else:
+            error = raised
+    finally:
+        server.close_session(session)
+    if session.engine_failure is not None:
+        raise session.engine_failure
+    if error is not None and not (session.exceeded_limit and session.has_effective_reward):
+        raise error
+    if reward is not None:
+        try:
+            session.set_reward(reward)
+        except ValueError as wrong:
+            raise EpisodeError(f"the agent of episode {task.trajectory_id}: {wrong}") from wrong
+    if reason == "timeout" and not session.has_effective_reward:
+        raise EpisodeError(
+            f"episode {task.trajectory_id} took longer than episode.timeout = {settings.timeout} s and has no reward; the "
+            f"agent had {session.turn_count} answers"
+        )
+    return session.build_trajectory((session.exceeded_limit or reason) if reason == "stop" else reason)
+
+
+@contextlib.asynccontextmanager
+async def open_agent_player(
+    env: EnvConfig,
+    engine: Engine,
+    renderer: ChatRenderer,
+    episode: EpisodeConfig,
+    serving: ServingConfig,
+    *,
+    generator_id: str = "",
+    report: Callable[..., object] = lambda event, **fields: None,
+    directory: Path | None = None,
+    world: World = REAL_WORLD,
+) -> AsyncIterator[PlayEpisode | None]:
+    """What plays episodes of `env` if that is an agent; None if it is an environment. The endpoint is up meanwhile, also for an
+    environment if `serving.enabled`; then its address is in `directory/serving-ID.json`, for its owner only, with its token if
+    that was made here: one of `serving.token` is known to who set it, and is written nowhere.
+    """
+    agent = make_agent(env) if is_agent(env) else None
+    if agent is None and not serving.enabled:
+        yield None
+        return
+    # Not above: aiohttp takes a while, and commands that serve nobody import this file too.
+    from r3async.rollout.endpoint.server import AgentServer
+
+    clock = world.clock.time
+    server = AgentServer(engine, renderer, episode, serving, generator_id=generator_id, report=report, clock=clock)
+    await server.start()
+    _bypass_proxy(str(urlsplit(server.base_url).hostname))
+    writing: asyncio.Task[None] | None = None
+    try:
+        if serving.enabled and directory is not None:
+            made = {} if serving.token else {"token": server.token}
+            address = msgspec.json.encode({"base_url": server.base_url, **made})
+            path = directory / f"serving-{generator_id}.json"
+            writing = asyncio.create_task(_write_private_file(path, address, report, world))
+            await asyncio.wait([writing], timeout=RETRY_SECONDS)
+        yield functools.partial(play_with_agent, agent, server) if agent is not None else None
+    finally:
+        if writing is not None:
+            writing.cancel()
+        await server.stop()
+
+
+def _bypass_proxy(host: str) -> None:
+    """Have agents in this process, and programs that it starts, ask `host` itself: a proxy (HTTP_PROXY) would look for the
+    endpoint on its own machine."""
+    for name in ("NO_PROXY", "no_proxy"):
+        known = [each for each in os.environ.get(name, "").split(",") if each]
+        if host not in known:
+            os.environ[name] = ",".join([*known, host])
+
+
+async def _write_private_file(path: Path, data: bytes, report: Callable[..., object], world: World) -> None:
+    """For its owner only; tried again until the disk takes it."""
+    failed = False
+    while True:
+        try:
+            return await world.threads.run(replace_file, path, data, 0o600, files=world.files)
+        except OSError as error:
+            if not failed:
+                report("serving_address_not_written", file=str(path), error=str(error))
+            failed = True
+            await asyncio.sleep(RETRY_SECONDS)

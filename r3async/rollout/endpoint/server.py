@@ -1,0 +1,448 @@
+"""The endpoint: HTTP around sessions. Loopback by default, and nothing is answered without a key."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import logging
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from r3async.config import ConfigError, EpisodeConfig, ServingConfig, bracket_ipv6, strip_brackets
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.endpoint.anthropic_messages import (
+    MESSAGES_DIALECT,
+    build_anthropic_error,
+    build_anthropic_models,
+    parse_count_request,
+)
+from r3async.rollout.endpoint.chat_completions import (
+    CHAT_DIALECT,
+    STREAM_DONE,
+    build_completion_body,
+    iter_completion_events,
+    parse_completion_request,
+)
+from r3async.rollout.endpoint.protocol import (
+    AgentRequest,
+    AgentResponse,
+    ApiDialect,
+    ApiError,
+    SampledAnswer,
+    build_openai_error,
+    parse_stop_strings,
+)
+from r3async.rollout.endpoint.responses import RESPONSES_DIALECT
+from r3async.rollout.endpoint.session import (
+    AgentSession,
+    ParseToolCalls,
+    build_closed_error,
+    parse_builtin,
+    select_tool_parser,
+)
+from r3async.rollout.engine import Engine
+from r3async.rollout.episode import EpisodeTask
+from r3async.transport.sockets import run_off_loop
+from r3async.untrusted import MalformedError, decode_json, to_bounded_int
+from r3async.world.real import REAL_WORLD
+
+SHUTDOWN_SECONDS = 2.0
+MAX_HEADERS = 64
+MAX_HEADER_BYTES = 8190
+"""Of one header, and of the request line."""
+AIOHTTP_LOG = logging.getLogger(f"{__name__}.aiohttp")
+AIOHTTP_LOG.setLevel(logging.CRITICAL)
+"""What handlers raise is reported. The rest is what comes from strangers and is no HTTP, with a traceback each."""
+
+DIALECT_BY_PATH = {
+    "/v1/chat/completions": CHAT_DIALECT,
+    "/v1/responses": RESPONSES_DIALECT,
+    "/v1/messages": MESSAGES_DIALECT,
+}
+COUNT_TOKENS_PATH = "/v1/messages/count_tokens"
+_ANSWER_ID_PREFIXES = (*(edge.id_prefix for edge in DIALECT_BY_PATH.values()), "cmpl")
+"""What the ids of answers begin with."""
+
+
+class OutsideTask(EpisodeTask, frozen=True):
+    """An episode that no lease asked for; it is never trained. `group_index` counts them."""
+
+    @property
+    def trajectory_id(self) -> str:
+        return f"outside{self.group_index}"
+
+
+def limit_connections(server: web.Server, max_connections: int) -> set[web.RequestHandler]:
+    """Have `server` keep at most `max_connections` connections: beyond them, each new one takes the place of the oldest that
+    is not in the set which this returns, and is closed at once if all are."""
+    admitted: set[web.RequestHandler] = set()
+    accept, forget = server.connection_made, server.connection_lost
+
+    def connection_made(handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        transports = {other: other.transport for other in server.connections}
+        open_ones = {other: at for other, at in transports.items() if at is not None and not at.is_closing()}
+        if len(open_ones) >= max_connections:
+            next((at for other, at in open_ones.items() if other not in admitted), transport).abort()
+        accept(handler, transport)
+
+    def connection_lost(handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        admitted.discard(handler)
+        forget(handler, exc)
+
+    server.connection_made = connection_made  # type: ignore[method-assign]
+    server.connection_lost = connection_lost  # type: ignore[method-assign]
+    return admitted
+
+
+class AgentServer:
+    """Serves sessions of one engine, on its event loop.
+
+    `open_session` and `close_session` are for the process that plays leased episodes. If `serving.enabled`, whoever has
+    `token` may take an episode that waits for an agent (`offer_session`), or begin one of his own that is not trained.
+    `report(event, **fields)` gets errors of our own.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: ChatRenderer,
+        episode: EpisodeConfig,
+        serving: ServingConfig,
+        *,
+        generator_id: str = "",
+        report: Callable[..., object] = lambda event, **fields: None,
+        clock: Callable[[], float] = REAL_WORLD.clock.time,
+    ):
+        self.settings, self.serving, self._clock = episode, serving, clock
+        self.base_url = ""
+        """Ends in `/v1`; known once started."""
+        self.token = serving.token.reveal("serving.token") or secrets.token_urlsafe(32)
+        self._engine, self._renderer = engine, renderer
+        self._parse_tool_calls: ParseToolCalls = parse_builtin
+        self._generator_id, self._report = generator_id, report
+        self._sessions: dict[str, AgentSession] = {}
+        self._outside_keys: set[str] = set()
+        self._offered_sessions: deque[AgentSession] = deque()
+        self._outside_numbers = itertools.count()
+        self._runner: web.AppRunner | None = None
+        self._admitted_connections: set[web.RequestHandler] = set()
+        """Connections that have shown a key, or the token."""
+
+    async def start(self) -> None:
+        """Listen. Raises `ConfigError` if `serving.host` and `serving.port`, or `serving.tool_parser`, cannot be had."""
+        self._parse_tool_calls = await select_tool_parser(
+            self.serving.tool_parser, self._engine, self._renderer, self._report
+        )
+        app = web.Application(client_max_size=self.serving.max_body_bytes, middlewares=[self._handle_errors])
+        for path, edge in DIALECT_BY_PATH.items():
+            app.router.add_post(path, functools.partial(self._handle_conversation, edge))
+        app.router.add_post(COUNT_TOKENS_PATH, self._handle_count_tokens)
+        app.router.add_post("/v1/completions", self._handle_completion)
+        app.router.add_get("/v1/models", self._handle_models)
+        app.router.add_get("/v1/models/{name}", self._handle_models)
+        app.router.add_post("/v1/r3async/reward", self._handle_reward)
+        app.router.add_get("/v1/r3async/session", self._handle_session)
+        app.router.add_post("/v1/r3async/sessions", self._handle_new_session)
+        # An agent that hangs up aborts what it asked for. A connection has `keepalive_timeout` for the head of each request.
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            logger=AIOHTTP_LOG,
+            shutdown_timeout=SHUTDOWN_SECONDS,
+            keepalive_timeout=self.serving.read_timeout,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+            lingering_time=SHUTDOWN_SECONDS,
+        )
+        await self._runner.setup()
+        assert self._runner.server is not None
+        self._admitted_connections = limit_connections(self._runner.server, self.serving.max_connections)
+        host, port = self.serving.host, self.serving.port
+        try:
+            await web.TCPSite(self._runner, strip_brackets(host), port, backlog=self.serving.max_connections).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(
+                f"`serving.host` = {host!r}, `serving.port` = {port} cannot be listened on: {error.strerror or error}; "
+                "port 0 takes a free one"
+            ) from error
+        bound = self._runner.addresses[0]
+        reach = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(bound[0], bound[0])
+        self.base_url = f"http://{bracket_ipv6(reach)}:{bound[1]}/v1"
+
+    async def stop(self) -> None:
+        """Close every session and the socket; running requests are aborted."""
+        for session in list(self._sessions.values()):
+            self.close_session(session)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    # -- in this process -----------------------------------------------------------------------------------------
+
+    def open_session(self, task: EpisodeTask) -> AgentSession:
+        """Begin an episode; whoever has its key plays it."""
+        session = AgentSession(
+            task,
+            self._engine,
+            self._renderer,
+            self.settings,
+            generator_id=self._generator_id,
+            default_reward=self.serving.unrewarded,
+            parse_tool_calls=self._parse_tool_calls,
+            clock=self._clock,
+            report=self._report,
+        )
+        self._sessions[session.key] = session
+        return session
+
+    def close_session(self, session: AgentSession) -> None:
+        """End it: its key is unknown from now on. May be called twice."""
+        session.close()
+        self._sessions.pop(session.key, None)
+        self._outside_keys.discard(session.key)
+        if session in self._offered_sessions:
+            self._offered_sessions.remove(session)
+
+    def offer_session(self, session: AgentSession) -> None:
+        """Hand it to the next one who asks for an episode with the token."""
+        self._offered_sessions.append(session)
+
+    # -- over HTTP -----------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _handle_errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            refused = error
+        except web.HTTPException as error:
+            refused = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
+        except Exception as error:
+            if not _is_disconnected(request):
+                self._report("serving_failed", path=request.path, error=repr(error))
+            refused = ApiError(f"internal error: {error!r}", status=500, error_type="server_error")
+        # What the official clients look at before they try again by themselves.
+        headers = {"x-should-retry": "true" if refused.can_retry else "false"}
+        write = build_anthropic_error if _is_anthropic_client(request) else build_openai_error
+        response = web.json_response(write(refused), status=refused.status, headers=headers)
+        if refused.status == 401:
+            self._admitted_connections.discard(request.protocol)
+        if request.protocol not in self._admitted_connections:
+            response.force_close()  # whoever has no key has no use for one of `serving.max_connections`
+        return response
+
+    def _read_key(self, request: web.Request) -> str:
+        if "x-api-key" in request.headers:
+            return request.headers["x-api-key"].strip()
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        return key.strip() if kind.lower() == "bearer" else ""
+
+    def _require_session(self, request: web.Request) -> AgentSession:
+        session = self._sessions.get(self._read_key(request))
+        if session is None:
+            raise build_closed_error()
+        self._admitted_connections.add(request.protocol)
+        return session
+
+    async def _read_body(self, request: web.Request) -> Any:
+        seconds = self.serving.read_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                body = await request.read()
+        except TimeoutError:
+            raise ApiError(f"the body took longer than serving.read_timeout = {seconds:g} s", status=408) from None
+        try:
+            return await run_off_loop(REAL_WORLD.threads, len(body), decode_json, body)
+        except MalformedError as error:
+            raise ApiError(f"the body is not JSON: {error}") from error
+
+    def _check_list_lengths(self, **lists: Sequence[Any]) -> None:
+        for name, items in lists.items():
+            if len(items) > self.serving.max_messages:
+                raise ApiError(
+                    f"{len(items)} {name}, more than serving.max_messages = {self.serving.max_messages}", param=name
+                )
+
+    async def _handle_conversation(self, dialect: ApiDialect, request: web.Request) -> web.StreamResponse:
+        session = self._require_session(request)
+        asked = dialect.parse_request(await self._read_body(request), self.settings, session.stored_conversations)
+        self._check_list_lengths(messages=asked.messages, tools=asked.tools)
+        async with session.answer_chat(session.parse_messages(asked.messages), asked) as (sampled, message):
+            answer = self._build_response(dialect.id_prefix, sampled, message)
+            body = dialect.build_body(asked, answer)
+            response = (
+                _build_event_stream(dialect.iter_events(asked, body), dialect.stream_end)
+                if asked.stream
+                else web.json_response(body)
+            )
+            await _send_response(request, response)
+            if asked.stored_conversation is not None:
+                session.stored_conversations[answer.id] = [*asked.stored_conversation, message]
+        return response
+
+    async def _handle_completion(self, request: web.Request) -> web.StreamResponse:
+        session = self._require_session(request)
+        asked = parse_completion_request(await self._read_body(request), self.settings)
+        async with session.answer_completion(
+            asked.single_prompt, asked.max_tokens, parse_stop_strings(asked.stop)
+        ) as sampled:
+            body = build_completion_body(asked, self._build_response("cmpl", sampled, {}))
+            response = (
+                _build_event_stream(iter_completion_events(asked, body), STREAM_DONE)
+                if asked.stream
+                else web.json_response(body)
+            )
+            await _send_response(request, response)
+        return response
+
+    async def _handle_count_tokens(self, request: web.Request) -> web.Response:
+        session = self._require_session(request)
+        asked: AgentRequest = parse_count_request(await self._read_body(request), self.settings)
+        self._check_list_lengths(messages=asked.messages, tools=asked.tools)
+        return web.json_response({"input_tokens": await session.count_prompt_tokens(asked)})
+
+    def _build_response(self, id_prefix: str, sampled: SampledAnswer, message: dict[str, Any]) -> AgentResponse:
+        return AgentResponse(
+            f"{id_prefix}-{sampled.answer_name}",
+            self.serving.model_name,
+            sampled,
+            message,
+            lambda: [self._renderer.decode([token]) for token in sampled.token_ids],
+        )
+
+    async def _handle_models(self, request: web.Request) -> web.Response:
+        if not self._has_token(request):
+            self._require_session(request)
+        if _is_anthropic_client(request) and "name" not in request.match_info:
+            return web.json_response(build_anthropic_models(self.serving.model_name))
+        model = {"id": self.serving.model_name, "object": "model", "created": 0, "owned_by": "r3async"}
+        if name := request.match_info.get("name"):
+            if name != model["id"]:
+                raise ApiError(f"The model {name!r} does not exist", status=404, code="model_not_found")
+            return web.json_response(model)
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _handle_reward(self, request: web.Request) -> web.Response:
+        """`{"reward": x}` for the episode, with `"turn": i` for one answer (or `"id"`, what that answer was called);
+        `"done": true` ends it."""
+        session = self._require_session(request)
+        body = await self._read_body(request)
+        if not isinstance(body, dict) or not ("reward" in body or body.get("done")):
+            raise ApiError(
+                'the body must be {"reward": number}, and may have "turn" or "id", and "done"', param="reward"
+            )
+        turn = body.get("turn")
+        if turn is None and "id" in body:
+            turn = _find_turn(body["id"], session)
+        try:
+            if "reward" in body:
+                session.set_reward(body["reward"], turn)
+        except ValueError as error:
+            raise ApiError(str(error), param="reward") from error
+        summary = self._summarize_session(session)
+        if body.get("done"):
+            self.close_session(session)
+        return web.json_response(summary)
+
+    async def _handle_session(self, request: web.Request) -> web.Response:
+        return web.json_response(self._summarize_session(self._require_session(request)))
+
+    def _summarize_session(self, session: AgentSession) -> dict[str, Any]:
+        return {
+            "episode": session.task.trajectory_id,
+            "task_seed": session.task.task_seed,
+            "turns": session.turn_count,
+            "reward": session.total_reward if session.is_rewarded else None,
+        }
+
+    def _has_token(self, request: web.Request) -> bool:
+        # A header may be any bytes; those that are no text are surrogates.
+        shown = self._read_key(request).encode(errors="surrogateescape")
+        admitted = self.serving.enabled and secrets.compare_digest(shown, self.token.encode())
+        if admitted:
+            self._admitted_connections.add(request.protocol)
+        return admitted
+
+    async def _handle_new_session(self, request: web.Request) -> web.Response:
+        """With `task_seed`: a session that is not trained. Without: the next episode that waits for an agent."""
+        if not self._has_token(request):
+            message = "this takes the token of serving.token" if self.serving.enabled else "serving.enabled is false"
+            raise ApiError(message, status=401, code="invalid_api_key", error_type="authentication_error")
+        body = await self._read_body(request) if request.can_read_body else {}
+        seed = body.get("task_seed") if isinstance(body, dict) else None
+        if seed is None:
+            if not self._offered_sessions:
+                raise ApiError(
+                    'no episode waits for an agent (the run\'s env.name is "agent-outside", and it has one): ask again',
+                    status=503,
+                    error_type="server_error",
+                    code="no_episode",
+                    can_retry=True,
+                )
+            session = self._offered_sessions.popleft()
+        else:
+            try:
+                seed = to_bounded_int(seed, 0, 2**63 - 1)
+            except ValueError as error:
+                raise ApiError(f"task_seed {error}", param="task_seed") from error
+            if len(self._outside_keys) >= self.serving.max_sessions:
+                raise ApiError(
+                    f"serving.max_sessions = {self.serving.max_sessions} are open", status=429, code="too_many_sessions"
+                )
+            session = self.open_session(OutsideTask(next(self._outside_numbers), 0, seed))
+            self._outside_keys.add(session.key)
+            asyncio.get_running_loop().call_later(self.settings.timeout, self.close_session, session)
+        response = web.json_response(
+            {"key": session.key, "base_url": self.base_url, **self._summarize_session(session)}
+        )
+        try:
+            await _send_response(request, response)
+        except BaseException:
+            # Nobody has its key: it waits for the next one, or ends.
+            if session.key in self._outside_keys:
+                self.close_session(session)
+            elif not session.closed.is_set():
+                self._offered_sessions.appendleft(session)
+            raise
+        return response
+
+
+def _build_event_stream(events: Iterable[tuple[str, dict[str, Any]]], end: bytes) -> web.Response:
+    """In one piece: the engine answers at the end of an answer, and half of one is none."""
+    named = [(f"event: {name}\n" if name else "", json.dumps(data)) for name, data in events]
+    text = "".join(f"{head}data: {data}\n\n" for head, data in named)
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    return web.Response(body=text.encode() + end, headers=headers)
+
+
+async def _send_response(request: web.Request, response: web.Response) -> None:
+    """Send it. Raises `ConnectionError` if who asked has gone."""
+    await response.prepare(request)
+    await response.write_eof()
+
+
+def _is_disconnected(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
+
+
+def _is_anthropic_client(request: web.Request) -> bool:
+    """Whether whoever asks reads errors in Anthropic's form."""
+    return "anthropic-version" in request.headers or request.path.startswith("/v1/messages")
+
+
+def _find_turn(answer_id: Any, session: AgentSession) -> int:
+    """Raises `ApiError` for what is no answer's id, or that of an answer in another episode."""
+    kind, _, name = str(answer_id).partition("-")
+    turn = session.find_turn(name) if kind in _ANSWER_ID_PREFIXES else -1
+    if turn < 0:
+        raise ApiError(f"{str(answer_id)[:100]!r} is not the id of an answer in this episode", param="id")
+    return turn

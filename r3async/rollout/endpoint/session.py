@@ -1,0 +1,560 @@
+"""A session of the endpoint: one episode behind a key, its turns, and the parser of its tool calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+import numpy as np
+
+from r3async.config import ConfigError, EpisodeConfig
+from r3async.data.routes import RoutingError
+from r3async.data.tokens import Trajectory
+from r3async.envs import MAX_EPISODE_REWARD, THINK_OPEN_TAG, Message
+from r3async.envs.tool_calls import list_tool_names, parse_tool_calls, split_reasoning
+from r3async.rollout.chat import ChatRenderer, Conversation, Prompt, PromptPiece, TemplateError, TextTooLongError
+from r3async.rollout.endpoint.protocol import (
+    AgentRequest,
+    ApiError,
+    MessageParser,
+    SampledAnswer,
+    SampledTexts,
+    apply_template_args,
+    build_tool_call,
+    parse_messages,
+)
+from r3async.rollout.engine import Engine, EngineError, Generation
+from r3async.rollout.episode import EpisodeError, EpisodeTask, RetryingEngine, answer_capacity
+from r3async.rollout.samples import EpisodeSamples, PendingCall, PrefixMismatchError
+from r3async.untrusted import MalformedError, decode_json_object, format_value, to_bounded_int, to_finite_float
+from r3async.world.real import REAL_WORLD
+
+# Who reads the tool calls of an answer: this library, or the engine's own parser for the model's form.
+#
+# Hermes' and Qwen's form is read here, without asking the engine. Every other is vLLM's to know.
+
+
+BUILTIN_PARSER, AUTO_PARSER = "builtin", "auto"
+ChatToolCalls = list[dict[str, Any]]
+ParseToolCalls = Callable[[str, Sequence[Mapping[str, Any]]], Awaitable[tuple[str, ChatToolCalls]]]
+"""`content, tool_calls` of an answer, in OpenAI's shape."""
+
+PARSER_BY_MARKER = (
+    ("<parameter=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
+    ("<|python_tag|>", "llama3_json"),
+    ("<|tool_call|>", "granite"),
+)
+"""What a chat template writes around a call, and vLLM's parser of that form. The first that a template has counts."""
+
+
+async def parse_builtin(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, ChatToolCalls]:
+    return parse_tool_calls(text, tools)
+
+
+def detect_parser(template: str) -> str:
+    """The parser for what a chat template teaches: `builtin` for Hermes' form, and where it teaches none."""
+    if "<｜tool▁calls▁begin｜>" in template and "```json" in template:
+        return "deepseek_v3"
+    return next((parser for marker, parser in PARSER_BY_MARKER if marker in template), BUILTIN_PARSER)
+
+
+async def select_tool_parser(
+    name: str, engine: Engine, renderer: ChatRenderer, report: Callable[..., object] = lambda event, **fields: None
+) -> ParseToolCalls:
+    """What `serving.tool_parser` = `name` asks for. The engine must have started. Raises `ConfigError` for a name that it
+    does not have. A parser that was chosen by the template, and that the engine cannot give, is reported, and ours is
+    taken."""
+    template = renderer.tokenizer.chat_template
+    wanted = name
+    if name == AUTO_PARSER:
+        wanted = detect_parser(template if isinstance(template, str) else "\n".join(template.values()))
+    if wanted == BUILTIN_PARSER:
+        return parse_builtin
+    of_engine = getattr(engine, "parse_tool_calls", None)
+    try:
+        if of_engine is None:
+            raise EngineError("this engine has no tool parsers")
+        await of_engine(wanted, "", [])
+    except EngineError as error:
+        if name != AUTO_PARSER:
+            raise ConfigError(f"`serving.tool_parser` = {name!r}: {error}") from error
+        report("tool_parser_unavailable", parser=wanted, error=str(error))
+        return parse_builtin
+
+    async def parse_with_engine(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, ChatToolCalls]:
+        if not tools:
+            return text, []
+        thoughts, spoken = split_reasoning(text)
+        content, calls = await of_engine(wanted, spoken, tools)
+        offered = list_tool_names(tools)
+        if not calls or not all(name in offered and _is_json_object(arguments) for _, name, arguments in calls):
+            return text, []
+        return (thoughts + content).strip(), [build_tool_call(*call) for call in calls]
+
+    return parse_with_engine
+
+
+def _is_json_object(arguments: str) -> bool:
+    try:
+        decode_json_object(arguments)
+    except MalformedError:
+        return False
+    return True
+
+
+# One episode that somebody else plays: whole requests come in, in any order; samples come out.
+
+
+_TOKENIZER_THREAD = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+"""One: a tokenizer is not for several threads at once, and a second one would only take turns with the first."""
+
+PLAIN_REQUEST = AgentRequest(())
+"""Without tools, limits or anything else."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+async def run_in_tokenizer(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """What `work` returns or raises, called in the thread that tokenises."""
+    return await asyncio.get_running_loop().run_in_executor(_TOKENIZER_THREAD, functools.partial(work, *args, **kwargs))
+
+
+REWARD_CALL_EXAMPLE = 'POST /v1/r3async/reward {"reward": 1.0}'
+
+
+class _AgentConversation(msgspec.Struct, eq=False):
+    """A conversation with the agent. `agent_messages`: its messages, as the agent sent them. `renderer`: with the variables
+    that it asked for. `last_answer`: the last one, in the policy's own words, once a request may continue it; None while it
+    is in flight, and after it failed."""
+
+    renderer: ChatRenderer
+    conversation: Conversation
+    tools: Sequence[Mapping[str, Any]]
+    agent_messages: Sequence[Message]
+    last_answer: Message | None = None
+
+
+class AgentSession:
+    """Everything that one key caused.
+
+    A request is a whole conversation. What it repeats of earlier answers keeps the tokens that were sampled; what extends a
+    recorded sample continues it, and everything else branches (`EpisodeSamples`). An answer is of the episode once somebody has
+    it: one that nobody could be given is no turn of it, and its prompt may be asked again. Requests may overlap. `key`
+    authenticates requests for this episode. Belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        task: EpisodeTask,
+        engine: Engine,
+        renderer: ChatRenderer,
+        settings: EpisodeConfig,
+        *,
+        generator_id: str = "",
+        default_reward: float | None = None,
+        parse_tool_calls: ParseToolCalls = parse_builtin,
+        clock: Callable[[], float] = REAL_WORLD.clock.time,
+        report: Callable[..., object] = lambda event, **fields: None,
+    ):
+        self.key = f"r3-{secrets.token_urlsafe(32)}"
+        self.task, self.settings, self.renderer = task, settings, renderer
+        self.closed = asyncio.Event()
+        """The agent ended it, or the episode was taken from it. No request is answered any more."""
+        self.exceeded_limit = ""
+        """Why a request was refused, if one was for good: `turns` or `length`."""
+        self.engine_failure: Exception | None = None
+        """What the engine failed with, too often."""
+        self.stored_conversations: dict[str, Sequence[Mapping[str, Any]]] = {}
+        """Conversations that a request may go on from by the id of their last answer."""
+        self._generator_id, self._clock, self._report = generator_id, clock, report
+        self._default_reward, self._parse_tool_calls = default_reward, parse_tool_calls
+        self._samples = EpisodeSamples(engine.routing, settings.rows, settings.needs_sampling_mask)
+        name = task.trajectory_id
+        self._retrying_engine = RetryingEngine(name, engine, settings, renderer.stop_token_ids, report)
+        self._conversations: list[_AgentConversation] = []
+        """Of the tokenizer's thread. The one that was answered last is the last."""
+        self._answer_pieces: dict[str, list[PromptPiece]] = {}
+        self._message_parser = MessageParser()
+        self._sampled_texts = SampledTexts()
+        self._completions: list[tuple[str, list[int]]] = []
+        """What was completed, prompt and answer together, without its stop token."""
+        self._running_calls: set[asyncio.Task[Any]] = set()
+        self._pending_count = 0
+        """Requests whose answers nobody has yet."""
+        self._answer_numbers = itertools.count()
+        self._turn_by_answer: dict[str, int] = {}
+        """Of answers that somebody has, by their names."""
+        self._episode_reward: float | None = None
+        self._turn_rewards: dict[int, float] = {}
+        self._preview: list[dict[str, str]] = []
+        self._started_at = clock()
+
+    @property
+    def turn_count(self) -> int:
+        """Answers so far."""
+        return self._samples.turn_count
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def answer_chat(
+        self, messages: Sequence[Message], request: AgentRequest = PLAIN_REQUEST
+    ) -> AsyncIterator[tuple[SampledAnswer, dict[str, Any]]]:
+        """The answer to the `messages` that `parse_messages` made of those of `request`, and the message that it is handed
+        out as, which has to happen within the block (`_sample_answer`). Raises `ApiError`. Cancelling it aborts the request."""
+        try:
+            # Rendering and tokenising take a second a MiB: off the event loop, which others wait for too.
+            talk, prompt = await run_in_tokenizer(
+                self._open_conversation, messages, request.tools, request.template_args
+            )
+        except TextTooLongError as error:
+            raise self._refuse_length(f"{error.characters} characters") from error
+        async with self._sample_answer(prompt, request.max_tokens, request.stop_strings) as sampled:
+            content, calls = await self._parse_answer(sampled.text, request, prompt.opens_thought)
+            message: dict[str, Any] = {"role": "assistant", "content": content}
+            if calls:
+                message |= {"content": content or None, "tool_calls": calls}
+            yield sampled, message
+        self._sampled_texts.add(
+            sampled.sampled_text, Message("assistant", content, tool_calls=_parse_call_objects(calls))
+        )
+        self._add_preview(messages[-1].role, messages[-1].content, sampled.sampled_text)
+        # The next request waits for it in that thread, also where this one is cancelled now.
+        await asyncio.shield(run_in_tokenizer(self._record_answer, talk, sampled))
+
+    async def _parse_answer(
+        self, text: str, request: AgentRequest, opens_thought: bool
+    ) -> tuple[str, list[dict[str, Any]]]:
+        # Its prompt wrote the tag, and a parser has to see that a thought has begun.
+        opened = THINK_OPEN_TAG if opens_thought else ""
+        try:
+            content, calls = await self._parse_tool_calls(opened + text, request.tools)
+        except (EngineError, TimeoutError) as error:
+            self.engine_failure = error
+            raise ApiError(f"the engine failed: {error!r}", status=500, error_type="server_error") from error
+        if self.closed.is_set():
+            raise build_closed_error()
+        return content.removeprefix(opened), calls[:1] if request.single_tool_call else calls
+
+    def parse_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """Those of a request; see `parse_messages`."""
+        return self._message_parser.parse_messages(messages)
+
+    async def count_prompt_tokens(self, request: AgentRequest) -> int:
+        """Tokens of a prompt, as if nothing of it had been said here. Raises `ApiError`."""
+        messages = parse_messages(request.messages)
+
+        def counted() -> int:
+            renderer = apply_template_args(self.renderer, request.template_args)
+            text = renderer.render(messages, request.tools)
+            renderer.check_length(len(text), self.settings.max_prompt_tokens)
+            return len(renderer.encode(text))
+
+        try:
+            return await run_in_tokenizer(counted)
+        except TextTooLongError as error:
+            raise self._build_length_error(f"{error.characters} characters") from error
+        except TemplateError as error:
+            raise ApiError(str(error), param="messages") from error
+
+    def _open_conversation(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]
+    ) -> tuple[_AgentConversation, Prompt]:
+        """In the tokenizer's thread."""
+        renderer = apply_template_args(self.renderer, template_args)
+        talk = self._find_continued(messages, tools, renderer)
+        if talk is not None:
+            talk.last_answer = None
+            talk.conversation.add_messages(
+                [self._sampled_texts.restore_sampled_text(m) for m in messages[len(talk.agent_messages) + 1 :]]
+            )
+            with contextlib.suppress(TemplateError):
+                prompt = talk.conversation.build_prompt()
+                talk.agent_messages = messages
+                return talk, prompt
+        own_words = [self._sampled_texts.restore_sampled_text(message) for message in messages]
+        try:
+            return self._begin_conversation(messages, own_words, tools, renderer)
+        except TemplateError as error:
+            # Some templates insist on seeing the call before its result.
+            if own_words == list(messages):
+                raise ApiError(str(error), param="messages") from error
+        try:
+            return self._begin_conversation(messages, messages, tools, renderer)
+        except TemplateError as error:
+            raise ApiError(str(error), param="messages") from error
+
+    def _find_continued(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], renderer: ChatRenderer
+    ) -> _AgentConversation | None:
+        """The conversation that these messages repeat with its answer, and go on with."""
+        for talk in reversed(self._conversations):
+            known = len(talk.agent_messages)
+            if (
+                talk.last_answer is not None
+                and known < len(messages)
+                and talk.agent_messages[-1] == messages[known - 1]
+                and talk.agent_messages == messages[:known]
+                and talk.last_answer == self._sampled_texts.restore_sampled_text(messages[known])
+                and talk.tools == tools
+                and talk.renderer is renderer
+            ):
+                return talk
+        return None
+
+    def _begin_conversation(
+        self,
+        agent_messages: Sequence[Message],
+        template_messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        renderer: ChatRenderer,
+    ) -> tuple[_AgentConversation, Prompt]:
+        """The agent `agent_messages` this, and the template is `template_messages` that."""
+        most = self.settings.max_prompt_tokens
+        conversation = Conversation(renderer, template_messages, tools, most, self._answer_pieces)
+        conversation.adopt_closest([talk.conversation for talk in self._conversations])
+        return _AgentConversation(renderer, conversation, tools, agent_messages), conversation.build_prompt()
+
+    def _record_answer(self, conversation: _AgentConversation, sampled: SampledAnswer) -> None:
+        """In the tokenizer's thread. The answer may be continued if the template is shown it in the policy's own words."""
+        text = conversation.conversation.add_answer(sampled.token_ids, turn=self.find_turn(sampled.answer_name))
+        conversation.last_answer = Message("assistant", text)
+        self._conversations = [*(other for other in self._conversations if other is not conversation), conversation]
+
+    @contextlib.asynccontextmanager
+    async def answer_completion(
+        self, prompt: str | Sequence[int], max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> AsyncIterator[SampledAnswer]:
+        """Continue a text, or token ids; what is sampled has to be handed out within the block. What a text repeats from its
+        beginning, with its answer, keeps its tokens."""
+        most = self.settings.max_prompt_tokens
+        if isinstance(prompt, str):
+            by_length = sorted(self._completions, key=lambda known: len(known[0]), reverse=True)
+            text, ids = next((known for known in by_length if prompt.startswith(known[0])), ("", []))
+            try:
+                self.renderer.check_length(len(prompt), most)
+            except TextTooLongError as error:
+                raise self._refuse_length(f"{error.characters} characters") from error
+            ids = [*ids, *await run_in_tokenizer(self.renderer.encode, prompt[len(text) :])]
+        else:
+            if len(prompt) > most:
+                raise self._refuse_length(f"{len(prompt)} tokens")
+            ids = list(prompt)
+        if not ids or min(ids) < 0 or max(ids) >= len(self.renderer.tokenizer):
+            raise ApiError(f"the prompt must be text or ids of 0..{len(self.renderer.tokenizer) - 1}", param="prompt")
+        if not isinstance(prompt, str):
+            prompt = self.renderer.decode(ids)
+        async with self._sample_answer(Prompt(np.asarray(ids, np.int32)), max_tokens, stop) as sampled:
+            yield sampled
+        ended = sampled.token_ids[-1] in self.renderer.stop_token_ids
+        spoken = sampled.token_ids[:-1] if ended else sampled.token_ids
+        self._completions.append((prompt + sampled.sampled_text, [*ids, *spoken]))
+        self._add_preview("user", prompt, sampled.sampled_text)
+
+    def _add_preview(self, role: str, content: str, answer: str) -> None:
+        if self.task.episode_index == 0:
+            self._preview += [{"role": role, "content": content}, {"role": "assistant", "content": answer}]
+
+    @contextlib.asynccontextmanager
+    async def _sample_answer(
+        self, prompt: Prompt, max_tokens: int | None, stop: Sequence[str]
+    ) -> AsyncIterator[SampledAnswer]:
+        """An answer, to be handed out within the block. Whoever leaves that by an exception has nobody to give it to: then the
+        episode is as if nothing had been asked."""
+        capacity = self._require_capacity(len(prompt.token_ids), max_tokens)
+        try:
+            call = self._samples.start_call(prompt.token_ids, prompt.shared_turn, prompt.shared_tokens)
+        except PrefixMismatchError as error:
+            raise ApiError(str(error), code="prefix_broken") from error
+        self._pending_count += 1
+        sampled = None
+        try:
+            generation = await self._call_engine(call, capacity, stop)
+            sampled = self._build_answer(len(prompt.token_ids), generation, stop)
+            yield sampled
+        except BaseException as error:
+            self._samples.cancel_call(call)
+            if sampled is not None and not isinstance(error, ApiError) and not self.closed.is_set():
+                self._report("answer_undelivered", episode=self.task.trajectory_id, tokens=len(sampled.token_ids))
+            raise
+        finally:
+            self._pending_count -= 1
+        try:
+            self._turn_by_answer[sampled.answer_name] = self._samples.finish_call(call, generation)
+        except RoutingError as error:
+            self.engine_failure = error  # whoever asked has his answer, and cannot be told any more
+
+    async def _call_engine(self, call: PendingCall, capacity: int, stop: Sequence[str]) -> Generation:
+        asking = asyncio.ensure_future(self._retrying_engine.generate_answer(call, capacity, stop))
+        self._running_calls.add(asking)
+        try:
+            return await asking
+        except asyncio.CancelledError:
+            if self.closed.is_set():
+                raise build_closed_error() from None
+            raise
+        except Exception as error:
+            self.engine_failure = error
+            raise ApiError(f"the engine failed: {error}", status=500, error_type="server_error") from error
+        finally:
+            self._running_calls.discard(asking)
+
+    def _build_answer(self, prompt_tokens: int, generation: Generation, stop: Sequence[str]) -> SampledAnswer:
+        ids = generation.token_ids.tolist()
+        text = self.renderer.decode_answer(ids)
+        places = sorted((text.find(one), one) for one in stop if one in text)
+        return SampledAnswer(
+            answer_name=f"{self.task.trajectory_id}-{next(self._answer_numbers)}",
+            prompt_tokens=prompt_tokens,
+            token_ids=ids,
+            logprobs=generation.logprobs,
+            sampled_text=text,
+            finish_reason=generation.stop_reason,
+            stop_string=places[0][1] if places else "",
+        )
+
+    def _require_capacity(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        """Tokens that may be sampled. Raises `ApiError` where there is no capacity, or no turn, left."""
+        if self.closed.is_set():
+            raise build_closed_error()
+        if max_tokens is not None and max_tokens < 1:
+            raise ApiError(f"max_tokens = {max_tokens} must be at least 1", param="max_tokens")
+        settings = self.settings
+        if self.turn_count + self._pending_count >= settings.max_turns:
+            self.exceeded_limit = "turns"
+            raise ApiError(
+                f"this episode has had its episode.max_turns = {settings.max_turns} answers", code="max_turns_exceeded"
+            )
+        capacity = answer_capacity(prompt_tokens, settings)
+        if not capacity:
+            raise self._refuse_length(f"{prompt_tokens} tokens")
+        return capacity if max_tokens is None else min(capacity, max_tokens)
+
+    def _refuse_length(self, what: str) -> ApiError:
+        self.exceeded_limit = "length"
+        return self._build_length_error(what)
+
+    def _build_length_error(self, what: str) -> ApiError:
+        most = min(self.settings.max_prompt_tokens, self.settings.max_total_tokens - 1)
+        return ApiError(
+            f"This model's maximum context length is {most} tokens of prompt (episode.max_prompt_tokens, "
+            f"episode.max_total_tokens). However, your messages resulted in {what}.",
+            code="context_length_exceeded",
+            param="messages",
+        )
+
+    # -- what it was worth ---------------------------------------------------------------------------------------
+
+    def set_reward(self, reward: float, turn: int | None = None) -> None:
+        """What the episode earned in the end, or what the answer `turn` earned. They add up; saying either again replaces it.
+
+        What the episode earned is credited at its last answer. Raises `ValueError` for a reward that is not a finite number, for
+        rewards that are beyond `MAX_EPISODE_REWARD` together, and for a turn that there is not.
+        """
+        try:
+            if isinstance(reward, bool):
+                raise TypeError(f"must be a finite number, not {reward}")
+            earned = to_finite_float(reward, MAX_EPISODE_REWARD)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a reward {error}") from error
+        try:
+            turn = None if turn is None else to_bounded_int(turn, 0, self.turn_count - 1)
+        except ValueError as error:
+            raise ValueError(
+                f"there is no turn {format_value(turn)}: the episode has {self.turn_count} so far, counted from 0"
+            ) from error
+        whole, by_turn = (earned, {}) if turn is None else (self._episode_reward or 0.0, {turn: earned})
+        if (total := abs(whole) + sum(map(abs, {**self._turn_rewards, **by_turn}.values()))) > MAX_EPISODE_REWARD:
+            raise ValueError(f"a reward of {earned:g} makes {total:g} together, and {MAX_EPISODE_REWARD:g} is the most")
+        if turn is None:
+            self._episode_reward = earned
+        else:
+            self._turn_rewards[turn] = earned
+
+    @property
+    def is_rewarded(self) -> bool:
+        return self._episode_reward is not None or bool(self._turn_rewards)
+
+    @property
+    def has_effective_reward(self) -> bool:
+        """Whether there is a reward, or `serving.unrewarded` stands for it."""
+        return self.is_rewarded or self._default_reward is not None
+
+    @property
+    def total_reward(self) -> float:
+        return (self._episode_reward or 0.0) + sum(self._turn_rewards.values())
+
+    def find_turn(self, name: str) -> int:
+        """Of the answer of that name (`SampledAnswer`); -1 if nobody was given one."""
+        return self._turn_by_answer.get(name, -1)
+
+    def close(self) -> None:
+        """Answer nothing more; running requests are aborted."""
+        self.closed.set()
+        for call in self._running_calls:
+            call.cancel()
+
+    def build_trajectory(self, stop_reason: str) -> Trajectory:
+        """What was played, once it is closed; to be taken once. Raises `EpisodeError` if nothing was, or nobody rewarded it.
+
+        If time ran out (`timeout`) before the episode was rewarded as a whole, answers after the last one that has a reward of
+        its own are left out: nobody knows what they are worth.
+        """
+        name, turns = self.task.trajectory_id, self.turn_count
+        if not turns:
+            raise EpisodeError(
+                f"the agent of episode {name} got no answer from the model: it made no request that was served"
+            )
+        reward = self._episode_reward
+        if not self.is_rewarded:
+            reward = self._default_reward
+            if reward is None:
+                refused = f" (its last request was refused: {self.exceeded_limit})" if self.exceeded_limit else ""
+                raise EpisodeError(
+                    f"the agent of episode {name} gave no reward{refused}: return it from play(), print it in the last line as "
+                    f'{{"reward": 1.0}}, or call {REWARD_CALL_EXAMPLE}; or set serving.unrewarded to what such an episode is '
+                    "worth"
+                )
+        for turn, value in self._turn_rewards.items():
+            self._samples.add_reward(turn, value)
+        if reward is not None:
+            self._samples.add_reward(turns - 1, reward)
+        elif stop_reason == "timeout":
+            turns = max(self._turn_rewards) + 1
+        samples, described = self._samples.build_samples(name, self.settings.temperature, turns)
+        return self.task.build_trajectory(
+            generator_id=self._generator_id,
+            stop_reason=stop_reason,
+            turns=described,
+            samples=samples,
+            started_at=self._started_at,
+            finished_at=self._clock(),
+            preview=self._preview,
+        )
+
+
+def build_closed_error() -> ApiError:
+    return ApiError(
+        "Incorrect API key provided: there is no episode of this key, or it has ended",
+        status=401,
+        code="invalid_api_key",
+        error_type="authentication_error",
+    )
+
+
+def _parse_call_objects(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Calls as `parse_messages` will read them when they come back."""
+    return parse_messages([{"role": "assistant", "tool_calls": list(calls)}])[0].tool_calls

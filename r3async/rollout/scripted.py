@@ -1,0 +1,406 @@
+"""An engine without a model, for tests and for rehearsing how runs fail (`generator.engine = "scripted"`).
+
+Answers come from a script, everything else from hashes. A token's log-prob and routes depend on its position, the version that
+sampled (or fed) it and the token itself, and on nothing else: two engines agree, and a test can say what any number must be
+(`scripted_logprobs`, `scripted_route_rows`). With weights of the scripted learner, a log-prob depends on those in place of their
+version's number, so that the two compare as a model's do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+
+from r3async.data.container import decode_safetensors_header
+from r3async.data.models import RoutingShape, read_moe_layers
+from r3async.data.routes import route_dtype
+from r3async.data.supports import SupportSets
+from r3async.data.versions import VersionSpanRecorder, expand_version_spans
+from r3async.rollout.engine import EngineError, Generation, GenerationRequest, InstallReport
+from r3async.untrusted import decode_python_json
+from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
+from r3async.world import Files, World
+from r3async.world.real import REAL_WORLD
+
+AnswerScript = Callable[[GenerationRequest, int], Sequence[int]] | Sequence[Sequence[int]]
+"""The answer to call number `call_index`, or a table of answers that is begun again at its end."""
+
+
+DIGEST_TENSOR = "scripted.digest"
+"""Tensor of the scripted learner: its weights, of which the engine reads the checksum from the version's file."""
+
+UINT32_MASK = 0xFFFFFFFF
+
+LETTER_TOKEN_IDS = range(97, 123)
+"""Token ids that any vocabulary has; a byte tokenizer reads them as a to z."""
+
+SCRIPTED_ROUTING = RoutingShape(layers=2, top_k=2, num_experts=8)
+
+
+async def _no_pause() -> None:
+    pass
+
+
+class _RunningCall:
+    """A call that is being answered, with at most `token_count` tokens."""
+
+    def __init__(self, version: int, token_count: int):
+        self.spans, self.token_count, self.version = VersionSpanRecorder(version), token_count, version
+        self.sampled_count = 0
+        self.prompt_version: int | None = None
+        """Under which the prompt was fed: that of the first token."""
+        self.started_at = self.duration_seconds = 0.0
+        self.wake_event = asyncio.Event()
+
+    def stamp_version(self, version: int) -> None:
+        """The next token is sampled by that version."""
+        if version != self.version:
+            self.version = version
+            self.spans.stamp_version(self.sampled_count, version)
+
+    def advance_to(self, now: float) -> None:
+        """Of an answer that takes `duration_seconds`: what has been sampled by now."""
+        share = min(1.0, (now - self.started_at) / self.duration_seconds) if self.duration_seconds > 0 else 1.0
+        self.sampled_count = max(self.sampled_count, int(share * self.token_count + 1e-6))
+        if self.sampled_count and self.prompt_version is None:
+            self.prompt_version = self.version
+
+
+class ScriptedEngine:
+    """Answers as scripted; see `Engine` for what the methods promise.
+
+    An answer is cut at the first stop token (which it keeps) and at `max_tokens`; one that runs out without a stop
+    token ends as if its last token were one. `before_token` is awaited before each token: a test that holds it back can
+    install new weights, abort or cancel in the middle of an answer. Or `answer_seconds(tokens, running)` gives how long so
+    many tokens take while so many calls run: one wait for the whole answer. `before_install` is awaited while installing, and
+    what it raises is the installation's failure. Then the version's file is read from `files`, and compared with its manifest,
+    if it is the scripted learner's. `returned_routes` is how many of the routes come back. `clock`: in seconds.
+    """
+
+    def __init__(
+        self,
+        script: AnswerScript,
+        *,
+        routing: RoutingShape | None = SCRIPTED_ROUTING,
+        before_token: Callable[[], Awaitable[None]] | None = None,
+        answer_seconds: Callable[[int, int], float] | None = None,
+        before_install: Callable[[WeightManifest], Awaitable[None]] | None = None,
+        returned_routes: Literal["all", "half", "none"] = "all",
+        keep_requests: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+        files: Files = REAL_WORLD.files,
+    ):
+        self.version = -1
+        self.routing = routing
+        self.requests: list[GenerationRequest] = []
+        """Every request, in the order of the calls; none unless `keep_requests`."""
+        self._keep_requests, self._request_count = keep_requests, 0
+        self.installed_versions: list[int] = []
+        """Versions in the order of their installation."""
+        self._weights_keys: dict[int, int] = {}
+        """By version: what stands for its weights."""
+        self._script, self._clock, self._files = script, clock, files
+        self._before_token, self._answer_seconds = before_token, answer_seconds
+        self._before_install = before_install or (lambda manifest: _no_pause())
+        self._returned_routes = returned_routes
+        self._running_calls: dict[str, list[_RunningCall]] = {}
+        self._aborted_ids: set[str] = set()
+        self._install_lock = asyncio.Lock()
+        self._is_started = False
+        self.generated_tokens = 0
+        self._pause_seconds = 0.0
+
+    async def start(self) -> None:
+        self._is_started = True
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self._require_started()
+        answer, stop_reason = self._script_answer(request)
+        call = _RunningCall(self.version, len(answer))
+        self._running_calls.setdefault(request.request_id, []).append(call)
+        try:
+            await (
+                self._wait_full_answer(request, call)
+                if self._answer_seconds is not None
+                else self._sample_tokens(request, call)
+            )
+            if request.request_id in self._aborted_ids:
+                stop_reason = "abort"
+        finally:
+            self._remove_call(request.request_id, call)
+        sampled, prompt_version = call.sampled_count, call.prompt_version
+        tokens = np.asarray(answer[:sampled], np.int32)
+        version_spans = call.spans.finish_spans(sampled)
+        versions = expand_version_spans(version_spans, sampled)
+        first = len(request.prompt_ids)
+        routes_from = request.resolve_routes_from(call.version if prompt_version is None else prompt_version)
+        self.generated_tokens += sampled
+        return Generation(
+            token_ids=tokens,
+            logprobs=self._derive_logprobs(np.arange(first, first + sampled), versions, tokens)
+            / (request.temperature or 1.0),
+            version_spans=version_spans,
+            routed_experts=self._derive_routes(request, tokens, versions, prompt_version, routes_from),
+            routes_from=routes_from,
+            stop_reason=stop_reason,
+            supports=scripted_supports(tokens) if request.needs_sampling_mask else None,
+        )
+
+    async def _sample_tokens(self, request: GenerationRequest, call: _RunningCall) -> None:
+        """Token by token."""
+        if self._before_token is None:
+            await asyncio.sleep(0)
+        while call.sampled_count < call.token_count:
+            if self._before_token is not None:
+                await self._before_token()
+            await self._wait_for_install()
+            self._require_started()
+            if request.request_id in self._aborted_ids:
+                return
+            call.stamp_version(self.version)
+            call.prompt_version = self.version if call.prompt_version is None else call.prompt_version
+            call.sampled_count += 1
+
+    async def _wait_full_answer(self, request: GenerationRequest, call: _RunningCall) -> None:
+        """For the whole answer. Who installs weights sees to it that it takes longer by that, and is of several versions."""
+        await self._wait_for_install()
+        self._require_started()
+        assert self._answer_seconds is not None
+        call.stamp_version(self.version)
+        call.started_at, call.duration_seconds = (
+            self._clock(),
+            self._answer_seconds(call.token_count, self._running_count),
+        )
+        while (
+            left := call.started_at + call.duration_seconds - self._clock()
+        ) > 1e-9 and request.request_id not in self._aborted_ids:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await call.wake_event.wait()
+            await self._wait_for_install()
+            self._require_started()
+        call.advance_to(self._clock())
+
+    async def _wait_for_install(self) -> None:
+        """Nothing is produced while weights change."""
+        if self._install_lock.locked():
+            async with self._install_lock:
+                pass
+
+    @property
+    def _running_count(self) -> int:
+        return sum(map(len, self._running_calls.values()))
+
+    def _derive_logprobs(self, positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        keys = [self._weights_keys.get(version, version) & UINT32_MASK for version in versions.tolist()]
+        return scripted_logprobs(positions, np.asarray(keys, np.int64), tokens)
+
+    async def abort_request(self, request_id: str) -> None:
+        """Running calls of that id return what they have, before their next token."""
+        for call in self._running_calls.get(request_id, ()):
+            self._aborted_ids.add(request_id)
+            call.wake_event.set()
+
+    async def install_version(self, manifest: WeightManifest, timeout: float) -> InstallReport:
+        self._require_started()
+        async with self._install_lock:
+            if manifest.version < self.version:
+                raise EngineError(f"version {manifest.version} is older than the installed version {self.version}")
+            started = self._clock()
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._before_install(manifest)
+                if DIGEST_TENSOR in manifest.tensors:
+                    self._weights_keys[manifest.version] = self._read_checked_key(manifest)
+            except Exception as error:
+                self._is_started = False
+                raise EngineError(f"installing version {manifest.version} failed: {error!r}") from error
+            seconds = self._clock() - started
+            self._apply_version(manifest, started, seconds)
+            return InstallReport(manifest.version, update_seconds=seconds, pause_seconds=seconds)
+
+    def _read_checked_key(self, manifest: WeightManifest) -> int:
+        """The key of the weights in the version's file. Raises `WeightError` if they are not those of the manifest."""
+        key = read_weights_key(Path(manifest.path), self._files)
+        if key != manifest.tensors[DIGEST_TENSOR].checksum:
+            raise WeightError(
+                f"{manifest.path}: tensor {DIGEST_TENSOR!r} is corrupt: its checksum differs from the published one"
+            )
+        return key
+
+    def _apply_version(self, manifest: WeightManifest, started_at: float, seconds: float) -> None:
+        self.version = manifest.version
+        self.installed_versions.append(manifest.version)
+        self._pause_seconds += seconds
+        for calls in self._running_calls.values() if self._answer_seconds is not None else ():
+            for call in calls:
+                if call.duration_seconds:  # else it has not begun
+                    call.advance_to(started_at)
+                    call.stamp_version(manifest.version)
+                    call.started_at += seconds
+
+    async def score_tokens(self, token_ids: np.ndarray) -> np.ndarray:
+        self._require_started()
+        await asyncio.sleep(0)
+        at = np.arange(1, len(token_ids))
+        return self._derive_logprobs(at, np.full(len(at), self.version), np.asarray(token_ids)[1:])
+
+    async def count_stale_cached_tokens(self, token_ids: np.ndarray) -> int:
+        return 0
+
+    async def find_weight_differences(self, manifest: WeightManifest, timeout: float) -> list[TensorMismatch]:
+        return []
+
+    def collect_stats(self) -> dict[str, float]:
+        return {
+            "generated_tokens": self.generated_tokens,
+            "running": self._running_count,
+            "pause_seconds": self._pause_seconds,
+        }
+
+    async def stop(self) -> None:
+        """Running and later calls raise `EngineError`."""
+        self._is_started = False
+        for calls in self._running_calls.values():
+            for call in calls:
+                call.wake_event.set()
+
+    def _require_started(self) -> None:
+        if not self._is_started:
+            raise EngineError("the engine is not running")
+
+    def _remove_call(self, request_id: str, call: _RunningCall) -> None:
+        self._running_calls[request_id].remove(call)
+        if not self._running_calls[request_id]:
+            del self._running_calls[request_id]
+            self._aborted_ids.discard(request_id)
+
+    def _script_answer(self, request: GenerationRequest) -> tuple[list[int], str]:
+        index = self._request_count
+        self._request_count += 1
+        if self._keep_requests:
+            self.requests.append(request)
+        full = self._script(request, index) if callable(self._script) else self._script[index % len(self._script)]
+        answer = []
+        for token in full[: request.max_tokens]:
+            answer.append(int(token))
+            if token in request.stop_token_ids:
+                return answer, "stop"
+        return answer, "stop" if len(full) < request.max_tokens else "length"
+
+    def _derive_routes(
+        self,
+        request: GenerationRequest,
+        tokens: np.ndarray,
+        versions: np.ndarray,
+        prompt_version: int | None,
+        first: int,
+    ) -> np.ndarray | None:
+        if self.routing is None or self._returned_routes == "none":
+            return None
+        if prompt_version is None:
+            shape = (0, self.routing.layers, self.routing.top_k)
+            return np.empty(shape, route_dtype(self.routing.num_experts))
+        # A token is fed by the step that samples the next one, under that step's version.
+        fed = np.concatenate([request.prompt_ids, tokens[:-1]])[first:]
+        fed_by = np.concatenate([np.full(len(request.prompt_ids), prompt_version), versions[1:]])[first:]
+        rows = scripted_route_rows(first + np.arange(len(fed)), fed_by, fed, self.routing)
+        if self._returned_routes == "half":
+            rows = rows[: len(rows) // 2]
+        return rows.astype(route_dtype(self.routing.num_experts))
+
+
+def read_weights_key(path: Path, files: Files) -> int:
+    """Checksum of the scripted learner's weights as they are in the file of a version. Raises `WeightError`."""
+    try:
+        with files.open(path) as file:
+            content = file.map_bytes()
+            found, begin = decode_safetensors_header(content)
+            start, stop = found[DIGEST_TENSOR].data_offsets
+            return xxhash.xxh3_64_intdigest(content[begin + start : begin + stop])
+    except (OSError, ValueError, KeyError) as error:
+        raise WeightError(f"{path} cannot be read: {error}") from error
+
+
+def build_scripted_engine(
+    model_path: str, world: World = REAL_WORLD, token_seconds: float = 0.0, install_seconds: float = 0.0, **unknown: Any
+) -> ScriptedEngine:
+    """Answers in letters that nobody thought about, with routes of the model's geometry; `token_seconds` a token. The same call
+    of the same episode has the same answer, whoever plays it, and however often. Weights take up to `install_seconds` to
+    install: the first ones anything up to that, later ones mostly much less."""
+    if unknown:
+        raise ValueError(
+            f"`generator.engine_args` has {', '.join(map(repr, unknown))}: the scripted engine knows `token_seconds` and "
+            "`install_seconds` only"
+        )
+    routing, _ = read_moe_layers(decode_python_json((Path(model_path) / "config.json").read_bytes()))
+
+    installed = itertools.count()
+
+    async def wait_install(manifest: WeightManifest) -> None:
+        share = scripted_hash(zlib.crc32(world.unique_id().encode()), manifest.version, 0) / 2**32
+        await asyncio.sleep(install_seconds * (share**3 if next(installed) else share))
+
+    return ScriptedEngine(
+        lambda request, index: script_letters(request, zlib.crc32(request.request_id.encode())),
+        routing=routing,
+        answer_seconds=(lambda tokens, running: token_seconds * tokens) if token_seconds else None,
+        before_install=wait_install if install_seconds else None,
+        keep_requests=False,
+        clock=world.clock.monotonic,
+        files=world.files,
+    )
+
+
+def script_letters(request: GenerationRequest, seed: int) -> Sequence[int]:
+    """Letters, at least one and at most as many as fit, with a stop token at the end if it fits; the same for equal `seed`s."""
+    length = 1 + scripted_hash(0, seed, len(request.prompt_ids)) % request.max_tokens
+    letters = [LETTER_TOKEN_IDS[scripted_hash(i, seed, 1) % len(LETTER_TOKEN_IDS)] for i in range(length)]
+    return [*letters, *request.stop_token_ids[:1]]
+
+
+def scripted_logprobs(positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """float32 `[n]`: of `tokens` sampled at `positions` (in prompt and answer together) by `versions`, in (-4, -0.01). Of the
+    scripted learner's weights the checksum stands for the version."""
+    return (-0.01 - 3.98 * (_hash_tokens(positions, versions, tokens) / 2**32)).astype(np.float32)
+
+
+def scripted_supports(tokens: np.ndarray) -> SupportSets:
+    """Each token and the one before it could be sampled."""
+    ids = np.stack([np.maximum(tokens - 1, 0), np.maximum(tokens, 1)], axis=1)
+    return SupportSets.from_id_lists(ids.reshape(-1), np.arange(0, ids.size + 1, 2))
+
+
+def scripted_route_rows(
+    positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray, shape: RoutingShape
+) -> np.ndarray:
+    """int64 `[n, layers, top_k]`: distinct experts of `tokens` fed at `positions` under `versions`."""
+    seeds = (_hash_tokens(positions, versions, tokens) >> 8).astype(np.int64)
+    return (seeds[:, None, None] + 5 * np.arange(shape.layers)[:, None] + np.arange(shape.top_k)) % shape.num_experts
+
+
+def scripted_hash(position: int, version: int, token: int) -> int:
+    """32 bits, the same in every process; the finaliser of MurmurHash3."""
+    return _mix_bits(position * 0x9E3779B1 ^ (version + 2) * 0x85EBCA6B ^ token * 0xC2B2AE35)
+
+
+def _hash_tokens(positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """The same of `[n]` tokens; whole numbers wrap as they do in 32 bits."""
+    p, v, t = (np.asarray(numbers).astype(np.uint64) for numbers in (positions, versions, tokens))
+    return _mix_bits(p * 0x9E3779B1 ^ (v + 2) * 0x85EBCA6B ^ t * 0xC2B2AE35)
+
+
+def _mix_bits(x: Any) -> Any:
+    x = x & UINT32_MASK
+    x = (x ^ x >> 16) * 0x85EBCA6B & UINT32_MASK
+    x = (x ^ x >> 13) * 0xC2B2AE35 & UINT32_MASK
+    return x ^ x >> 16

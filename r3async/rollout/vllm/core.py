@@ -1,0 +1,521 @@
+"""The engine core's process, inside: vLLM's own classes, its CPU engine and its parsers of tool calls."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import vllm
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.sampling_params import SamplingParams
+from vllm.tool_parsers import ToolParserManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import (
+    FINISH_REASON_STRINGS,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    UtilityOutput,
+)
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.executor import Executor
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
+from vllm.v1.request import RequestStatus
+from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW
+
+from r3async.config.rollout import declare_engine_args
+from r3async.data.supports import SupportSets
+from r3async.rollout.engine import EngineError
+from r3async.rollout.vllm import messages as vllm_messages
+from r3async.rollout.vllm.client import OwnerBoundConfig, is_cpu_vllm
+from r3async.rollout.vllm.messages import STOP_STRINGS_KEY
+from r3async.world.processes import pause_garbage_collector
+
+# Stop strings, in vLLM's engine core: an answer ends with the token that completes one.
+#
+# vLLM looks for them where it makes text of tokens, beyond the core, when the core has gone on already. Here whole answers leave
+# the core, so it looks itself. All tokens up to and with the last one were sampled, and stay.
+
+
+class StopStringMatcher:
+    """The text of one answer, as far as it is needed: what may be the beginning of a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]):
+        self._tokenizer, self._stop_strings = tokenizer, tuple(stop_strings)
+        self._tail_length = max(map(len, self._stop_strings)) - 1
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._tail = ""
+
+    def add_token(self, token_id: int) -> str | None:
+        """The stop string that the next token completes. A character of several tokens counts with its last one."""
+        try:
+            piece = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # tokens that are no text together
+            self._stream, piece = DecodeStream(skip_special_tokens=False), None
+        text = self._tail + (piece or "")
+        self._tail = text[len(text) - self._tail_length :] if len(text) > self._tail_length else text
+        return next((stop for stop in self._stop_strings if stop in text), None) if piece else None
+
+
+class StopStringsMixin:
+    """Mixed into vLLM's scheduler."""
+
+    vllm_config: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._stop_matchers: dict[str, StopStringMatcher] = {}
+        self._tokenizer: Tokenizer | None = None
+
+    def _update_request_with_output(self, request: Any, *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
+        tokens, stopped = super()._update_request_with_output(request, *args, **kwargs)  # type: ignore[misc]
+        extra = request.sampling_params.extra_args
+        stop = extra.get(STOP_STRINGS_KEY) if extra else None
+        if not stop:
+            return tokens, stopped
+        text = self._stop_matchers.get(request.request_id)
+        if text is None:
+            text = self._stop_matchers[request.request_id] = StopStringMatcher(self._load_tokenizer(), stop)
+        # A token that ends the answer at its limit may complete a string too: then the string ended it, as vLLM says as well.
+        for token in tokens if not stopped or request.status == RequestStatus.FINISHED_LENGTH_CAPPED else ():
+            found = text.add_token(token)
+            if found is not None:
+                # As vLLM does with a stop token. A step makes one token: none follows.
+                request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, found, True
+        if stopped:
+            del self._stop_matchers[request.request_id]
+        return tokens, stopped
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        for request in finished:
+            self._stop_matchers.pop(request.request_id, None)
+        return finished
+
+    def _load_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_file(str(Path(self.vllm_config.model_config.model) / "tokenizer.json"))
+        return self._tokenizer
+
+
+# vLLM's engine core, driven directly: what runs in its process. `vllm_client` has the other side.
+#
+# `AsyncLLM` works on every token of every request in the caller's process: it decodes, counts and copies it, and keeps
+# statistics. Here an answer stays in the engine's process until it ends (`AnswerBufferingMixin`), and crosses the boundary as
+# arrays, in one message. Made for vLLM 0.30: `check_vllm_interface` says what another version lacks.
+
+
+LOAD_INTERVAL_SECONDS = 0.1
+"""How often a busy engine sends its load."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a block of the cache on CPU, the fewest that its attention takes. Only whole blocks are found again: with 128, which
+vLLM has there, each turn of a short conversation would feed all of it."""
+SAMPLING_MASK_KEY = "r3async_masks"
+"""In vLLM's `additional_config`: whether supports are recorded."""
+_NO_IDS = np.empty((0, 0), np.int32)
+_REQUIRED_NAMES: dict[type, str] = {
+    EngineCoreProc: "run_engine_core pause_scheduler resume_scheduler collective_rpc ENGINE_CORE_DEAD",
+    AsyncScheduler: "update_from_output _update_request_with_output finish_requests set_pause_state pause_state "
+    "has_requests make_stats",
+    Executor: "get_class",
+    EngineCoreReadyResponse: "max_model_len block_size",
+    SchedulerStats: "num_waiting_reqs kv_cache_usage",
+    PrefillStats: "num_cached_tokens",
+    SamplingParams: " ".join(vllm_messages.CoreSamplingParams.__struct_fields__),
+    EngineCoreEventType: "PREEMPTED",
+    PauseState: "PAUSED_ALL",
+    ModelRunnerOutput: "logprobs sampling_masks",
+    SamplingMaskLists: "slice_request",
+    RequestStatus: "FINISHED_ABORTED",
+}
+"""Classes of vLLM, and the names of each that are used here."""
+_POSITIONAL_TYPES: dict[type, type] = {
+    EngineCoreRequest: vllm_messages.CoreRequest,
+    EngineCoreOutput: vllm_messages.CoreOutput,
+    EngineCoreOutputs: vllm_messages.CoreOutputs,
+    UtilityOutput: vllm_messages.CoreCallResult,
+    LogprobsLists: vllm_messages.CoreLogprobs,
+    SamplingMaskLists: vllm_messages.CoreSamplingMask,
+}
+"""Classes of vLLM whose fields travel by position, and what stands for them on the other side."""
+_EXPECTED_VALUES = (
+    (tuple(map(str, vllm_messages.CoreFinishReason)), FINISH_REASON_STRINGS),
+    (vllm_messages.PREEMPTED_EVENT, EngineCoreEventType.PREEMPTED.value),
+    (vllm_messages.ADD_MESSAGE, EngineCoreRequestType.ADD.value),
+    (vllm_messages.ABORT_MESSAGE, EngineCoreRequestType.ABORT.value),
+    (vllm_messages.CALL_MESSAGE, EngineCoreRequestType.UTILITY.value),
+    (vllm_messages.CORE_DEAD_MESSAGE, EngineCoreProc.ENGINE_CORE_DEAD),
+    (vllm_messages.RAW_VIEW_CODE, CUSTOM_TYPE_RAW_VIEW),
+)
+"""What the other side takes for granted, and what vLLM says."""
+
+
+def check_vllm_interface() -> None:
+    """Raises `EngineError` with what the installed vLLM lacks of what is used here."""
+    lacking = [
+        f"{kind.__name__}.{name}"
+        for kind, names in _REQUIRED_NAMES.items()
+        for name in names.split()
+        if not _has_name(kind, name)
+    ]
+    if lacking:
+        raise EngineError(f"vLLM {vllm.__version__} has no {', '.join(lacking)}: r3async is made for vLLM 0.30")
+    moved = [
+        kind.__name__
+        for kind, ours in _POSITIONAL_TYPES.items()
+        if _field_names(kind)[: len(_field_names(ours))] != _field_names(ours)
+    ]
+    moved += [str(theirs) for assumed, theirs in _EXPECTED_VALUES if assumed != theirs]
+    if moved:
+        raise EngineError(f"vLLM {vllm.__version__} has another {', '.join(moved)}: r3async is made for vLLM 0.30")
+
+
+def _has_name(kind: type, name: str) -> bool:
+    return hasattr(kind, name) or name in getattr(kind, "__dataclass_fields__", ())
+
+
+def _field_names(kind: Any) -> tuple[str, ...]:
+    """Of a msgspec structure, or of a named tuple."""
+    return tuple(getattr(kind, "__struct_fields__", ()) or kind._fields)
+
+
+class AnswerBuffer:
+    """What one request has sampled since the last output that left the process."""
+
+    __slots__ = ("_route_rows", "events", "first_output", "logprobs", "route_count", "supports", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.events: list[Any] = []
+        self.supports: list[SupportSets] = []
+        self.first_output: EngineCoreOutput | None = None
+        self.route_count = 0
+        self._route_rows: np.ndarray | None = None
+
+    def add_output(self, output: EngineCoreOutput, step_supports: SupportSets | None = None) -> None:
+        """Copies what it needs: vLLM may use the arrays of a step again. `step_supports`: of all requests, see
+        `extract_step_supports`."""
+        self.first_output = self.first_output or output
+        self.tokens += output.new_token_ids
+        if output.new_logprobs is not None:
+            self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token is the first of each row
+        if step_supports is not None and output.new_sampling_mask is not None:
+            (row,) = output.new_sampling_mask.token_ids.tolist()
+            self.supports.append(step_supports[row : row + 1])
+        if output.events:
+            self.events += output.events
+        if output.routed_experts is not None:
+            self._append_routes(output.routed_experts)
+
+    def _append_routes(self, rows: np.ndarray) -> None:
+        needed = self.route_count + len(rows)
+        if self._route_rows is None or needed > len(self._route_rows):
+            larger = np.empty((needed + needed // 2 + 32, *rows.shape[1:]), rows.dtype)
+            if self._route_rows is not None:
+                larger[: self.route_count] = self._route_rows[: self.route_count]
+            self._route_rows = larger
+        self._route_rows[self.route_count : needed] = rows
+        self.route_count = needed
+
+    def build_output(self, request_id: str, last_output: EngineCoreOutput | None) -> EngineCoreOutput:
+        """All of it. `last_output`: the one that says how the request ended; None if it goes on."""
+        logprobs = None
+        if self.logprobs:
+            logprobs = LogprobsLists(_NO_IDS, np.asarray(self.logprobs, np.float32), _NO_IDS)
+        return EngineCoreOutput(
+            request_id,
+            self.tokens,
+            new_logprobs=logprobs,
+            new_prompt_logprobs_tensors=self.first_output and self.first_output.new_prompt_logprobs_tensors,
+            finish_reason=last_output and last_output.finish_reason,
+            stop_reason=last_output and last_output.stop_reason,
+            events=self.events or None,
+            prefill_stats=self.first_output and self.first_output.prefill_stats,
+            routed_experts=None if self._route_rows is None else self._route_rows[: self.route_count],
+            new_sampling_mask=SamplingMaskLists(SupportSets.concat(self.supports).encode()) if self.supports else None,
+        )
+
+
+def extract_step_supports(runner_output: ModelRunnerOutput, vocab_size: int) -> SupportSets | None:
+    """Of the tokens that a step sampled, by its rows; None if nobody recorded them. In their place each request gets the number
+    of its row.
+
+    vLLM's second model runner returns ids, and the first one what `vllm_masks` put beside the sampled tokens.
+    """
+    masks, logprobs = runner_output.sampling_masks, runner_output.logprobs
+    if masks is not None:
+        assert masks.offsets is not None, "of a whole step"
+        step = SupportSets.from_ids(masks.token_ids, masks.offsets, vocab_size)
+    elif logprobs is not None and logprobs.logprob_token_ids.shape[1] > 1:
+        words = np.ascontiguousarray(logprobs.logprob_token_ids[:, 1:], np.int32)
+        step = SupportSets.from_bitmaps(words.view(np.uint8)[:, : -(-vocab_size // 8)], vocab_size)
+        runner_output.logprobs = logprobs._replace(logprob_token_ids=logprobs.logprob_token_ids[:, :1])
+    else:
+        return None
+    runner_output.sampling_masks = SamplingMaskLists(np.arange(len(step)), np.arange(len(step) + 1))
+    return step
+
+
+class AnswerBufferingMixin:
+    """Mixed into vLLM's scheduler: the outputs of a request stay here until it ends, or until the engine is paused.
+
+    When a pause is confirmed, everything that was sampled before it has left: whoever pauses knows the tokens of every request.
+    An aborted request leaves what it has. One client takes all outputs.
+    """
+
+    vllm_config: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._answer_buffers: dict[str, AnswerBuffer] = {}
+        self._aborted_outputs: list[EngineCoreOutput] = []
+        self._load_sent_at = 0.0
+        config, self._support_vocab_size = self.vllm_config, 0
+        """Tokens of it, if which of them could be sampled is recorded."""
+        if config is not None and config.additional_config.get(SAMPLING_MASK_KEY):
+            self._support_vocab_size = config.model_config.get_vocab_size()
+            self.return_sampling_mask = True  # also where the model runner is not vLLM's second one
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        supports = extract_step_supports(args[1], self._support_vocab_size) if self._support_vocab_size else None
+        steps: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        step = steps.setdefault(0, EngineCoreOutputs())
+        leaving, self._aborted_outputs = self._aborted_outputs, []
+        for output in step.outputs:
+            answer = self._answer_buffers.setdefault(output.request_id, AnswerBuffer())
+            answer.add_output(output, supports)
+            if output.finish_reason is not None:
+                leaving.append(self._answer_buffers.pop(output.request_id).build_output(output.request_id, output))
+        if self._is_paused():
+            leaving += [answer.build_output(name, None) for name, answer in self._answer_buffers.items()]
+            self._answer_buffers.clear()
+        step.outputs = leaving
+        if not leaving and step.scheduler_stats is None:
+            del steps[0]
+        return steps
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        """vLLM's client makes the last output of an aborted request itself, but it does not have what is here."""
+        finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        if finished_status == RequestStatus.FINISHED_ABORTED:
+            for request in finished:
+                last = EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason())
+                answer = self._answer_buffers.pop(request.request_id, None) or AnswerBuffer()
+                self._aborted_outputs.append(answer.build_output(request.request_id, last))
+        return finished
+
+    def has_requests(self) -> bool:
+        """A pause is not confirmed, and the engine steps on, until this is False."""
+        return super().has_requests() or bool(self._aborted_outputs or (self._answer_buffers and self._is_paused()))  # type: ignore[misc]
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """None if the load was sent just now, and the engine is busy."""
+        now = time.monotonic()
+        if now < self._load_sent_at + LOAD_INTERVAL_SECONDS and (self.running or self.waiting):  # type: ignore[attr-defined]
+            return None
+        self._load_sent_at = now
+        return super().make_stats(*args, **kwargs)  # type: ignore[misc]
+
+    def _is_paused(self) -> bool:
+        return bool(self.pause_state == PauseState.PAUSED_ALL)  # type: ignore[attr-defined]
+
+
+class BufferingScheduler(AnswerBufferingMixin, StopStringsMixin, Scheduler):
+    pass
+
+
+class BufferingAsyncScheduler(AnswerBufferingMixin, StopStringsMixin, AsyncScheduler):
+    pass
+
+
+def run_core(args: dict[str, Any], address: str, owner_pid: int, kv_cache_bytes: int) -> None:
+    """Be the core of process `owner_pid`, which waits at `address`, until this process is told to end. Of its main thread.
+
+    `args` are those of vLLM's `AsyncEngineArgs`; a scheduler class that they name must have `AnswerBufferingMixin`. Raises
+    what vLLM raises.
+    """
+    check_vllm_interface()
+    patch_vllm_for_cpu()
+    if is_cpu_vllm():
+        args = declare_engine_args(kv_cache_memory_bytes=kv_cache_bytes, block_size=CPU_BLOCK_TOKENS) | args
+    masks = args.pop("return_sampling_mask", False)
+    with pause_garbage_collector():
+        config = AsyncEngineArgs(**args).create_engine_config()
+        executor = Executor.get_class(config)
+    gc.freeze()
+    # Its own check refuses what `vllm_masks` adds to the first model runner.
+    config.model_config.return_sampling_mask = masks and config.use_v2_model_runner
+    config.additional_config = OwnerBoundConfig(owner_pid, {**config.additional_config, SAMPLING_MASK_KEY: masks})
+    scheduler = config.scheduler_config
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = BufferingAsyncScheduler if scheduler.async_scheduling else BufferingScheduler
+    EngineCoreProc.r3_tool_calls = VllmToolParser(args["model"])
+    EngineCoreProc.run_engine_core(
+        vllm_config=config,
+        local_client=True,
+        handshake_address=address,
+        executor_class=executor,
+        log_stats=True,
+    )
+
+
+# vLLM's tool parsers, by their names, in the engine's process: there vLLM is imported already, and they cost it nothing more.
+
+
+class VllmToolParser:
+    """`calls(parser, text, tools)`: the content of an answer, and its calls as `id, name, arguments` (JSON as a text).
+
+    Raises `ValueError` for a parser that there is not, and what it raises if it does not fit the tokenizer of `model`. What it
+    cannot read is content.
+    """
+
+    def __init__(self, model_path: str):
+        self._model_path = model_path
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self._model_path)
+
+    def __call__(
+        self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[tuple[str, str, str]]]:
+        try:
+            kind = ToolParserManager.get_tool_parser(parser)
+        except KeyError as error:
+            raise ValueError(f"vLLM has no tool parser {parser!r}") from error
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=list(tools) or None)
+        # A new one for each answer: it keeps what it has read.
+        reading = kind(self._tokenizer, request.tools)
+        if not text:
+            return "", []
+        try:
+            read = reading.extract_tool_calls(text, request)
+        except NotImplementedError:
+            raise
+        except Exception:
+            return text, []
+        return read.content or "", [(c.id, c.function.name, c.function.arguments) for c in read.tool_calls]
+
+
+# vLLM's CPU engine: experts that are packed again after a reload, small matrices that are not packed at all, and rotary
+# positions of all heads.
+
+
+SMALL_MATRIX_ELEMENTS = 2**18
+"""Elements. From here on packed matrices are multiplied faster: of 1024 x 1024 it takes 1.2 times as long as it is with 64 rows,
+and 3 times as long with 4."""
+
+
+def repack_cpu_experts(model: torch.nn.Module) -> int:
+    """Bring reloaded expert weights into the layout that vLLM's CPU kernels compute with; returns how many layers.
+
+    vLLM (0.30 to 0.32) packs experts for the CPU on the first load only; after a reload the kernels would read
+    checkpoint layout as packed layout and give wrong outputs without an error. No layers on other devices.
+    """
+    repacked = 0
+    for module in model.modules():
+        if needs_cpu_repack(module):
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+            repacked += 1
+    return repacked
+
+
+def find_tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules whose only weights are an earlier module's: an output layer that is the embedding. A loader gives them nothing."""
+    seen: set[int] = set()
+    tied = []
+    for module in model.modules():
+        own = [id(p) for p in module.parameters(recurse=False)]
+        if own and seen.issuperset(own):
+            tied.append(module)
+        seen.update(own)
+    return tied
+
+
+def repack_cpu_tied_layers(model: torch.nn.Module) -> None:
+    """Have layers whose weights are another module's compute with those that it has now: vLLM packs what it loads, and it has
+    loaded nothing for them. None on other devices."""
+    from vllm.model_executor.layers import utils
+
+    for module in find_tied_modules(model):
+        if hasattr(module, "cpu_linear"):
+            utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def needs_cpu_repack(module: torch.nn.Module) -> bool:
+    """`repack_cpu_experts` does."""
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    weight = getattr(module, "w13_weight", None)
+    return kernel is not None and weight is not None and bool(weight.device.type == "cpu")
+
+
+def is_unpacked_linear(module: torch.nn.Module) -> bool:
+    """A linear layer on CPU computes with its `weight`, and with nothing that was made of it."""
+    return getattr(module, "cpu_linear", None) is torch.nn.functional.linear
+
+
+def patch_vllm_for_cpu() -> None:
+    """What has to be otherwise in a process that runs vLLM on CPU. Called before a model is loaded. Idempotent."""
+    patch_small_matrices()
+    patch_rotary_embedding()
+
+
+def patch_rotary_embedding() -> None:
+    """In this process vLLM turns all heads of a query that has a dimension for them.
+
+    Its kernel for the CPU (0.30) reads the number of heads from the last dimension: of queries `[tokens, heads, D]`, as
+    latent attention hands them over, it turns the first head alone, without an error. Only YaRN does not go through it.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    kernel = RotaryEmbedding.forward_cpu
+
+    def forward(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        if query.dim() == 3:
+            return self.forward_native(positions, query, key)
+        return kernel(self, positions, query, key)
+
+    if kernel.__module__ != __name__:
+        RotaryEmbedding.forward_cpu = forward
+
+
+def patch_small_matrices() -> None:
+    """In this process vLLM does not pack small matrices in single precision. Called before a model is loaded. Idempotent.
+
+    It packs each for oneDNN, which compiles a kernel for each number of rows that it meets, and forgets the oldest of them: of
+    a small matrix this takes longer than all products with it between two versions of the weights. So does packing each version.
+    """
+    from vllm.model_executor.layers import utils
+
+    pack = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if _is_small_matrix(layer.weight):
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            pack(layer, remove_weight)
+
+    if pack.__module__ != __name__:
+        utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _is_small_matrix(weight: torch.Tensor) -> bool:
+    """Other dtypes are multiplied by oneDNN in either case."""
+    return bool(weight.dtype == torch.float32 and weight.ndim == 2 and weight.numel() < SMALL_MATRIX_ELEMENTS)

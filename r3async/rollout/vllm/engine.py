@@ -1,0 +1,690 @@
+"""The vLLM engine: requests, and new weights under them, in the order that makes every token's version exact."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+
+from r3async.config.rollout import declare_engine_args
+from r3async.data.models import read_moe_layers
+from r3async.data.routes import RoutingError, check_expert_ids, route_dtype
+from r3async.data.supports import SupportSets
+from r3async.data.versions import VersionSpanRecorder
+from r3async.rollout.engine import (
+    TENSOR_NAMES_FILE,
+    CorruptWeightsError,
+    EngineError,
+    Generation,
+    GenerationRequest,
+    InstallReport,
+)
+from r3async.rollout.vllm.client import EngineCoreClient
+from r3async.rollout.vllm.messages import build_sampling_params
+from r3async.untrusted import decode_json, decode_msgpack, decode_python_json
+from r3async.weights.fetch import verify_version_file
+from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
+from r3async.world.stages import create_stage_task
+
+# vLLM as the rollout engine: token-in, token-out, with routes, and weights that change under running requests.
+#
+# The model and vLLM's engine core run in child processes; this one drives them, and does not import vLLM: see `vllm_client`.
+# Which version sampled which token is known exactly: see `vllm_requests`.
+
+
+SCORE_TIMEOUT = 120.0
+STOP_TIMEOUT = 10.0
+
+
+class VllmEngine:
+    """One vLLM engine; see `Engine` for what the methods promise. They all belong to one event loop.
+
+    `model_path` is a local Hugging Face directory. `concurrency` requests run at once, more wait inside vLLM.
+    `on_update` decides what becomes of running requests when weights change (the setting of that name). With
+    `record_sampling_masks` it records which tokens could be sampled.
+    `threads` and `kv_cache_gib` matter on CPU only. `engine_args` go to vLLM's `AsyncEngineArgs` as they are, over
+    ours: what a person wrote of them was checked when it was read (`config.engine_args`). Nothing is loaded before `start`.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str,
+        concurrency: int,
+        max_model_len: int,
+        on_update: str = "keep",
+        record_sampling_masks: bool = False,
+        threads: int = 1,
+        kv_cache_gib: float = 1.0,
+        engine_args: Mapping[str, Any] | None = None,
+    ):
+        self.version = -1
+        self.routing, self._moe_layers = read_moe_layers(
+            decode_python_json((Path(model_path) / "config.json").read_bytes())
+        )
+        self._threads = threads
+        self._kv_cache_bytes = int(kv_cache_gib * 2**30)
+        own = declare_engine_args(
+            model=model_path,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=concurrency,
+            # A compiled graph returns all-zero routes on CPU.
+            enforce_eager=True,
+            enable_return_routed_experts=self.routing is not None,
+            return_sampling_mask=record_sampling_masks,
+            # After temperature: what was really sampled from.
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+            skip_tokenizer_init=True,
+            use_tqdm_on_load=False,
+            worker_extension_cls="r3async.rollout.vllm.worker.WorkerExtension",
+        )
+        if (Path(model_path) / TENSOR_NAMES_FILE).is_file():
+            own |= declare_engine_args(load_format="dummy")
+        self._engine_args: dict[str, Any] = own | dict(engine_args or {})
+        if not self._engine_args["enable_return_routed_experts"]:
+            self.routing = None
+        self.on_update = on_update
+        self._requests = RequestRegistry()
+        self._receive_task: asyncio.Task[None] | None = None
+        self._processes: list[psutil.Process] = []
+        self.process_ids: list[int] = []
+        """Of its processes; known after `start`."""
+        self.gpu_uuids: list[str] = []
+        """Of the workers, by uuid; none on CPU. Known after `start`."""
+        self._parameter_names: frozenset[str] = frozenset()
+        self._install_lock = asyncio.Lock()
+        self._cache_checked_version = -1
+        """Version under which the prefix cache was looked at last."""
+        counters = ("generated_tokens", "finished", "aborted", "installs", "unrecorded_rows")
+        self._counters = dict.fromkeys(counters, 0)
+        self._pause_seconds = 0.0
+
+    @property
+    def _core(self) -> Any:
+        return self._requests.core
+
+    async def start(self) -> None:
+        """Load the model: seconds to minutes. Raises `EngineError`. If it is cancelled, the engine is ended."""
+        try:
+            # Before anything else: its process imports vLLM meanwhile.
+            core = self._requests.core = EngineCoreClient(self._engine_args, self._threads, self._kv_cache_bytes)
+            self._parameter_names = await asyncio.to_thread(read_tensor_names, Path(self._engine_args["model"]))
+            await core.start()
+            self._receive_task = create_stage_task("answers", self._requests.receive_outputs())
+            async with asyncio.timeout(CALL_TIMEOUT):
+                pids = await core.collective_rpc("r3_process_id")
+                self.gpu_uuids = [gpu for gpu in await core.collective_rpc("r3_gpu_uuid") if gpu]
+                if self._engine_args["return_sampling_mask"]:
+                    await core.collective_rpc("r3_record_sampling_masks")
+            self._processes = [p for pid in pids for p in iter_process_ancestors(pid)]
+        except BaseException as error:
+            await self._end_core(0.0)
+            if isinstance(error, Exception):
+                raise EngineError(f"vLLM could not start with {self._engine_args['model']}: {error}") from error
+            raise
+        # What was imported stays: a collection that walks all of it would hold up the event loop.
+        gc.freeze()
+        self.process_ids = [p.pid for p in self._processes]
+        self._requests.failure = None
+        self._requests.resume_admission()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample a continuation. Waits while weights are being installed.
+
+        Only `request.stop_token_ids` and `request.stop` end it early: the model's own end-of-sequence token is not added.
+        Cancelling it aborts the request in vLLM. Raises `EngineError` if the engine has failed, refuses the request, or returns
+        something that cannot be trained on. There is no timeout here: the caller knows how long an answer may take.
+        """
+        if request.stop_strings and not (Path(self._engine_args["model"]) / "tokenizer.json").is_file():
+            raise EngineError(f"{self._engine_args['model']} has no tokenizer.json, which stop strings need")
+        prompt_ids = request.prompt_ids.tolist()
+        while True:
+            await self._requests.wait_for_admission()
+            first = request.resolve_routes_from(self.version)
+            params = build_sampling_params(
+                request.max_tokens,
+                request.temperature,
+                request.stop_token_ids,
+                routes_from=first,
+                logprobs=0,
+                top_p=request.top_p,
+                top_k=request.top_k,
+                min_p=request.min_p,
+                stop_strings=request.stop_strings,
+            )
+            running = self._requests.create_request(request.request_id, self.version)
+            if await self._requests.run_request(running, prompt_ids, params, self._build_cache_salt()):
+                return self._build_generation(request, running, first)
+
+    async def abort_request(self, request_id: str) -> None:
+        """End the running requests of that id: their `generate` returns what was sampled so far, and may be nothing."""
+        await self._requests.abort_request(request_id)
+
+    async def install_version(self, manifest: WeightManifest, timeout: float) -> InstallReport:
+        """Install published weights under the running requests; see `Engine.install_version` and
+        `install_version`."""
+        async with self._install_lock:
+            if self._requests.failure is not None:
+                raise self._requests.failure
+            if manifest.version < self.version:
+                raise EngineError(f"version {manifest.version} is older than the installed version {self.version}")
+            report = await install_version(
+                self._requests,
+                manifest,
+                tensor_names=self._parameter_names,
+                on_update=self.on_update,
+                timeout=timeout,
+                on_installed=self._set_version,
+            )
+            self._counters["installs"] += 1
+            self._pause_seconds += report.pause_seconds
+            return report
+
+    def _set_version(self, version: int) -> None:
+        self.version = version
+
+    async def score_tokens(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 `[T - 1]`: log-prob of each token after the first, at temperature 1, without any prefix cache."""
+        running = await self._run_single_text("score", token_ids.tolist(), use_cache=False, prompt_logprobs=0)
+        if running.prompt_logprobs is None or len(running.prompt_logprobs) != len(token_ids) - 1:
+            raise EngineError("vLLM returned no prompt log-probs for a text that was to be scored")
+        return running.prompt_logprobs
+
+    async def count_stale_cached_tokens(self, token_ids: np.ndarray) -> int:
+        """See `Engine.count_stale_cached_tokens`. The text is repeated until it fills blocks of the cache."""
+        block = self._core.block_size
+        ids = np.resize(
+            token_ids, min(max(len(token_ids), 2 * block + 1), self._engine_args["max_model_len"] - 1)
+        ).tolist()
+        running = await self._run_single_text("cache", ids, use_cache=True)
+        known, self._cache_checked_version = self._cache_checked_version == self.version, self.version
+        return 0 if known else running.cached_tokens
+
+    async def find_weight_differences(self, manifest: WeightManifest, timeout: float) -> list[TensorMismatch]:
+        """See `Engine.find_weight_differences`."""
+        async with self._install_lock:
+            return await find_weight_differences(self._requests, manifest, timeout)
+
+    async def record_activations(self, token_ids: np.ndarray, path: Path) -> tuple[np.ndarray, str]:
+        """Score a text as `score_tokens` does, alone in the engine, and write what its model computed of each stage to `path`
+        (safetensors, see `activations.ActivationRecorder`). Returns the log-probs and the dtype that it computes in. Raises
+        `EngineError`; with CUDA graphs nothing is seen, so the engine must be eager."""
+        if not self._engine_args["enforce_eager"]:
+            raise EngineError("stages of a model in CUDA graphs cannot be seen: set enforce_eager=true")
+        async with self._install_lock:
+            await self._core.collective_rpc("r3_record_activations")
+            logprobs = await self.score_tokens(token_ids)
+            async with asyncio.timeout(CALL_TIMEOUT):
+                dtypes = await self._core.collective_rpc("r3_save_activations", args=(str(path),))
+        return logprobs, dtypes[0]
+
+    async def parse_tool_calls(
+        self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[tuple[str, str, str]]]:
+        """The content of an answer, and its calls as `id, name, arguments`, by vLLM's parser of that name. Raises `EngineError`
+        for a parser that there is not, or that does not fit the model's tokenizer."""
+        if self._core is None:
+            raise EngineError("the engine is not running")
+        async with asyncio.timeout(CALL_TIMEOUT):
+            content, calls = await self._core.parse_tool_calls(parser, text, tools)
+        return content, [tuple(call) for call in calls]
+
+    def collect_stats(self) -> dict[str, float]:
+        """Counters since `start`, the number of requests in vLLM now, and its load (`vllm.core.Load`)."""
+        requests = self._requests
+        aborted = self._counters["aborted"] + requests.aborted_count
+        now = {"aborted": aborted, "restarted": requests.restarted_count, "running": len(requests)}
+        load = self._core.load.as_metrics() if self._core is not None else {}
+        return {**self._counters, **now, **load, "pause_seconds": self._pause_seconds}
+
+    async def stop(self) -> None:
+        """Fail what is running, shut vLLM down and make sure that its processes have ended. Idempotent."""
+        if self._core is None:
+            return
+        await self._requests.fail_requests(EngineError("the engine was stopped"))
+        gc.unfreeze()
+        await self._end_core(STOP_TIMEOUT)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, timeout=STOP_TIMEOUT)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    async def _end_core(self, timeout: float) -> None:
+        """The core's process, if there is one."""
+        if self._core is None:
+            return
+        llm, self._requests.core = self._core, None
+        if self._receive_task is not None:
+            self._receive_task.cancel()  # or it would report the end of the engine's process as a failure
+        llm.close()
+        await asyncio.to_thread(llm.end_process, timeout)
+
+    def _build_cache_salt(self) -> str:
+        """Of a new request. An older version's cached prefix has another one, so it is never hit."""
+        return f"version {self.version}"
+
+    async def _run_single_text(self, name: str, ids: list[int], *, use_cache: bool, **params: Any) -> RunningRequest:
+        """A text of ours in vLLM, all by one version, and one token after it."""
+        try:
+            async with asyncio.timeout(SCORE_TIMEOUT):
+                while True:
+                    await self._requests.wait_for_admission()
+                    running = self._requests.create_request(name, self.version)
+                    salt = self._build_cache_salt() if use_cache else None
+                    if await self._requests.run_request(running, ids, build_sampling_params(1, 0.0, **params), salt):
+                        return running
+        except TimeoutError as error:
+            raise EngineError(f"the engine took longer than {SCORE_TIMEOUT} s to {name} a text") from error
+
+    def _build_generation(self, request: GenerationRequest, running: RunningRequest, first: int) -> Generation:
+        tokens = np.asarray(running.tokens, np.int32)
+        logprobs = np.concatenate(running.logprobs) if running.logprobs else np.empty(0, np.float32)
+        if len(logprobs) != len(tokens):
+            raise EngineError(f"request {request.request_id}: {len(tokens)} tokens but {len(logprobs)} log-probs")
+        if running.finish_reason not in ("stop", "length", "abort"):
+            raise EngineError(f"request {request.request_id}: vLLM ended it with {running.finish_reason!r}")
+        self._counters["generated_tokens"] += len(tokens)
+        self._counters["aborted" if running.finish_reason == "abort" else "finished"] += 1
+        return Generation(
+            token_ids=tokens,
+            logprobs=logprobs,
+            version_spans=running.version_spans.finish_spans(len(tokens)),
+            routed_experts=self._build_routes(request, running, first),
+            routes_from=first,
+            stop_reason=running.finish_reason,
+            supports=self._build_supports(request, running, tokens) if request.needs_sampling_mask else None,
+        )
+
+    def _build_supports(self, request: GenerationRequest, running: RunningRequest, tokens: np.ndarray) -> SupportSets:
+        supports = SupportSets.concat(running.supports)
+        if len(supports) != len(tokens) or not supports.recorded_mask.all():
+            raise EngineError(f"request {request.request_id}: {len(tokens)} tokens but {len(supports)} supports")
+        if not (inside := supports.contains_ids(tokens)).all():
+            at = int(inside.argmin())
+            raise EngineError(f"request {request.request_id}: token {tokens[at]} at {at} is not in its own support")
+        return supports
+
+    def _build_routes(self, request: GenerationRequest, running: RunningRequest, first: int) -> np.ndarray | None:
+        """Routes of the MoE layers from position `first`; of length 0 if vLLM returned none, or not as many as it must have fed.
+
+        For a position that the prefix cache served, vLLM returns the row of the call that computed its keys and values. That call
+        had the same salt, hence the same weights."""
+        shape = self.routing
+        if shape is None:
+            return None
+        sampled, returned = len(running.tokens), sum(map(len, running.routes))
+        expected = len(request.prompt_ids) + sampled - 1 - first if sampled else 0
+        if returned > expected or (returned < expected and running.finish_reason != "abort"):
+            returned = 0  # Which rows are missing is not known: rather none than one at a wrong position.
+        self._counters["unrecorded_rows"] += expected - returned
+        if not returned:
+            return np.empty((0, shape.layers, shape.top_k), route_dtype(shape.num_experts))
+        rows = running.routes[0] if len(running.routes) == 1 else np.concatenate(running.routes)
+        if len(self._moe_layers) != rows.shape[1]:
+            rows = rows[:, self._moe_layers]
+        try:
+            check_expert_ids(rows, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
+        except RoutingError as error:
+            raise EngineError(f"request {request.request_id}: {error}") from error
+        return rows
+
+
+def iter_process_ancestors(pid: int) -> Iterator[psutil.Process]:
+    """Process `pid` and its ancestors below this process."""
+    process = psutil.Process(pid)
+    while process is not None and process.pid != os.getpid():
+        yield process
+        process = process.parent()
+
+
+def read_tensor_names(directory: Path) -> frozenset[str]:
+    """Names of the tensors in a safetensors checkpoint, also one without its weights (`TENSOR_NAMES_FILE`)."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    if (directory / TENSOR_NAMES_FILE).is_file():
+        names.update(decode_json((directory / TENSOR_NAMES_FILE).read_bytes(), list[str]))
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            names.update(file.keys())
+    return frozenset(names)
+
+
+# The requests inside vLLM, and new weights under them: the order of events that makes every token's version exact.
+#
+# Verify (nothing is paused yet), wait for running requests if they are to be drained, pause (no step runs any more), load,
+# have every worker confirm, take every output that was produced before the pause, stamp all running requests with their
+# token counts, resume. A request that has not produced a token when the pause comes starts again, so its prompt is never half
+# old and half new.
+
+
+CALL_TIMEOUT = 30.0
+"""Seconds that vLLM may take for a call that does no work on the model."""
+
+
+class RunningRequest:
+    """A request inside vLLM, and what has left the engine of it: `tokens`; `logprobs`, `supports` and `routes` in pieces;
+    `prompt_logprobs` float32 of the prompt's tokens after the first; `cached_tokens` positions from the prefix cache;
+    `finish_reason` why it ended."""
+
+    __slots__ = (
+        "cached_tokens",
+        "finish_reason",
+        "finished_future",
+        "logprobs",
+        "needs_restart",
+        "prompt_logprobs",
+        "request_id",
+        "routes",
+        "supports",
+        "tokens",
+        "version_spans",
+    )
+
+    def __init__(self, request_id: str, version: int):
+        self.request_id = request_id
+        self.version_spans = VersionSpanRecorder(version)
+        self.tokens: list[int] = []
+        self.logprobs: list[np.ndarray] = []
+        self.routes: list[np.ndarray] = []
+        self.supports: list[SupportSets] = []
+        self.prompt_logprobs: np.ndarray | None = None
+        self.cached_tokens = 0
+        self.finish_reason = ""
+        self.needs_restart = False
+        self.finished_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def add_output(self, output: Any) -> None:
+        """An output of vLLM's engine core."""
+        self.tokens += output.new_token_ids
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs.logprobs)
+        if output.new_sampling_mask is not None:
+            self.supports.append(SupportSets.decode(len(output.new_token_ids), output.new_sampling_mask.token_ids))
+        if output.routed_experts is not None:
+            self.routes.append(output.routed_experts)
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_logprobs = np.asarray(output.new_prompt_logprobs_tensors.logprobs[:, 0], np.float32)
+        if output.prefill_stats is not None:
+            self.cached_tokens = output.prefill_stats.num_cached_tokens
+        if output.finish_reason is not None:
+            self.finish_reason = str(output.finish_reason)
+
+    def finish_request(self, error: Exception | None = None) -> None:
+        """Its caller goes on, or gets the error. Idempotent."""
+        if self.finished_future.done():
+            return
+        if error is None:
+            self.finished_future.set_result(None)
+        else:
+            self.finished_future.set_exception(error)
+
+
+class RequestRegistry:
+    """All calls belong to one event loop. `core` is a `vllm_core.Core`, once it has started; `failure`, if not None, is what
+    every call raises."""
+
+    def __init__(self) -> None:
+        self.core: Any = None
+        self.failure: EngineError | None = EngineError("the engine has not been started")
+        self.aborted_count = self.restarted_count = 0
+        self._receive_error: Exception | None = None
+        self._running_requests: dict[str, RunningRequest] = {}
+        self._request_numbers = itertools.count()
+        self._admission_open = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._running_requests)
+
+    def resume_admission(self) -> None:
+        """Requests may enter."""
+        self._admission_open.set()
+
+    def pause_admission(self) -> None:
+        """Requests have to wait, until `resume_admission` or until the engine fails."""
+        self._admission_open.clear()
+
+    async def wait_for_admission(self) -> None:
+        """Wait until requests may enter. Raises what made the engine fail.
+
+        No other task runs between its return and the caller's next suspension.
+        """
+        while self.failure is None and not self._admission_open.is_set():
+            await self._admission_open.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    async def receive_outputs(self) -> None:
+        """Take what leaves the engine, for as long as it lives: then every running and later request fails."""
+        try:
+            while True:
+                ended = [
+                    r
+                    for output in await self.core.receive_outputs()
+                    if (r := self._dispatch_output(output)) is not None
+                ]
+                for running in ended:
+                    running.finish_request()
+                    # Its caller validates, parses and asks again: one of them in a turn of the loop.
+                    await asyncio.sleep(0)
+        except Exception as error:
+            self._receive_error = error
+            for running in self._running_requests.values():
+                running.finish_request(error)
+
+    def _dispatch_output(self, output: Any) -> RunningRequest | None:
+        """The request, if this was its last output. One that is not waited for any more is not known."""
+        running = self._running_requests.get(output.request_id)
+        if running is None or running.finished_future.done():
+            return None
+        running.add_output(output)
+        return running if running.finish_reason else None
+
+    def create_request(self, name: str, version: int) -> RunningRequest:
+        """A request that enters under weights `version`; vLLM knows it by a name that it never saw before."""
+        return RunningRequest(f"{name}#{next(self._request_numbers)}", version)
+
+    async def run_request(
+        self, request: RunningRequest, prompt_ids: list[int], params: Any, cache_salt: str | None
+    ) -> bool:
+        """Play a new request to its end. False if it has to start again under newer weights."""
+        self._running_requests[request.request_id] = request
+        self._idle.clear()
+        try:
+            if self._receive_error is not None:
+                raise self._receive_error
+            await self.core.add_request(request.request_id, prompt_ids, params, cache_salt)
+            await request.finished_future
+        except asyncio.CancelledError:
+            self.aborted_count += 1
+            if self.core is not None:
+                await self.core.abort_requests([request.request_id])
+            raise
+        except Exception as error:
+            if self.failure is not None:
+                raise self.failure from error
+            raise EngineError(f"request {request.request_id}: {error or repr(error)}") from error
+        finally:
+            del self._running_requests[request.request_id]
+            if not self._running_requests:
+                self._idle.set()
+        if self.failure is not None:
+            raise self.failure
+        return not request.needs_restart
+
+    async def abort_request(self, name: str) -> None:
+        """End the running requests of that name, with what they have sampled so far."""
+        if self.core is not None:
+            await self.core.abort_requests([r for r in self._running_requests if r.rpartition("#")[0] == name])
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no request runs: for ever, if further ones may enter."""
+        await self._idle.wait()
+
+    async def stamp_version(self, version: int) -> None:
+        """Running requests continue under `version`; those without a token start again. Only while paused and counted."""
+        restart = []
+        for running in self._running_requests.values():
+            if running.finish_reason or running.finished_future.done():
+                continue  # It has finished already, its caller has only not been scheduled yet.
+            if running.tokens:
+                running.version_spans.stamp_version(len(running.tokens), version)
+            else:
+                running.needs_restart = True
+                restart.append(running.request_id)
+                running.finish_request()
+        self.restarted_count += len(restart)
+        await self.core.abort_requests(restart)
+
+    async def fail_requests(self, failure: EngineError) -> None:
+        """From now on every call raises `failure`, and so do those that are running."""
+        self.failure = self.failure or failure
+        self._admission_open.set()
+        names = list(self._running_requests)
+        for running in self._running_requests.values():
+            running.finish_request()
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(CALL_TIMEOUT):
+                await self.core.abort_requests(names)
+
+
+async def install_version(
+    requests: RequestRegistry,
+    manifest: WeightManifest,
+    *,
+    tensor_names: Collection[str],
+    on_update: str,
+    timeout: float,
+    on_installed: Callable[[int], None],
+) -> InstallReport:
+    """Install a version that must have a tensor for each of `tensor_names`; `on_update` is the setting of that name.
+
+    `on_installed` gets the version when the running requests are stamped with it, before any new one can enter.
+
+    Until the engine is paused a failure leaves it as it was, on its old version: `CorruptWeightsError` then names the tensor, or
+    `EngineError` says how many requests did not end in time. If anything fails later, or the call is cancelled, the weights are
+    in an unknown state: the engine stays paused, and every running and later request fails.
+    """
+    started = time.perf_counter()
+    deadline = asyncio.get_running_loop().time() + timeout
+    version = manifest.version
+    try:
+        async with asyncio.timeout_at(deadline):
+            await asyncio.to_thread(_verify_manifest, manifest, tensor_names)
+    except WeightError as error:
+        raise CorruptWeightsError(str(error)) from error
+    except TimeoutError as error:
+        raise EngineError(f"verifying version {version} took longer than {timeout} s") from error
+    encoded = msgspec.msgpack.encode(manifest)
+    verified = time.perf_counter()
+    requests.pause_admission()
+    if on_update == "drain":
+        await _drain_requests(requests, version, deadline, timeout)
+    drained = time.perf_counter()
+    try:
+        async with asyncio.timeout_at(deadline):
+            # To clear the cache vLLM takes running requests' keys and values too. It raises if a block is left, and computes
+            # them again, with the weights that it has then, before these requests continue.
+            await requests.core.pause_generation(mode="keep", clear_cache=on_update == "recompute")
+            paused = time.perf_counter()  # until then the engine made the step that it was in
+            _confirm_installed(await requests.core.collective_rpc("r3_install_version", args=(encoded,)), manifest)
+            load = time.perf_counter() - paused
+            on_installed(version)
+            await requests.stamp_version(version)
+            await requests.core.resume_generation()
+    except BaseException as error:
+        what = f"took longer than {timeout} s" if isinstance(error, TimeoutError) else f"failed: {error!r}"
+        failure = EngineError(f"installing version {version} {what}; the engine must be restarted")
+        await requests.fail_requests(failure)
+        if isinstance(error, Exception):
+            raise failure from error
+        raise
+    requests.resume_admission()
+    now = time.perf_counter()
+    return InstallReport(
+        version,
+        update_seconds=now - started,
+        pause_seconds=now - paused,
+        verify_seconds=verified - started,
+        drain_seconds=drained - verified,
+        load_seconds=load,
+    )
+
+
+async def find_weight_differences(
+    requests: RequestRegistry, manifest: WeightManifest, timeout: float
+) -> list[TensorMismatch]:
+    """Which tensors of an installed version the workers do not hold as they were published. If there are none, the engine
+    continues with the same weights, to the bit. Otherwise, and if the comparison fails, it must be restarted. Raises
+    `EngineError`."""
+    ended = EngineError("the engine's weights were compared and reloaded; it must be restarted")
+    requests.pause_admission()
+    try:
+        async with asyncio.timeout(timeout):
+            await requests.core.pause_generation(mode="keep", clear_cache=False)
+            answers = await requests.core.collective_rpc(
+                "r3_find_weight_differences", args=(msgspec.msgpack.encode(manifest),)
+            )
+            found = [d for answer in answers for d in decode_msgpack(answer, list[TensorMismatch])]
+            if not found:
+                await requests.core.resume_generation()
+    except BaseException as error:
+        await requests.fail_requests(ended)
+        if isinstance(error, Exception):
+            raise EngineError(
+                f"comparing what the engine holds with version {manifest.version} failed: {error!r}"
+            ) from error
+        raise
+    if found:
+        await requests.fail_requests(ended)
+    else:
+        requests.resume_admission()
+    return list({d.tensor: d for d in found}.values())
+
+
+def _verify_manifest(manifest: WeightManifest, tensor_names: Collection[str]) -> None:
+    if missing := sorted(set(tensor_names) - set(manifest.tensors)):
+        raise WeightError(
+            f"weights version {manifest.version}: tensor {missing[0]!r} is missing ({len(missing)} in all)"
+        )
+    if manifest.source is None:
+        verify_version_file(manifest)
+
+
+async def _drain_requests(requests: RequestRegistry, version: int, deadline: float, timeout: float) -> None:
+    try:
+        async with asyncio.timeout_at(deadline):
+            await requests.wait_until_idle()
+    except BaseException as error:
+        running = len(requests)
+        requests.resume_admission()
+        if not isinstance(error, TimeoutError):
+            raise
+        raise EngineError(
+            f"version {version} waited {timeout} s (weights.install_timeout) for {running} running requests to end "
+            '(generator.on_update = "drain"); allow more time, or set generator.on_update="keep"'
+        ) from error
+
+
+def _confirm_installed(answers: Sequence[Sequence[int]], manifest: WeightManifest) -> None:
+    """What every worker says that it holds must be this version, with these contents."""
+    digest = manifest.digest
+    for worker, holds in enumerate(answers):
+        if tuple(holds) != (manifest.version, digest):
+            version = holds[0]
+            raise EngineError(f"worker {worker} holds version {version} and not version {manifest.version}")

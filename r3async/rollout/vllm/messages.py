@@ -1,0 +1,227 @@
+"""Messages to and from vLLM's engine core, without vLLM: its import takes nine seconds, and half a gigabyte.
+
+What is declared here has the fields of vLLM's classes, in their order, as far as they are used.
+`vllm.core.check_vllm_interface` compares them when the core starts.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from r3async.rollout.engine import EngineError
+
+ADD_MESSAGE, ABORT_MESSAGE, CALL_MESSAGE = b"\x00", b"\x01", b"\x03"
+"""Kinds of messages to the core."""
+CORE_DEAD_MESSAGE = b"ENGINE_CORE_DEAD"
+"""The core's last message when it fails."""
+RAW_VIEW_CODE = 3
+"""Kind of a msgpack extension: bytes of a small array."""
+MAX_TEMPERATURE = 2.0
+"""vLLM refuses more."""
+
+
+class CoreFinishReason(enum.IntEnum):
+    """Why a request ended."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+    REPETITION = 4
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class CoreLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """Of sampled tokens, or of a prompt."""
+
+    logprob_token_ids: Any
+    logprobs: np.ndarray
+
+
+class CoreSamplingMask(msgspec.Struct, array_like=True, gc=False):
+    """In place of token ids: the bytes of `SupportSets`, a set for each new token."""
+
+    token_ids: np.ndarray
+
+
+class CorePrefillStats(msgspec.Struct, gc=False):
+    num_cached_tokens: int = 0
+
+
+class CoreEvent(msgspec.Struct, gc=False):
+    type: int
+
+
+STOP_STRINGS_KEY = "r3async_stop"
+"""In a request's `extra_args`: its stop strings. vLLM's own want text, which the core does not make."""
+
+PREEMPTED_EVENT = 3
+"""Type of an event."""
+
+
+class CoreOutput(msgspec.Struct, array_like=True, gc=False):
+    """What left the core of one request; see `vllm.core.AnswerBuffer`."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: CoreLogprobs | None = None
+    new_prompt_logprobs_tensors: CoreLogprobs | None = None
+    pooling_output: Any = None
+    finish_reason: CoreFinishReason | None = None
+    stop_reason: Any = None
+    events: list[CoreEvent] | None = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    trace_headers: Any = None
+    prefill_stats: CorePrefillStats | None = None
+    routed_experts: np.ndarray | None = None
+    num_nans_in_logits: int = 0
+    mm_cache_miss_hashes: list[str] | None = None
+    new_sampling_mask: CoreSamplingMask | None = None
+
+
+class CoreSchedulerStats(msgspec.Struct, gc=False):
+    num_waiting_reqs: int = 0
+    kv_cache_usage: float = 0.0
+
+
+class CoreCallResult(msgspec.Struct, array_like=True, gc=False):
+    """What a call returned: `result` after its type, which is None."""
+
+    call_id: int
+    failure_message: str | None = None
+    result: Any = None
+
+
+class CoreOutputs(msgspec.Struct, array_like=True, gc=False):
+    """A message from the core."""
+
+    engine_index: int = 0
+    outputs: list[CoreOutput] = []
+    scheduler_stats: CoreSchedulerStats | None = None
+    timestamp: float = 0.0
+    utility_output: CoreCallResult | None = None
+
+
+class CoreSamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
+    """vLLM's `SamplingParams`; the core adds its own defaults."""
+
+    temperature: float
+    stop_token_ids: list[int]
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    max_tokens: int = 0
+    routed_experts_prompt_start: int = 0
+    detokenize: bool | None = None
+    ignore_eos: bool | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    extra_args: dict[str, Any] | None = None
+
+
+class CoreRequest(msgspec.Struct, array_like=True, gc=False):
+    """vLLM's `EngineCoreRequest`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    mm_features: None
+    sampling_params: CoreSamplingParams
+    pooling_params: None
+    arrival_time: float
+    lora_request: None
+    cache_salt: str | None
+    data_parallel_rank: None
+
+
+class CoreReady(msgspec.Struct):
+    """What the core says of itself when it has started."""
+
+    max_model_len: int
+    block_size: int
+
+
+class EngineLoad:
+    """The newest figures of the engine's load. `kv_cache_usage`: share of the blocks that hold anything of a running request,
+    0..1. `waiting`: requests in the queue. `preemptions`: requests that were put back into it for want of blocks."""
+
+    def __init__(self) -> None:
+        self.kv_cache_usage = 0.0
+        self.waiting = self.preemptions = 0
+
+    def update_from(self, outputs: CoreOutputs) -> None:
+        if (stats := outputs.scheduler_stats) is not None:
+            self.kv_cache_usage, self.waiting = float(stats.kv_cache_usage), int(stats.num_waiting_reqs)
+        for output in outputs.outputs:
+            if output.events:
+                self.preemptions += sum(event.type == PREEMPTED_EVENT for event in output.events)
+
+    def as_metrics(self) -> dict[str, float]:
+        return {"kv_cache_usage": self.kv_cache_usage, "waiting": self.waiting, "preemptions": self.preemptions}
+
+
+class CoreOutputDecoder:
+    """Of messages from the core. Arrays are views of the frames that they came in."""
+
+    def __init__(self) -> None:
+        self._frames: list[Any] = []
+        self._decoder = msgspec.msgpack.Decoder(CoreOutputs, dec_hook=self._decode_array, ext_hook=_decode_raw_view)
+
+    def decode(self, frames: list[Any]) -> CoreOutputs:
+        """The first has the message, the others an array each."""
+        self._frames = frames
+        try:
+            return self._decoder.decode(frames[0])
+        finally:
+            self._frames = []
+
+    def _decode_array(self, kind: type, encoded: Any) -> np.ndarray:
+        dtype, shape, data = encoded
+        return np.frombuffer(self._frames[data] if isinstance(data, int) else data, dtype).reshape(shape)
+
+
+def _decode_raw_view(code: int, data: memoryview) -> memoryview:
+    if code != RAW_VIEW_CODE:
+        raise EngineError(f"the engine sent a value of an unknown kind ({code})")
+    return data
+
+
+def build_sampling_params(
+    max_tokens: int,
+    temperature: float,
+    stop_token_ids: tuple[int, ...] = (),
+    *,
+    routes_from: int = 0,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    stop_strings: tuple[str, ...] = (),
+) -> CoreSamplingParams:
+    """What a request asks for. Raises `EngineError` for a value that has no meaning: in the core it would end everything."""
+    if not (math.isfinite(temperature) and 0.0 <= temperature <= MAX_TEMPERATURE):
+        raise EngineError(f"temperature must be in [0, {MAX_TEMPERATURE:g}], and is {temperature}")
+    if not (0.0 < top_p <= 1.0 and top_k >= 0 and 0.0 <= min_p <= 1.0):
+        raise EngineError(f"top_p = {top_p}, top_k = {top_k} and min_p = {min_p} have no meaning together")
+    return CoreSamplingParams(
+        temperature,
+        list(stop_token_ids),
+        logprobs,
+        prompt_logprobs,
+        max_tokens,
+        routes_from,
+        detokenize=False,
+        ignore_eos=True,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        extra_args={STOP_STRINGS_KEY: list(stop_strings)} if stop_strings else None,
+    )

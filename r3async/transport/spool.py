@@ -1,0 +1,313 @@
+"""Accepted trajectories on disk, in the wire format, from before they are acknowledged until a checkpoint has trained them.
+
+A directory of files `GROUP-N.spool` (`container.py` has the format). A file belongs to one group, so that what is trained
+goes with one `unlink`, and to one incarnation of the spool (`N`), which alone appends to it: what a killed one left
+half-written stays at the end of its file and harms nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from r3async.config import BufferConfig
+from r3async.data.container import FramedRecord, RecordFormat, TornRecord, map_file
+from r3async.data.tokens import SCHEMA, TokenSchema, Trajectory
+from r3async.data.wire import Frame, WireError, decode_trajectory, decoded_bytes
+from r3async.world import World
+from r3async.world.files import RETRY_SECONDS, DiskRetrier, make_directory
+from r3async.world.real import REAL_WORLD
+
+_FILE_NAME = re.compile(r"(\d{9,})-(\d{4,})\.spool")
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolDamage:
+    """A place in a spool file that holds no trajectory: one that was being written when the process ended, or a defect."""
+
+    path: Path
+    offset: int
+    reason: str
+
+
+class Spool:
+    """Owns `directory`. `put_trajectory` is durable when it returns: against the loss of any process always (the kernel has the
+    bytes), against power loss with `settings.fsync`.
+
+    All work on files is done in one thread. `report_event(event, **facts)` is called, on the event loop, when the disk cannot
+    take more, and when it can again; nothing is lost in between, `put_trajectory` waits.
+    `quarantine(trajectory, reason, frames)` is given, in the spool's thread, what `remove_trajectories` takes out. Methods
+    belong to the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: BufferConfig,
+        *,
+        schema: TokenSchema = SCHEMA,
+        report_event: Callable[..., None] = lambda event, **facts: None,
+        quarantine: Callable[[Trajectory, str, Sequence[Frame]], object] = lambda trajectory, reason, frames: None,
+        world: World = REAL_WORLD,
+        retry_seconds: float = RETRY_SECONDS,
+    ):
+        self.directory = directory
+        self.memory_bytes = settings.memory_bytes
+        self.nbytes = 0
+        """Bytes on disk."""
+        self.damages: list[SpoolDamage] = []
+        """What `recover_trajectories` found that is not a trajectory."""
+        self._settings = settings
+        self._schema = schema
+        self._report_event = report_event
+        self._quarantine = quarantine
+        self._disk = world.files
+        self._disk_wait = DiskRetrier(
+            world, report_event, "spool_stalled", "spool_goes_on", retry_seconds=retry_seconds, directory=str(directory)
+        )
+        self._files_by_group: dict[int, dict[Path, int]] = {}
+        self._open_files: dict[int, tuple[Path, int]] = {}
+        """By group: the file that this incarnation appends to, and the length of its whole records."""
+        self._is_full = False
+        self._lane = world.threads.new_worker("spool")
+
+    @property
+    def groups(self) -> list[int]:
+        """Those that it has something of."""
+        return list(self._files_by_group)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that may still be granted. Negative if groups that could not wait went beyond `disk_bytes`."""
+        return self._settings.disk_bytes - self.nbytes
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long writing waited for space, or for a device that failed."""
+        return self._disk_wait.waited_seconds
+
+    @property
+    def wait_state(self) -> dict[str, Any] | None:
+        """Why nothing is acknowledged, or not all of it, and for how many `seconds`: the disk takes nothing, or `disk_bytes` are
+        used up until a checkpoint is committed (`full`). None while it is not so."""
+        if (waits := self._disk_wait.current_wait) is not None:
+            return {**waits, "full": False}
+        return {"why": "buffer.disk_bytes are used", "seconds": 0.0, "full": True} if self._is_full else None
+
+    def set_waiting(self, waiting: bool) -> None:
+        """Whether senders wait because of `free_bytes`: reported when it begins and when it ends."""
+        if waiting == self._is_full:
+            return
+        self._is_full = waiting
+        facts = {"bytes": self.nbytes, "directory": str(self.directory)}
+        if waiting:
+            hint = "generators wait until a checkpoint is committed: raise buffer.disk_bytes, or save more often"
+            self._report_event("spool_full", **facts, disk_bytes=self._settings.disk_bytes, hint=hint)
+        else:
+            self._report_event("spool_has_room", **facts)
+
+    async def recover_trajectories(self) -> list[StoredTrajectory]:
+        """Everything that an earlier incarnation left, validated, in the order of groups; `damages` has the rest.
+
+        A trajectory that was written twice (its first acknowledgement came too late) comes once. With `settings.fsync`, what is
+        found is durable: the process that wrote it may have ended before it was. A file that the disk does not give is no
+        damage: it is tried again until it does.
+        """
+        hint = "nothing starts until it can be read: mend the disk, or move the file aside to continue without what it holds"
+        found, self._files_by_group, self.damages = await self._disk_wait.run_with_retries(
+            hint, self._lane.run, self._scan_directory
+        )
+        self._open_files = {}
+        self.nbytes = sum(size for files in self._files_by_group.values() for size in files.values())
+        for damage in self.damages:
+            self._report_event("spool_damaged", path=str(damage.path), offset=damage.offset, reason=damage.reason)
+        return found
+
+    async def put_trajectory(
+        self, trajectory: Trajectory, frames: Sequence[Frame], *, spill: bool
+    ) -> StoredTrajectory | None:
+        """Write a trajectory. Returns when it is durable; with `spill`, as it is mapped back, so that its frames can go.
+
+        A disk that is full, or fails, is tried again until it takes it.
+        """
+        hint = "make space there: senders wait until then, and nothing is lost"
+        group = trajectory.group_index
+        known, data = self._list_files(group), list(frames)
+        path, offset, length = await self._disk_wait.run_with_retries(
+            hint, self._lane.run, self._append_record, group, known, data
+        )
+        self.nbytes += length
+        files = self._files_by_group.setdefault(group, {})
+        files[path] = files.get(path, 0) + length
+        return await self._lane.run(self._map_record, path, offset, length) if spill else None
+
+    async def delete_trained(self, groups: Iterable[int]) -> int:
+        """A checkpoint that has trained these groups is committed: delete them. Returns the bytes that are free again.
+
+        What is mapped of them stays readable. Groups that are not there are skipped. A disk that does not allow it is reported,
+        and they stay among the `groups`.
+        """
+        over = [group for group in groups if group in self._files_by_group]
+        try:
+            await self._lane.run(self._delete_files, {group: self._list_files(group) for group in over})
+        except OSError as error:
+            self._report_event("spool_not_cleaned", groups=over, error=str(error))
+            return 0
+        freed = sum(sum(self._files_by_group.pop(group, {}).values()) for group in over)
+        self.nbytes -= freed
+        return freed
+
+    async def remove_trajectories(self, rejected: Mapping[tuple[int, str], str]) -> int:
+        """Take out trajectories, by group and id, that will never be trained, each for its reason; what else their files hold
+        stays. Returns the bytes that are free again. A disk that does not allow it is reported, and they stay until the
+        next start."""
+        freed = 0
+        for group in sorted({group for group, _ in rejected}):
+            reasons = {name: reason for (of, name), reason in rejected.items() if of == group}
+            try:
+                files = await self._lane.run(self._rewrite_group, group, self._list_files(group), reasons)
+            except OSError as error:
+                self._report_event("spool_not_cleaned", group=group, trajectories=sorted(reasons), error=str(error))
+                continue
+            freed += sum(self._files_by_group.pop(group, {}).values()) - sum(files.values())
+            if files:
+                self._files_by_group[group] = files
+        self.nbytes -= freed
+        return freed
+
+    def _list_files(self, group: int) -> list[Path]:
+        return list(self._files_by_group.get(group, ()))
+
+    async def close(self) -> None:
+        """Finish what is being written. The files stay. Idempotent."""
+        await self._lane.close()
+
+    # What follows runs in the spool's thread.
+
+    def _append_record(self, group: int, known: list[Path], frames: Sequence[Frame]) -> tuple[Path, int, int]:
+        if group not in self._open_files:
+            make_directory(self.directory, files=self._disk)
+            self._open_files[group] = self._next_path(group, known), 0
+        path, size = self._open_files[group]  # what a failed write left there is cut off first
+        offset, length = SPOOL_FORMAT.append_record(
+            path, frames, fsync=self._settings.fsync, valid_bytes=size, files=self._disk
+        )
+        if not size and self._settings.fsync:
+            self._disk.fsync_directory(self.directory)
+        self._open_files[group] = path, offset + length
+        return path, offset, length
+
+    def _map_record(self, path: Path, offset: int, length: int) -> StoredTrajectory:
+        record = next(SPOOL_FORMAT.iter_records(map_file(path, offset, length, files=self._disk)))
+        assert isinstance(record, FramedRecord)
+        return load_record(record, self._schema)
+
+    def _delete_files(self, groups: Mapping[int, list[Path]]) -> None:
+        old = [path for group, known in groups.items() for path in self._list_all_files(group, known)]
+        for group in groups:
+            self._open_files.pop(group, None)
+        for path in old:
+            self._disk.remove(path)
+        if old and self._settings.fsync:
+            self._disk.fsync_directory(self.directory)
+
+    def _next_path(self, group: int, known: list[Path]) -> Path:
+        numbers = [int(p.stem.partition("-")[2]) for p in self._list_all_files(group, known)]
+        return self.directory / f"{group:09d}-{max(numbers, default=-1) + 1:04d}.spool"
+
+    def _rewrite_group(self, group: int, known: list[Path], reasons: Mapping[str, str]) -> dict[Path, int]:
+        """The group's files as one, without those that `reasons` names. A process that ends here leaves both; what is there twice
+        comes once. Returns the new file and its size, if it holds anything."""
+        old, path = self._list_all_files(group, known), self._next_path(group, known)
+        dropped: list[tuple[Trajectory, str, FramedRecord]] = []
+        size = 0
+        try:
+            for record in (
+                r
+                for file in old
+                for r in SPOOL_FORMAT.iter_records(map_file(file, files=self._disk))
+                if isinstance(r, FramedRecord)
+            ):
+                try:
+                    trajectory = load_record(record, self._schema).trajectory
+                except WireError:  # damaged, and reported
+                    continue
+                if trajectory.trajectory_id in reasons:
+                    dropped.append((trajectory, reasons[trajectory.trajectory_id], record))
+                else:
+                    size += SPOOL_FORMAT.append_record(
+                        path, record.frames, fsync=self._settings.fsync, files=self._disk
+                    )[1]
+            if self._settings.fsync and old:
+                self._disk.fsync_directory(self.directory)
+        except OSError:
+            self._disk.remove(path)
+            raise
+        for trajectory, reason, record in dropped:
+            self._quarantine(trajectory, reason, record.frames)
+        for file in old:
+            self._disk.remove(file)
+        if self._settings.fsync and old:
+            self._disk.fsync_directory(self.directory)
+        self._open_files.pop(group, None)
+        if size:
+            self._open_files[group] = path, size
+        return {path: size} if size else {}
+
+    def _list_all_files(self, group: int, known: list[Path]) -> list[Path]:
+        """The `known` files, and the one that is being written: a first write that failed is known to nobody else."""
+        return sorted({*known, self._open_files[group][0]} if group in self._open_files else known)
+
+    def _scan_directory(self) -> tuple[list[StoredTrajectory], dict[int, dict[Path, int]], list[SpoolDamage]]:
+        found: dict[tuple[int, str], StoredTrajectory] = {}
+        files: dict[int, dict[Path, int]] = {}
+        damage: list[SpoolDamage] = []
+        for path in [
+            self.directory / name for name in self._disk.list_names(self.directory) if name.endswith(".spool")
+        ]:
+            if (named := _FILE_NAME.fullmatch(path.name)) is None:
+                damage.append(SpoolDamage(path, 0, "not a file of the spool"))
+                continue
+            group, view = int(named[1]), map_file(path, files=self._disk)
+            files.setdefault(group, {})[path] = len(view)
+            for record in SPOOL_FORMAT.iter_records(view):
+                if isinstance(record, TornRecord):
+                    damage.append(SpoolDamage(path, record.offset, record.reason))
+                    continue
+                try:
+                    stored = load_record(record, self._schema)
+                    if stored.trajectory.group_index != group:
+                        raise WireError(f"a trajectory of group {stored.trajectory.group_index}, not {group}")
+                except WireError as error:
+                    damage.append(SpoolDamage(path, record.offset, str(error)))
+                else:
+                    # The last: one before it may be of steps that a resume took back, and was refused then.
+                    found[group, stored.trajectory.trajectory_id] = stored
+        if self._settings.fsync and self._disk.stat(self.directory) is not None:
+            for path in [path for paths in files.values() for path in paths]:
+                with self._disk.open(path) as file:
+                    file.fsync()
+            self._disk.fsync_directory(self.directory)
+            self._disk.fsync_directory(self.directory.parent)
+        return list(found.values()), files, damage
+
+
+SPOOL_FORMAT = RecordFormat(b"r3spool1")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTrajectory:
+    """A trajectory whose columns are mapped from disk. `nbytes`: what it takes in memory all the same."""
+
+    trajectory: Trajectory
+    nbytes: int
+
+
+def load_record(record: FramedRecord, schema: TokenSchema) -> StoredTrajectory:
+    """The trajectory of a record, on the mapped file. Raises `WireError`."""
+    trajectory = decode_trajectory(record.frames, schema)
+    mapped = sum(frame.nbytes for frame in record.frames[1:])
+    return StoredTrajectory(trajectory, decoded_bytes(record.frames, trajectory) - mapped)

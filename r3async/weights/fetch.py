@@ -1,0 +1,830 @@
+"""Fetches a published version on an engine's host: read from a file or over TCP, kept once a host, and verified."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import msgspec
+import xxhash
+
+from r3async.data.container import SAFETENSORS_DTYPES, decode_safetensors_header
+from r3async.untrusted import MalformedError, decode_msgpack, decode_utf8
+from r3async.weights.delta import VersionDigest, apply_delta, digest_version
+from r3async.weights.manifest import TensorEntry, WeightError, WeightManifest
+from r3async.weights.publish import LOCK_FILE, check_free_space, claim_directory, delta_path
+from r3async.world import MAX_FRAME, File, Files, MessageSocket, World
+from r3async.world.files import write_atomically
+from r3async.world.real import REAL_WORLD
+from r3async.world.sockets import ClientKeys, ServerKeys, decode_key, derive_public_key
+
+if TYPE_CHECKING:
+    import torch
+
+
+# The file of a published version, as an engine's host reads it: mapped, compared with its manifest, and verified.
+
+
+class VersionFile:
+    """The file of a published version, mapped: its names, shapes and dtypes are those of the manifest. Checksums are not compared
+    before `verify_checksums`. `content`: its bytes, uint8 `[n]`, if it is mapped already. Raises `WeightError` that names the
+    file or the tensor."""
+
+    def __init__(
+        self, manifest: WeightManifest, content: torch.Tensor | None = None, *, files: Files = REAL_WORLD.files
+    ):
+        import torch
+
+        self._label = f"weights version {manifest.version} ({manifest.path})"
+        try:
+            content = map_file_privately(manifest.path, files=files) if content is None else content
+            found, begin = decode_safetensors_header(content.numpy())
+        except (OSError, RuntimeError, ValueError) as error:
+            raise WeightError(f"{self._label} cannot be read: {error}") from error
+        self.header = content[:begin].numpy().tobytes()
+        self.data = content[begin:]
+        """uint8 `[nbytes]`."""
+        if missing := sorted(set(manifest.tensors) - set(found)):
+            raise WeightError(f"{self._label}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
+        if unknown := sorted(set(found) - set(manifest.tensors)):
+            raise WeightError(f"{self._label}: tensor {unknown[0]!r} is not in the manifest ({len(unknown)} in all)")
+        widths = {dtype: getattr(torch, dtype).itemsize for dtype in SAFETENSORS_DTYPES}
+        names = {code: dtype for dtype, code in SAFETENSORS_DTYPES.items()}
+        self._tensor_spans: list[tuple[str, TensorEntry, int, int]] = []
+        for name, entry in manifest.tensors.items():
+            this = found[name]
+            start, stop = this.data_offsets
+            if this.dtype != SAFETENSORS_DTYPES.get(entry.dtype) or this.shape != entry.shape:
+                raise WeightError(
+                    f"{self._label}: tensor {name!r} is {names.get(this.dtype, this.dtype)} {list(this.shape)}, "
+                    f"the manifest says {entry.dtype} {list(entry.shape)}"
+                )
+            nbytes = math.prod(entry.shape) * widths[entry.dtype]
+            if not 0 <= start <= stop <= len(self.data) or stop - start != nbytes:
+                raise WeightError(
+                    f"{self._label} cannot be read: tensor {name!r} is at bytes {start} to {stop} of {len(self.data)}"
+                )
+            self._tensor_spans.append((name, entry, start, stop))
+
+    def iter_tensors(self, *, verify_checksums: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor in the manifest's order, not copied; with `verify_checksums`, compared just before."""
+        view = memoryview(self.data.numpy())
+        for name, entry, start, stop in self._tensor_spans:
+            if verify_checksums:
+                self._verify_checksum(view, name, entry, start, stop)
+            yield name, view_as_tensor(self.data, start, stop, entry)
+
+    def verify_checksums(self) -> None:
+        """Compare all checksums. Blocking: about a second for 3 to 5 GB."""
+        view = memoryview(self.data.numpy())
+        for name, entry, start, stop in self._tensor_spans:
+            self._verify_checksum(view, name, entry, start, stop)
+
+    def _verify_checksum(self, view: memoryview, name: str, entry: TensorEntry, start: int, stop: int) -> None:
+        if xxhash.xxh3_64_intdigest(view[start:stop]) != entry.checksum:
+            raise WeightError(f"{self._label}: tensor {name!r} is corrupt: its checksum differs from the published one")
+
+
+def map_file_privately(path: str, *, files: Files = REAL_WORLD.files) -> torch.Tensor:
+    """The bytes of a file, uint8 `[n]`, mapped. What is written into the tensor does not reach the file. Raises `OSError` and
+    `RuntimeError`."""
+    import torch
+
+    found = files.stat(Path(path))
+    if found is None:
+        raise FileNotFoundError(path)
+    return torch.from_file(path, shared=False, size=found.size, dtype=torch.uint8)
+
+
+def view_as_tensor(data: torch.Tensor, start: int, stop: int, entry: TensorEntry) -> torch.Tensor:
+    """The tensor in `data[start:stop]`; not copied, unless it begins where its dtype cannot."""
+    import torch
+
+    dtype, piece = getattr(torch, entry.dtype), data[start:stop]
+    if piece.storage_offset() % dtype.itemsize:
+        piece = piece.clone()
+    return piece.view(dtype).view(entry.shape)
+
+
+def iter_verified_tensors(
+    manifest: WeightManifest, *, verify_checksums: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a published version in the manifest's order, mapped from the file rather than copied.
+
+    Names, shapes and dtypes are checked before the first tensor is given out, the checksum of each just before it is.
+    `verify_checksums=False` leaves out the latter, for a reader whose caller has verified the same file a moment ago.
+    Raises `WeightError` that names the file or the tensor.
+    """
+    yield from VersionFile(manifest).iter_tensors(verify_checksums=verify_checksums)
+
+
+def verify_version_file(manifest: WeightManifest) -> None:
+    """Check a whole published file; see `VersionFile.verify_checksums`. Raises `WeightError`."""
+    VersionFile(manifest).verify_checksums()
+
+
+# The versions that a host has: one file each, which all engines of the host map, and one of them fetches.
+
+
+LOCK_SECONDS = 5.0
+"""Others hold these locks for a moment only."""
+
+
+class HostVersionCache:
+    """A folder below `directory` that all processes of this host which give the same `name` share.
+
+    Each holds it with a shared lock; when nobody does, whoever comes next removes it, as a `VersionFolder`. Who has a version in
+    use holds its file with a shared lock, so a process that is killed lets go of it. Blocking; raises `OSError`, and
+    `WeightError` for a directory of another user's."""
+
+    def __init__(self, directory: Path, name: str, world: World = REAL_WORLD):
+        self._files = world.files
+        claim_directory(directory, world.files)
+        self.path = directory / f"weights-{name}"
+        while True:
+            with contextlib.suppress(FileExistsError):
+                self._files.create_directory(self.path, 0o700)
+            with contextlib.suppress(FileNotFoundError):  # somebody removes it, for nobody held it
+                lock = self._files.open(self.path / LOCK_FILE, create=True)
+                lock.lock(shared=True, timeout=LOCK_SECONDS)
+                if self._files.stat(self.path / LOCK_FILE) is not None:
+                    break
+                lock.close()
+        self._lock: File = lock
+        self._locked_files: list[File] = []
+
+    def version_path(self, version: VersionDigest) -> Path:
+        """Where the file of a version is, if it is here."""
+        return self.path / f"version-{version.version}-{version.digest:08x}.safetensors"
+
+    def acquire_version(self, version: VersionDigest) -> Path | None:
+        """Its file, if it is here and complete; it stays until another one is used. What was used before may be removed."""
+        path = self.version_path(version)
+        try:
+            file = self._files.open(path)
+        except FileNotFoundError:
+            return None
+        try:
+            file.lock(shared=True, timeout=LOCK_SECONDS)
+            if self._files.stat(path) is None:  # removed in between
+                raise FileNotFoundError
+        except (BlockingIOError, FileNotFoundError):
+            file.close()
+            return None
+        used, self._locked_files = self._locked_files, [file]
+        for before in used:
+            before.close()
+        return path
+
+    def discard_version(self, version: VersionDigest) -> None:
+        """What is here of it is not what was published. Who has it in use keeps it."""
+        self._files.remove(self.version_path(version))
+
+    @contextlib.contextmanager
+    def claim_fetch(self) -> Iterator[bool]:
+        """True in the block of at most one process of the host. What another one left there when it was killed is removed."""
+        with self._files.open(self.path / "fetching", create=True) as lock:
+            try:
+                lock.lock()
+            except BlockingIOError:
+                yield False
+                return
+            for name in self._files.list_names(self.path):
+                if name.startswith("."):
+                    self._files.remove(self.path / name)
+            yield True
+
+    def remove_unused_versions(self, keep: VersionDigest | None) -> None:
+        """Remove versions that nobody uses, but for `keep`. For who is fetching."""
+        for name in self._files.list_names(self.path):
+            path = self.path / name
+            if not name.startswith("version-") or (keep is not None and path == self.version_path(keep)):
+                continue
+            with contextlib.suppress(BlockingIOError, FileNotFoundError), self._files.open(path) as file:
+                file.lock()
+                self._files.remove(path)
+
+    def close(self) -> None:
+        """The last one removes the folder. Idempotent."""
+        used, self._locked_files = self._locked_files, []
+        for file in used:
+            file.close()
+        with contextlib.suppress(OSError):
+            self._lock.unlock()
+            self._lock.lock()
+            self._files.remove_tree(self.path)
+        self._lock.close()
+
+
+# Weights between hosts: what is said, and who gets them from whom.
+#
+# A stream is a file of a version, or its delta, in chunks. Whoever wants one joins at the learner, and is placed under the
+# learner, or under a host that has the stream or is receiving it, which passes each chunk on as soon as it has it. No host
+# serves more than `FANOUT` others at once, so the depth of the tree grows with the logarithm of the number of hosts, and the
+# learner sends a stream `FANOUT` times, however many there are.
+
+
+CHUNK_BYTES = 2**20
+"""Of a stream, in one message."""
+FANOUT = 2
+"""Hosts that one host sends a stream to at once."""
+MAX_PARENT_FAILURES = 2
+"""So often in a row a host may fail others; then nobody is placed under it any more."""
+ROOT_ADDRESS = ""
+"""The learner's place in a tree."""
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """To the learner: give me a place for this stream, under none of the addresses `avoid`, which failed me. `address`: where I
+    pass it on; empty if I do not."""
+
+    stream: str
+    address: str
+    avoid: tuple[str, ...] = ()
+
+
+class Place(msgspec.Struct, frozen=True, tag=True):
+    """Ask at this address; `ROOT_ADDRESS`: here."""
+
+    stream: str
+    parent: str
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """To the learner: I have all of it, from `parent`."""
+
+    stream: str
+    parent: str
+
+
+class Get(msgspec.Struct, frozen=True, tag=True):
+    """Send me the chunks `first` to `stop`, as you have them."""
+
+    stream: str
+    first: int
+    stop: int
+
+
+class Chunk(msgspec.Struct, frozen=True, tag=True):
+    """The frames that follow are this chunk; `checksum` is XXH3 of its bytes."""
+
+    stream: str
+    index: int
+    checksum: int
+
+
+class Gone(msgspec.Struct, frozen=True, tag=True):
+    """Nothing of this stream is here."""
+
+    stream: str
+
+
+RelayMessage = Join | Place | Done | Get | Chunk | Gone
+
+
+def encode_relay_message(message: RelayMessage) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_relay_message(data: bytes) -> RelayMessage:
+    """Raises `MalformedError`."""
+    return decode_msgpack(data, RelayMessage)
+
+
+def count_chunks(nbytes: int) -> int:
+    """How many chunks a stream of so many bytes has."""
+    return -(-nbytes // CHUNK_BYTES)
+
+
+@dataclass
+class RelayNode:
+    """A host in a tree. `children`: how many it is sending to."""
+
+    address: str
+    parent: str
+    depth: int
+    children: int = 0
+    is_done: bool = False
+
+
+class RelayTree:
+    """Who gets one stream from whom. A node is named by whoever asks; the learner is `ROOT_ADDRESS`."""
+
+    def __init__(self) -> None:
+        self._nodes = {ROOT_ADDRESS: RelayNode(ROOT_ADDRESS, ROOT_ADDRESS, 0)}
+
+    def place_node(self, name: str, address: str, avoid: Collection[str] = ()) -> str:
+        """The address under which `name` is placed, near the top where a place is free. One that asks again has left its place.
+        If all that are left serve enough, or are to be avoided, the learner serves one more."""
+        known = self._nodes.get(name)
+        if known is not None:
+            self._leave_parent(known)
+        below = self._find_descendants(name)
+        free = [
+            (node.depth, node.children, other)
+            for other, node in self._nodes.items()
+            if other not in below
+            and node.children < FANOUT
+            and (other == ROOT_ADDRESS or node.address not in ("", *avoid))
+        ]
+        parent = min(free)[2] if free else ROOT_ADDRESS
+        at = self._nodes[parent]
+        at.children += 1
+        kept = known.children if known is not None and known.address == address else 0
+        self._nodes[name] = RelayNode(address, parent, at.depth + 1, kept)
+        return at.address
+
+    def finish_node(self, name: str) -> None:
+        """It has everything, and its parent may serve another one. Idempotent."""
+        if (node := self._nodes.get(name)) is not None:
+            self._leave_parent(node)
+
+    def _leave_parent(self, node: RelayNode) -> None:
+        if not node.is_done:
+            self._nodes[node.parent].children -= 1
+            node.is_done = True
+
+    def _find_descendants(self, name: str) -> set[str]:
+        """It, and those that get the stream through it."""
+        found = {name}
+        for other in self._nodes:
+            way, at = [other], other
+            while at != ROOT_ADDRESS and at not in found:
+                at = self._nodes[at].parent
+                way.append(at)
+            if at in found and at != ROOT_ADDRESS:
+                found.update(way)
+        return found
+
+
+class RelayTrees:
+    """The learner's: one tree a stream. Hosts that failed others are avoided, for later streams too."""
+
+    def __init__(self) -> None:
+        self._trees: dict[str, RelayTree] = {}
+        self._failed: Counter[str] = Counter()
+
+    def handle_join(self, name: str, message: Join) -> Place:
+        """Where `name` gets the stream from. It asks again when a parent failed it."""
+        for address in message.avoid[-1:]:
+            self._failed[address] += 1
+        avoid = {*message.avoid, *(a for a, times in self._failed.items() if times >= MAX_PARENT_FAILURES)}
+        tree = self._trees.setdefault(message.stream, RelayTree())
+        return Place(message.stream, tree.place_node(name, message.address, avoid))
+
+    def handle_received(self, name: str, message: Done) -> None:
+        self._failed.pop(message.parent, None)
+        if message.stream in self._trees:
+            self._trees[message.stream].finish_node(name)
+
+    def forget_stream(self, stream: str) -> None:
+        self._trees.pop(stream, None)
+
+
+@dataclass
+class RelayStream:
+    """A file that grows, or is complete. `checksums`: of the chunks that are there; None where they were not computed yet."""
+
+    file: File
+    nbytes: int
+    checksums: list[int | None]
+
+
+class ChunkServer:
+    """Answers `Get` from the streams that are here. What is asked for and not here yet is sent when it comes. On the event loop
+    of `socket`, which is a router's."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, RelayStream] = {}
+        self._pending_requests: dict[str, dict[tuple[bytes, int], None]] = {}
+        self.sent_bytes = 0
+
+    def add_complete_stream(self, name: str, file: File) -> None:
+        """All of `file`."""
+        nbytes = file.size()
+        self._streams[name] = RelayStream(file, nbytes, [None] * count_chunks(nbytes))
+
+    def add_growing_stream(self, name: str, file: File, nbytes: int) -> None:
+        """A file of which nothing is here yet. It stays open, even if its name goes, until `remove_stream`."""
+        self._streams[name] = RelayStream(file, nbytes, [])
+
+    def add_chunks(self, name: str, checksums: Sequence[int], socket: MessageSocket) -> None:
+        """The next chunks were written."""
+        stream = self._streams[name]
+        stream.checksums += checksums
+        waiting = self._pending_requests.get(name, {})
+        for peer, index in [key for key in waiting if key[1] < len(stream.checksums)]:
+            del waiting[peer, index]
+            self._send_chunk(socket, peer, name, stream, index)
+
+    def remove_stream(self, name: str) -> None:
+        """Idempotent."""
+        self._pending_requests.pop(name, None)
+        if (stream := self._streams.pop(name, None)) is not None:
+            stream.file.close()
+
+    @property
+    def stream_names(self) -> list[str]:
+        return list(self._streams)
+
+    def answer_request(self, socket: MessageSocket, peer: bytes, request: Get) -> None:
+        stream = self._streams.get(request.stream)
+        if stream is None:
+            socket.send([peer, encode_relay_message(Gone(request.stream))])
+            return
+        for index in range(max(0, request.first), min(request.stop, count_chunks(stream.nbytes))):
+            if index < len(stream.checksums):
+                self._send_chunk(socket, peer, request.stream, stream, index)
+            else:
+                self._pending_requests.setdefault(request.stream, {})[peer, index] = None
+
+    def _send_chunk(self, socket: MessageSocket, peer: bytes, name: str, stream: RelayStream, index: int) -> None:
+        start = index * CHUNK_BYTES
+        data = stream.file.map_bytes(start, min(CHUNK_BYTES, stream.nbytes - start))
+        checksum = stream.checksums[index]
+        if checksum is None:
+            checksum = stream.checksums[index] = xxhash.xxh3_64_intdigest(data)
+        frames: list[Any] = [data[at : at + MAX_FRAME] for at in range(0, len(data), MAX_FRAME)]
+        # What is not taken, the peer asks for again.
+        if not socket.send([peer, encode_relay_message(Chunk(name, index, checksum)), *frames]):
+            self.sent_bytes += len(data)
+
+
+# Weights over TCP: from the file of the learner's host to one file on each other host, through a tree of hosts; see `relay`.
+#
+# The learner's host has a version as one file, and beside it the delta from the version before, if that is shorter. On each other
+# host one generator fetches it for all: the delta if the host has the very version that it changes, else the whole file. Chunks
+# have checksums, blocks of a delta have those of what they make, and the engine compares each tensor with the manifest, which
+# came another way, before it pauses.
+
+
+WINDOW_CHUNKS = 16
+"""Chunks that are asked for and not written yet."""
+RETRY_SECONDS = 1.0
+"""Without a chunk for so long, what was asked for is asked for again: it may have been lost with a connection."""
+MAX_SILENCE_SECONDS = 5.0
+"""Without a chunk for so long, a host asks for another place in the tree."""
+MAX_DAMAGED_CHUNKS = 3
+"""So often a chunk may come damaged from one host; then another place is asked for."""
+MAX_RELAYED_STREAMS = 3
+"""Streams that a host passes on: the newest ones."""
+CACHE_POLL_SECONDS = 0.05
+"""Between two looks at what another process of the host fetches."""
+
+
+class TcpSource(msgspec.Struct, frozen=True):
+    """Where a version is. `nbytes`: of its file, on `host`. A delta of `delta_bytes` changes version `base`; None: there is
+    none."""
+
+    endpoint: str
+    name: str
+    nbytes: int
+    base: VersionDigest | None = None
+    delta_bytes: int = 0
+    host: str = ""
+
+
+class TcpServer:
+    """The learner's end: serves files that were written on its host. On one event loop. `public_endpoint(endpoint)`: where
+    others reach what is bound there."""
+
+    def __init__(
+        self,
+        host: str,
+        keys: ServerKeys,
+        world: World = REAL_WORLD,
+        public_endpoint: Callable[[str], str] = lambda bound: bound,
+    ):
+        self._address, self._keys, self._files = f"tcp://{host}:*", keys, world.files
+        self._public_endpoint, self._host = public_endpoint, world.processes.host
+        self._sockets = world.open_sockets()
+        self._open_sockets: list[MessageSocket] = []
+        self._chunk_server, self._trees = ChunkServer(), RelayTrees()
+        self._paths: dict[str, Path] = {}
+        self.refused_peers: Counter[str] = Counter()
+        """Peers without a known key, by reason."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of all chunks so far."""
+        return self._chunk_server.sent_bytes
+
+    def offer_version(self, manifest: WeightManifest, base: VersionDigest | None) -> TcpSource:
+        """Serve a version, and its delta from `base`, which is beside it. What was removed from the host is served no longer."""
+        socket = self._ensure_socket()
+        for name, path in list(self._paths.items()):
+            if self._files.stat(path) is None:
+                del self._paths[name]
+                self._chunk_server.remove_stream(name)
+                self._trees.forget_stream(name)
+        path, name = Path(manifest.path), f"{manifest.lineage}-{manifest.version}"
+        nbytes = self._serve_file(name, path)
+        delta_bytes = self._serve_file(f"{name}-delta", delta_path(path)) if base is not None else 0
+        return TcpSource(self._public_endpoint(socket.endpoint), name, nbytes, base, delta_bytes, self._host)
+
+    def _serve_file(self, name: str, path: Path) -> int:
+        self._chunk_server.remove_stream(name)  # of a try before this one
+        file = self._files.open(path)
+        self._chunk_server.add_complete_stream(name, file)
+        self._paths[name] = path
+        return file.size()
+
+    def _ensure_socket(self) -> MessageSocket:
+        if not self._open_sockets:
+            router = self._sockets.bind_router(
+                self._address, self._handle_message, keys=self._keys, refused_peers=self.refused_peers
+            )
+            self._open_sockets.append(router)
+        return self._open_sockets[0]
+
+    def _handle_message(self, frames: list[Any]) -> None:
+        socket, peer = self._open_sockets[0], frames[0].bytes
+        with contextlib.suppress(MalformedError, IndexError):  # not one of ours, or damaged
+            message = decode_relay_message(frames[1].bytes)
+            if isinstance(message, Join):
+                known = message.stream in self._paths
+                answer = self._trees.handle_join(decode_utf8(peer), message) if known else Gone(message.stream)
+                socket.send([peer, encode_relay_message(answer)])
+            elif isinstance(message, Done):
+                self._trees.handle_received(decode_utf8(peer), message)
+            elif isinstance(message, Get):
+                self._chunk_server.answer_request(socket, peer, message)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._sockets.close()
+        for name in self._chunk_server.stream_names:
+            self._chunk_server.remove_stream(name)
+
+
+@dataclass
+class IncomingStream:
+    """A stream under way to this host. `written_chunks`: chunks that are in its file. `parent`: the address where it is asked
+    for, once it is known."""
+
+    name: str
+    chunk_count: int
+    written_chunks: int = 0
+    parent: str | None = None
+    is_gone: bool = False
+
+    def __post_init__(self) -> None:
+        self.pending_chunks: deque[tuple[int, list[Any]]] = deque()
+        """Chunks that follow on those: checksum, and frames."""
+        self.activity = asyncio.Event()
+
+    @property
+    def next_chunk(self) -> int:
+        """The first chunk that is not here."""
+        return self.written_chunks + len(self.pending_chunks)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.written_chunks == self.chunk_count
+
+    async def wait_for_activity(self) -> bool:
+        """Whether something arrived in time."""
+        self.activity.clear()
+        try:
+            await asyncio.wait_for(self.activity.wait(), RETRY_SECONDS)
+        except TimeoutError:
+            return False
+        return True
+
+
+class TcpReceiver:
+    """A host's end, in each generator. `host`: where it passes weights on to other hosts (ZeroMQ's name of an interface; empty:
+    it does not), which reach it at `name`. `folder`: what the generators of this run share on a host."""
+
+    def __init__(
+        self,
+        directory: Path,
+        folder: str,
+        peer_id: str,
+        keys: ClientKeys,
+        *,
+        host: str = "",
+        name: str = "",
+        world: World = REAL_WORLD,
+    ):
+        self._world, self._clock, self._files = world, world.clock.monotonic, world.files
+        self._host_name = world.processes.host
+        self._cache = HostVersionCache(directory, f"{folder}-{quote(self._host_name, safe='')}", world)
+        self._peer_id = f"{peer_id}-{world.unique_id()[:8]}".encode()
+        self._keys, self._host, self._name = keys, host, name
+        self._sockets = world.open_sockets()
+        self._root_sockets: list[MessageSocket] = []
+        self._relay_sockets: list[MessageSocket] = []
+        self._chunk_server = ChunkServer()
+        self._address = ""
+        self._incoming = IncomingStream("", 0)
+        self.refused_peers: Counter[str] = Counter()
+        self.received_bytes = self.damaged_chunks = self.parent_changes = 0
+        """Bytes and chunks of streams, and how often this host asked for another place."""
+
+    async def fetch_version(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
+        """See `WeightReceiver.fetch_version`. One process of the host fetches, and the others wait for its file."""
+        source, wanted = parts[0], digest_version(manifest)
+        if source.host == self._host_name and self._files.stat(Path(manifest.path)) is not None:
+            return manifest  # the learner's host
+        try:
+            async with asyncio.timeout(timeout):
+                while (path := await self._run_in_thread(self._cache.acquire_version, wanted)) is None:
+                    with self._cache.claim_fetch() as mine:
+                        if mine and self._files.stat(self._cache.version_path(wanted)) is None:
+                            await self._fetch_to_cache(source, wanted, manifest)
+                    if not mine:
+                        await asyncio.sleep(CACHE_POLL_SECONDS)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"version {manifest.version} did not arrive within {timeout:g} s (weights.install_timeout)"
+            ) from error
+        return msgspec.structs.replace(manifest, path=str(path))
+
+    async def discard_version(self, manifest: WeightManifest) -> None:
+        """See `WeightReceiver.discard_version`. The learner's own file stays."""
+        await self._run_in_thread(self._cache.discard_version, digest_version(manifest))
+
+    async def close(self) -> None:
+        """See `WeightReceiver.close`."""
+        await self._sockets.close()
+        for name in self._chunk_server.stream_names:
+            self._chunk_server.remove_stream(name)
+        await self._run_in_thread(self._cache.close)
+
+    async def _run_in_thread(self, function: Any, *args: Any) -> Any:
+        return await self._world.threads.run(function, *args)
+
+    async def _fetch_to_cache(self, source: TcpSource, wanted: VersionDigest, manifest: WeightManifest) -> None:
+        base = source.base if source.base is not None and self._has_version(source.base) else None
+        await self._run_in_thread(self._cache.remove_unused_versions, base)
+        beside = source.nbytes if base is not None else 0
+        check_free_space(self._cache.path, source.nbytes, manifest.version, self._files, beside)
+        self._connect_sockets(source.endpoint)
+        path = self._cache.version_path(wanted)
+        if base is not None:
+            aside = path.with_name(f".{path.name}.delta")
+            delta = await self._receive_stream(f"{source.name}-delta", source.delta_bytes, aside)
+            self._files.remove(aside)  # what is passed on stays open
+            if await self._run_in_thread(self._apply_delta, base, delta, path):
+                return
+        aside = path.with_name(f".{path.name}")
+        await self._receive_stream(source.name, source.nbytes, aside)
+        self._files.rename(aside, path)
+
+    def _has_version(self, base: VersionDigest) -> bool:
+        return self._files.stat(self._cache.version_path(base)) is not None
+
+    def _apply_delta(self, base: VersionDigest, delta: File, path: Path) -> bool:
+        """Whether the delta made the file. If not, it or the version that it changes is corrupt: the whole file is needed."""
+        try:
+            with self._files.open(self._cache.version_path(base)) as before:
+                write_atomically(path, apply_delta(base, before, delta), fsync=False, files=self._files)
+        except WeightError:
+            return False
+        return True
+
+    # -- one stream ------------------------------------------------------------------------------------------------
+
+    def _connect_sockets(self, endpoint: str) -> None:
+        """Connect to the learner, and listen for other hosts, if that was not done."""
+        if self._root_sockets:
+            return
+        if self._host:
+            # A client's keys serve here too: the learner knows their public one, and so do all that have the same.
+            known = frozenset([decode_key(derive_public_key(self._keys.secret_key))])
+            server = ServerKeys(self._keys.secret_key, known)
+            with contextlib.suppress(OSError):  # then it passes nothing on
+                relay = self._sockets.bind_router(
+                    f"tcp://{self._host}:*", self._handle_chunk_request, keys=server, refused_peers=self.refused_peers
+                )
+                self._relay_sockets.append(relay)
+                self._address = f"tcp://{self._name}:{relay.endpoint.rpartition(':')[2]}"
+        self._root_sockets.append(
+            self._sockets.connect_dealer(endpoint, self._peer_id, self._handle_message, keys=self._keys)
+        )
+
+    def _handle_chunk_request(self, frames: list[Any]) -> None:
+        with contextlib.suppress(MalformedError, IndexError):  # not one of ours, or damaged
+            message = decode_relay_message(frames[1].bytes)
+            if isinstance(message, Get):
+                self._chunk_server.answer_request(self._relay_sockets[0], frames[0].bytes, message)
+
+    def _handle_message(self, frames: list[Any]) -> None:
+        expected = self._incoming
+        try:
+            message = decode_relay_message(frames[0].bytes)
+        except MalformedError:
+            return
+        if message.stream != expected.name:
+            return
+        if isinstance(message, Place):
+            expected.parent = message.parent
+        elif isinstance(message, Gone):
+            expected.is_gone = True
+        elif isinstance(message, Chunk) and message.index == expected.next_chunk:
+            expected.pending_chunks.append((message.checksum, frames[1:]))
+        else:
+            return
+        expected.activity.set()
+
+    async def _receive_stream(self, name: str, nbytes: int, path: Path) -> File:
+        """Receive a stream into a new file, and pass it on meanwhile. Returns the file, which `ChunkServer` closes."""
+        for old in [name, *self._chunk_server.stream_names[:-MAX_RELAYED_STREAMS]]:
+            self._chunk_server.remove_stream(old)
+        file = self._files.open(path, exclusive=True, mode=0o600)
+        self._chunk_server.add_growing_stream(name, file, nbytes)
+        expected = self._incoming = IncomingStream(name, count_chunks(nbytes))
+        avoid: list[str] = []
+        try:
+            while not expected.is_complete:
+                parent = await self._request_parent(expected, avoid)
+                if await self._receive_from_parent(parent, expected, file):
+                    self._root_sockets[0].send([encode_relay_message(Done(name, parent))])
+                elif parent != ROOT_ADDRESS:
+                    avoid.append(parent)
+                    self.parent_changes += 1
+        except BaseException:
+            self._chunk_server.remove_stream(name)  # whoever asks for it here looks elsewhere
+            raise
+        return file
+
+    async def _request_parent(self, expected: IncomingStream, avoid: Sequence[str]) -> str:
+        """The address of a parent, from the learner. Raises `WeightError` if that one does not have the stream."""
+        expected.parent, expected.is_gone = None, False
+        while expected.parent is None:
+            self._root_sockets[0].send([encode_relay_message(Join(expected.name, self._address, tuple(avoid)))])
+            await expected.wait_for_activity()
+            if expected.is_gone:
+                raise WeightError(f"the learner does not keep {expected.name} of the weights any more")
+        return expected.parent
+
+    async def _receive_from_parent(self, parent: str, expected: IncomingStream, file: File) -> bool:
+        """See `_receive_chunks`."""
+        if parent == ROOT_ADDRESS:
+            return await self._receive_chunks(expected, file, self._root_sockets[0])
+        keys = ClientKeys(self._keys.secret_key, derive_public_key(self._keys.secret_key))
+        try:
+            socket = self._sockets.connect_dealer(parent, self._peer_id, self._handle_message, keys=keys)
+        except OSError:  # that is no address
+            return False
+        try:
+            return await self._receive_chunks(expected, file, socket)
+        finally:
+            socket.close()
+
+    async def _receive_chunks(self, expected: IncomingStream, file: File, socket: MessageSocket) -> bool:
+        """Chunks from one parent, until all are written, it is silent, or a chunk is damaged each time, for that is what it has.
+        Returns whether all are."""
+        asked, silent, damaged = expected.next_chunk, 0.0, Counter[int]()
+        while not expected.is_complete:
+            stop = min(expected.chunk_count, expected.next_chunk + WINDOW_CHUNKS)
+            if stop > asked:
+                socket.send([encode_relay_message(Get(expected.name, asked, stop))])
+                asked = stop
+            if expected.pending_chunks:
+                if not await self._write_pending_chunks(expected, file, socket):
+                    asked = expected.next_chunk
+                    damaged[asked] += 1
+            elif await expected.wait_for_activity():
+                silent = 0.0
+            else:
+                silent += RETRY_SECONDS
+                asked = expected.next_chunk
+            if expected.is_gone or silent >= MAX_SILENCE_SECONDS or damaged[expected.next_chunk] >= MAX_DAMAGED_CHUNKS:
+                return False
+        return True
+
+    async def _write_pending_chunks(self, expected: IncomingStream, file: File, socket: MessageSocket) -> bool:
+        """Write what has arrived, and pass it on. False if a chunk was damaged on its way: it is asked for again."""
+        batch = list(expected.pending_chunks)
+        good = await self._run_in_thread(self._append_verified_chunks, file, batch)
+        for _ in good:
+            expected.pending_chunks.popleft()
+        expected.written_chunks += len(good)
+        self._chunk_server.add_chunks(expected.name, good, self._relay_sockets[0] if self._relay_sockets else socket)
+        if len(good) == len(batch):
+            return True
+        self.damaged_chunks += 1
+        expected.pending_chunks.clear()
+        return False
+
+    def _append_verified_chunks(self, file: File, batch: Sequence[tuple[int, list[Any]]]) -> list[int]:
+        """Append chunks, up to the first that is damaged. Returns the checksums of those that were written."""
+        good = []
+        for checksum, frames in batch:
+            digest = xxhash.xxh3_64()
+            for frame in frames:
+                digest.update(frame.buffer)
+            if digest.intdigest() != checksum:
+                break
+            self.received_bytes += file.append([frame.buffer for frame in frames])
+            good.append(checksum)
+        return good

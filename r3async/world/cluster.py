@@ -1,0 +1,379 @@
+"""Ray: actors, placement and calls, and the network addresses of this host."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from r3async.world import (
+    ActorLostError,
+    ActorOptions,
+    ActorRef,
+    ClusterNode,
+    InsufficientResourcesError,
+    Reservation,
+    ResourceBundle,
+)
+
+# Actors as processes of a Ray cluster. The only file that calls Ray.
+#
+# Ray is imported when it is first needed: a command that starts no actor does not pay for it.
+
+
+DEFAULT_OPTIONS = ActorOptions()
+SPARE_ACTORS = 16
+"""Of a cluster that is started here: a run may have that many more than it begins with."""
+RESERVE_RETRY_SECONDS = 0.25
+"""Between two looks at what is free."""
+RESERVE_TIMEOUT_SECONDS = 2.0
+"""Ray reserves what is free in milliseconds; what it cannot in this time, others have taken."""
+
+
+STARTUP_TIMEOUT_TEXT = "timed out during startup"
+"""Of what `ray.init` raises where the node did not report itself."""
+
+
+class RayActorRef:
+    """See `world.ActorRef`."""
+
+    def __init__(self, name: str, handle: Any):
+        self.name, self._handle = name, handle
+
+    def __repr__(self) -> str:
+        return f"RayRef({self.name!r})"
+
+    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        answer = getattr(self._handle, method).remote(*args, **kwargs)
+        try:
+            async with asyncio.timeout(timeout):
+                return await answer
+        except Exception as error:
+            _raise_actor_error(self.name, error)
+
+
+def _raise_actor_error(name: str, error: Exception) -> None:
+    """The exception that the actor raised, or that it was lost."""
+    from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
+
+    if isinstance(error, RayActorError | ActorUnavailableError | ObjectLostError):
+        raise ActorLostError(f"{name or 'an actor'}: {str(error).strip() or type(error).__name__}") from error
+    if isinstance(error, GetTimeoutError):
+        raise TimeoutError(str(error)) from error
+    if isinstance(error, RayTaskError) and isinstance(cause := getattr(error, "cause", None), Exception):
+        raise cause from error
+    raise error
+
+
+@dataclass(frozen=True)
+class RayReservation:
+    """`placement_groups`: Ray's placement groups. `bundle_locations`: the group of each bundle, and its number in it."""
+
+    placement_groups: tuple[Any, ...]
+    bundle_locations: tuple[tuple[int, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.bundle_locations)
+
+
+class RayActors:
+    """See `world.Actors`."""
+
+    def __init__(self) -> None:
+        self._owns_cluster = False
+
+    def join_cluster(self, address: str | None, actor_count: int) -> None:
+        import ray
+
+        if ray.is_initialized():
+            return
+        address = address or os.environ.get("RAY_ADDRESS")
+        try:
+            if address:
+                ray.init(address=address, log_to_driver=True, logging_level="error")
+            else:
+                # Local actors share few cores on purpose: logical CPUs only count actors.
+                # "local": one of its own, also where somebody has started a head on this host.
+                capacity = max(actor_count, os.cpu_count() or 1) + SPARE_ACTORS
+                with _without_dashboard(), _block_hangup_signal():
+                    _start_local_ray(capacity)
+        except Exception as error:
+            raise ConnectionError(_connection_error_text(address, str(error).partition("\n")[0])) from error
+        self._owns_cluster = True
+
+    def list_nodes(self) -> list[ClusterNode]:
+        import ray
+        from ray._private.state import available_resources_per_node
+
+        free = available_resources_per_node()
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        home = ray.get_runtime_context().get_node_id()
+        return [_cluster_node(node, free.get(node["NodeID"], {}), home) for node in sorted(alive, key=_node_sort_key)]
+
+    def reserve_bundles(
+        self, plan: Callable[[Sequence[ClusterNode]], Sequence[ResourceBundle]], timeout: float
+    ) -> RayReservation:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return _reserve_placement_groups(plan(self.list_nodes()))
+            except InsufficientResourcesError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(RESERVE_RETRY_SECONDS)
+
+    def release_bundles(self, reservation: Reservation, bundle: int | None = None) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        assert isinstance(reservation, RayReservation)
+        if bundle is None:
+            ended = set(range(len(reservation.placement_groups)))
+        else:
+            group, _ = reservation.bundle_locations[bundle]
+            ended = {group} if sum(of == group for of, _ in reservation.bundle_locations) == 1 else set()
+        for index in ended:
+            remove_placement_group(reservation.placement_groups[index])
+
+    def host_address(self, interface: str = "") -> str:
+        import ray
+
+        return interface_address(interface) if interface else str(ray.util.get_node_ip_address())
+
+    def spawn_actor(
+        self, actor_class: type, *args: Any, name: str, actor_options: ActorOptions = DEFAULT_OPTIONS, **env: str
+    ) -> RayActorRef:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from r3async.world.processes import actor_environment
+        from r3async.world.real import REAL_WORLD
+
+        options: dict[str, Any] = {
+            "num_cpus": 1 if actor_options.threads else 0,
+            "num_gpus": actor_options.gpus,
+            "runtime_env": {"env_vars": actor_environment(actor_options.threads)},
+        }
+        if actor_options.max_restarts:
+            options |= {"max_restarts": actor_options.max_restarts, "max_task_retries": 0}
+        if actor_options.max_concurrency is not None:
+            options["max_concurrency"] = actor_options.max_concurrency
+        if actor_options.reserved_bundle is not None:
+            options["scheduling_strategy"] = _scheduling_strategy(*actor_options.reserved_bundle)
+        elif actor_options.same_node:
+            node = ray.get_runtime_context().get_node_id()
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+        lanes = dict.fromkeys(actor_options.concurrency_groups, 1)
+        remote = ray.remote(concurrency_groups=lanes) if lanes else ray.remote  # no option, unlike the others
+        return RayActorRef(name, remote(actor_class).options(**options).remote(REAL_WORLD, *args))
+
+    def current_actor(self) -> RayActorRef:
+        import ray
+
+        return RayActorRef("", ray.get_runtime_context().current_actor)
+
+    def kill_actor(self, actor: ActorRef, *, restart: bool = False) -> None:
+        import ray
+
+        ray.kill(_ray_handle(actor), no_restart=not restart)
+
+    def put(self, value: Any) -> Any:
+        import ray
+
+        return ray.put(value)
+
+    def get(self, reference: Any, timeout: float | None = None) -> Any:
+        import ray
+
+        try:
+            return ray.get(reference, timeout=timeout)
+        except Exception as error:
+            _raise_actor_error("", error)
+
+    def begin_call(self, actor: ActorRef, method: str, *args: Any, concurrency_group: str = "", **kwargs: Any) -> Any:
+        call = getattr(_ray_handle(actor), method)
+        return (call.options(concurrency_group=concurrency_group) if concurrency_group else call).remote(
+            *args, **kwargs
+        )
+
+    def wait_for_call(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
+        import ray
+
+        return ray.wait(list(calls), timeout=timeout)
+
+    def leave_cluster(self) -> None:
+        if self._owns_cluster:  # else an import of Ray may just have been interrupted, and it cannot be imported twice
+            import ray
+
+            ray.shutdown()
+            time.sleep(0.1)
+        self._owns_cluster = False
+
+
+def _node_sort_key(node: Any) -> tuple[str, str]:
+    return node["NodeManagerHostname"], node["NodeID"]
+
+
+def _cluster_node(node: Any, free: Any, home: str) -> ClusterNode:
+    total = node["Resources"]
+    kinds = [key.removeprefix("accelerator_type:") for key in total if key.startswith("accelerator_type:")]
+    return ClusterNode(
+        node["NodeID"],
+        node["NodeManagerHostname"] or node["NodeManagerAddress"],
+        float(total.get("CPU", 0)),
+        float(total.get("GPU", 0)),
+        float(free.get("CPU", 0)),
+        float(free.get("GPU", 0)),
+        float(total.get("memory", 0)),
+        kinds[0] if kinds else "",
+        node["NodeID"] == home,
+        float(total.get("object_store_memory", 0)),
+    )
+
+
+def _reserve_placement_groups(bundles: Sequence[ResourceBundle]) -> RayReservation:
+    """Those that stay in one group, whose hosts are certain; each that moves in one of its own, whose host is a wish."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    staying = [bundle for bundle in bundles if not bundle.can_move]
+    groups, at, fixed = [], list[tuple[int, int]](), 0
+    if staying:
+        wanted = [{"ray.io/node-id": bundle.node_id} for bundle in staying]
+        groups.append(placement_group([_bundle_resources(b) for b in staying], "PACK", bundle_label_selector=wanted))
+    for bundle in bundles:
+        if bundle.can_move:
+            at.append((len(groups), 0))
+            groups.append(
+                placement_group([_bundle_resources(bundle)], "STRICT_PACK", _soft_target_node_id=bundle.node_id or None)
+            )
+        else:
+            at.append((0, fixed))
+            fixed += 1
+    deadline = time.monotonic() + RESERVE_TIMEOUT_SECONDS
+    if all(group.wait(max(0.01, deadline - time.monotonic())) for group in groups):
+        return RayReservation(tuple(groups), tuple(at))
+    for group in groups:
+        remove_placement_group(group)
+    asked = sum(bundle.gpus for bundle in bundles), sum(bundle.cpus for bundle in bundles)
+    raise InsufficientResourcesError(
+        f"others were faster: Ray could not reserve {asked[0]:g} GPUs and {asked[1]:g} CPUs as planned"
+    )
+
+
+def _bundle_resources(bundle: ResourceBundle) -> dict[str, float]:
+    return {"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {})
+
+
+def _scheduling_strategy(reservation: Reservation, bundle: int) -> Any:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    assert isinstance(reservation, RayReservation)
+    group, index = reservation.bundle_locations[bundle]
+    return PlacementGroupSchedulingStrategy(reservation.placement_groups[group], index)
+
+
+def _start_local_ray(capacity: int) -> None:
+    """A Ray of our own on this machine. Its node has 30 s to report itself, however busy the machine is: once more, then."""
+    import psutil
+    import ray
+
+    here = psutil.Process()
+    before = set(here.children())
+    for last in (False, True):
+        try:
+            ray.init(
+                "local",
+                num_cpus=capacity,
+                include_dashboard=False,
+                logging_level="error",
+                # Its environment is not that of an actor here: it would never be used.
+                _system_config={"prestart_worker_first_driver": False},
+            )
+            return
+        except Exception as error:
+            if last or STARTUP_TIMEOUT_TEXT not in str(error):
+                raise
+        # Ray leaves what it started.
+        for process in set(here.children()) - before:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name() in ("gcs_server", "raylet"):
+                    process.kill()
+
+
+@contextlib.contextmanager
+def _without_dashboard() -> Iterator[None]:
+    """Inside, `ray.init` starts no process for a dashboard, which it would wait for also where that is left out, and none that
+    asks for further machines. A Ray that has other names for them starts them."""
+    from ray._private import node, services
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, instead in (
+            (services, "start_api_server", lambda *args, **options: (None, None)),
+            (node.Node, "start_monitor", lambda head: None),
+        ):
+            if (theirs := getattr(owner, name, None)) is not None:
+                setattr(owner, name, instead)
+                stack.callback(setattr, owner, name, theirs)
+        yield
+
+
+@contextlib.contextmanager
+def _block_hangup_signal() -> Iterator[None]:
+    """What is started inside never gets SIGHUP: a closed terminal sends it to all processes of the command, which alone is to end
+    them. Ray does the same for SIGINT."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _connection_error_text(address: str | None, why: str) -> str:
+    if not address:
+        return f"Ray did not start on this machine: {why} Its logs are in /tmp/ray/session_latest/logs"
+    return f"the Ray cluster at {address} (`cluster.address`, or RAY_ADDRESS) cannot be reached: {why}"
+
+
+def _ray_handle(actor: ActorRef) -> Any:
+    assert isinstance(actor, RayActorRef)
+    return actor._handle
+
+
+# The network interfaces of this host.
+
+
+def list_interfaces() -> dict[str, list[str]]:
+    """The addresses of each interface, IPv4 first."""
+    kinds = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [a.address.partition("%")[0] for kind in kinds for a in addresses if a.family == kind]
+        for name, addresses in sorted(psutil.net_if_addrs().items())
+    }
+
+
+def interface_address(interface: str) -> str:
+    """The first address of an interface. Raises `ConnectionError` with those that there are."""
+    here = list_interfaces()
+    if not (addresses := here.get(interface)):
+        names = ", ".join(name for name, has in here.items() if has)
+        raise ConnectionError(f"{socket.gethostname()} has no network interface {interface!r} with an address: {names}")
+    return addresses[0]
+
+
+def find_interface(address: str) -> str:
+    """The interface that has an address; "" if none has."""
+    return next((name for name, addresses in list_interfaces().items() if address in addresses), "")
+
+
+def use_interface(name: str) -> None:
+    """Collectives (NCCL, gloo) that this process begins from now on use that interface. A variable that is set already says
+    otherwise, and stays."""
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, name)

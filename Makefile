@@ -86,9 +86,9 @@ lint: install ## ruff, mypy, what may pass the seam to the world by, what may im
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
 	@$(VENV)/mypy
-	@$(VENV)/python -m r3async.tools.lint_seam
+	@$(VENV)/python -m dev.lint.seam
 	@$(VENV)/lint-imports --no-logo
-	@$(VENV)/python -m r3async.tools.config_reference --check
+	@$(VENV)/python -m dev.pages.reference --check
 
 check-frozen: install ## compare simulated runs, trained steps, messages and a chaos run with dev/frozen.json, for refactorings
 	@$(VENV)/python -m dev.frozen $(ARGS)

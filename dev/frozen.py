@@ -55,8 +55,8 @@ def original_names() -> Callable[[str], str]:
 
 def simulate_seed(seed: int) -> str:
     """Return the digest of everything that happens in the simulated run of `seed`."""
-    from r3async.tools.simulate.run import Simulated, draw_case
-    from r3async.world.simulated.world import SimulationLog
+    from dev.simulation.run import Simulated, draw_case
+    from dev.simulation.world import SimulationLog
 
     digest, put_back, add = hashlib.blake2b(digest_size=16), original_names(), SimulationLog._add_line
 
@@ -76,8 +76,8 @@ def simulate_seed(seed: int) -> str:
 
 def simulated_runs() -> dict[str, str]:
     """Return a digest for each of the first seeds."""
-    from r3async.tools.simulate.run import model_here
-    from r3async.tools.simulate.search import quiet_logs
+    from dev.simulation.run import model_here
+    from dev.simulation.search import quiet_logs
 
     with quiet_logs(), model_here(), multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         return {str(seed): found for seed, found in enumerate(pool.imap(simulate_seed, range(SEEDS)))}
@@ -107,7 +107,9 @@ def trained_steps() -> dict[str, Any]:
 def chaos_run() -> dict[str, Any]:
     """Return what a run under faults trained. Which faults it met depends on time."""
     with tempfile.TemporaryDirectory() as directory:
-        report = json.loads(run_command("chaos", "quickstart", "--seed", "1", "--json", cwd=directory).splitlines()[-1])
+        report = json.loads(
+            run_command("chaos", "quickstart", "--seed", "1", "--json", program="dev", cwd=directory).splitlines()[-1]
+        )
     return {name: report[name] for name in ("steps", "trajectories", "problems")}
 
 
@@ -132,13 +134,13 @@ PARTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def run_command(*words: str, cwd: str | None = None) -> str:
-    """Run `r3async` with `words` and return what it printed. Raises `RuntimeError` with its errors if it fails."""
+def run_command(*words: str, program: str = "r3async", cwd: str | None = None) -> str:
+    """Run `program` with `words` and return what it printed. Raises `RuntimeError` with its errors if it fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "r3async", *words], cwd=cwd, capture_output=True, text=True, timeout=1200
+        [sys.executable, "-m", program, *words], cwd=cwd, capture_output=True, text=True, timeout=1200
     )
     if done.returncode:
-        raise RuntimeError(f"r3async {words[0]} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        raise RuntimeError(f"{program} {words[0]} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return done.stdout
 
 

@@ -2,7 +2,7 @@
 
 The decoders below raise many kinds of errors, depending on what the bytes happen to be: their own, `ValueError` for an integer
 of 5,000 digits, `UnicodeDecodeError`, `OverflowError`, and `RecursionError` for a thousand open brackets. Here there is one,
-`MalformedError`. `tools/lint_seam.py` refuses the direct calls.
+`MalformedError`. `dev/lint/seam.py` refuses the direct calls.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import traceback
 from pathlib import Path
@@ -33,20 +32,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-IS_CHECKOUT = importlib.util.find_spec("r3async.tools.bench") is not None
-"""Benchmarks and chaos test the project itself: the repository has them, the installed package has not."""
-
-if IS_CHECKOUT:
-    from r3async.tools.bench.commands import app as bench
-
-    app.add_typer(bench, name="bench")
-else:
-
-    @app.command(name="bench", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-    def refuse_bench() -> None:
-        _require_checkout("bench")
-
 
 app.add_typer(submit, name="submit")
 app.add_typer(inspect, name="inspect")
@@ -158,65 +143,9 @@ def evaluate(
 
 
 @app.command()
-def chaos(
-    preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")] = "quickstart",
+def plan(
+    preset: Annotated[str | None, typer.Argument(help="a preset's name, or a TOML file")] = None,
     overrides: OverridesArgument = None,
-    scenario: Annotated[
-        str,
-        typer.Option(
-            help="what happens: kills, rewind, first-checkpoint, full-disk, frozen, blocked-line, full-memory or strangers"
-        ),
-    ] = "kills",
-    kills: Annotated[int, typer.Option(help="processes to kill, of every role (scenario kills)", min=0)] = 20,
-    seed: Annotated[int, typer.Option(help="of the run, of who is hit when, and of the noise")] = 0,
-    engine: Annotated[str, typer.Option(help="scripted (no model plays), or vllm")] = "scripted",
-    fault: Annotated[
-        str, typer.Option(help="have the learner do one thing wrong, which the accounting has to show (exit 1)")
-    ] = "",
-    replay: Annotated[
-        bool, typer.Option("--replay", help="record the run, and make its steps again: every digest has to be the same")
-    ] = False,
-    runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
-    json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
-) -> None:
-    """Rehearse failure: a scenario happens to a real run; what it trained is checked. Exit 1 if something is wrong."""
-    _require_checkout("chaos")
-    import msgspec
-
-    from r3async.tools.chaos.run import chaos as rehearse
-    from r3async.tools.chaos.run import describe
-
-    rehearsed = rehearse(
-        preset,
-        overrides or [],
-        scenario=scenario,
-        kills=kills,
-        seed=seed,
-        engine=engine,
-        fault=fault,
-        root=runs,
-        replayed=replay,
-    )
-    typer.echo(describe(rehearsed), err=json)
-    if json:
-        typer.echo(msgspec.json.encode(rehearsed))
-    raise typer.Exit(1 if rehearsed.problems else 0)
-
-
-@app.command()
-def simulate(
-    settings: Annotated[list[str] | None, typer.Argument(help="for --capacity: a preset, and overrides")] = None,
-    seeds: Annotated[int, typer.Option(help="how many runs", min=1)] = 100,
-    seed: Annotated[int | None, typer.Option(help="only this run", min=0)] = None,
-    first: Annotated[int, typer.Option(help="the first seed", min=0)] = 0,
-    jobs: Annotated[int, typer.Option(help="processes; 0: one a core", min=0)] = 0,
-    mutant: Annotated[str, typer.Option(help="plant this defect, which the search has to find (exit 1 if not)")] = "",
-    case: Annotated[Path | None, typer.Option(help="only this run, as --keep wrote it")] = None,
-    keep: Annotated[Path | None, typer.Option(help="write the run that fails, made small, to this file")] = None,
-    shrink: Annotated[bool, typer.Option(help="make the run that fails small before it is reported")] = True,
-    trace: Annotated[
-        Path | None, typer.Option(help="write the last run's timeline: *.jsonl as a run's own, else Chrome's format")
-    ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
     capacity: Annotated[bool, typer.Option("--capacity", help="predict how fast a cluster would train")] = False,
     published: Annotated[bool, typer.Option("--published", help="predict curves that others published")] = False,
@@ -227,18 +156,18 @@ def simulate(
     hardware: Annotated[str, typer.Option(help="with --capacity: h100, h200, a100, h20 or cpu")] = "h100",
     lost: Annotated[float, typer.Option(help="with --capacity: seconds between two failures of a generator")] = 0.0,
     steps: Annotated[int, typer.Option(help="with --capacity: of each run")] = 32,
+    seed: Annotated[int, typer.Option(help="with --capacity: of the simulated durations", min=0)] = 0,
     picture: Annotated[Path | None, typer.Option(help="with --capacity: draw it to this SVG file")] = None,
 ) -> None:
-    """Run the whole system in virtual time, with faults, each run from a seed. Exit 1 at the first that breaks an invariant."""
-    if capacity or published or calibrate is not None:
-        from r3async.tools.simulate.capacity_command import Settings, capacity_command, numbers, published_command
+    """Print what a run needs and what it would do, or predict a cluster, and start nothing."""
+    from r3async.tools.capacity.command import Settings, capacity_command, numbers, published_command
 
-        if published:
-            return published_command(json=json, say=typer.echo, note=_print_note)
-        preset, *overrides = settings or [""]
+    if published:
+        return published_command(json=json, say=typer.echo, note=_print_note)
+    if capacity or calibrate is not None:
         return capacity_command(
-            preset,
-            overrides,
+            preset or "",
+            overrides or [],
             Settings(
                 generators=numbers(generators, "--generators"),
                 staleness=numbers(staleness, "--staleness"),
@@ -246,7 +175,7 @@ def simulate(
                 hardware=hardware,
                 lost=lost,
                 steps=steps,
-                seed=seed or 0,
+                seed=seed,
                 run=calibrate,
                 picture=picture,
             ),
@@ -254,25 +183,11 @@ def simulate(
             say=typer.echo,
             note=_print_note,
         )
-    if settings:
-        raise ConfigError(
-            f"`{settings[0]}`: a preset is simulated with --capacity; without it, runs are drawn from seeds"
-        )
-    from r3async.tools.simulate.command import simulate_command
+    if preset is None:
+        raise ConfigError("`plan` needs a preset's name or a TOML file; `r3async presets` lists the presets")
+    from r3async.tools.plan import print_plan
 
-    raise typer.Exit(
-        simulate_command(
-            seeds=seeds if seed is None else 1,
-            first=first if seed is None else seed,
-            jobs=jobs,
-            mutant=mutant,
-            case=case,
-            keep=keep,
-            shrinking=shrink,
-            trace=trace,
-            json=json,
-        )
-    )
+    print_plan(load_command_config(preset, overrides or []), overrides or [], json)
 
 
 @app.command()
@@ -336,11 +251,16 @@ def keys(
 
 
 def main() -> None:
-    """Entry point: errors that a person can mend are one line on stderr and exit code 2; a failed run is 1, one that made
-    all its steps without an update is 4, and one that was stopped before its first step 130."""
+    """Entry point of the command `r3async`."""
+    run_app(app, "r3async")
+
+
+def run_app(app: typer.Typer, name: str) -> NoReturn:
+    """Run the command that `sys.argv` names. Errors that a person can mend are one line on stderr and exit code 2; a failed run
+    is 1, one that made all its steps without an update is 4, and one that was stopped before its first step 130."""
     add_user_module_path()
     try:
-        sys.exit(app(prog_name="r3async", standalone_mode=False))
+        sys.exit(app(prog_name=name, standalone_mode=False))
     except UsageError as error:
         _exit_with_error(explain_usage_error(error, sys.argv), 2)
     except ConfigError as error:
@@ -370,13 +290,6 @@ def main() -> None:
 
 def _print_note(line: str) -> None:
     typer.echo(line, err=True)
-
-
-def _require_checkout(command: str) -> None:
-    if not IS_CHECKOUT:
-        _exit_with_error(
-            f"`r3async {command}` is part of the repository only: clone it, and run `make install` there", 2
-        )
 
 
 def _exit_with_error(message: str, code: int) -> NoReturn:

@@ -1,6 +1,6 @@
 """Print the tables of docs/routing-replay.md on what replay is worth to training, from the runs kept in `replay-map.jsonl`.
 
-    r3async bench replay-map --data docs/figures/replay-map.jsonl    # makes the runs that are not there yet
+    python -m dev bench replay-map --data docs/figures/replay-map.jsonl    # makes the runs that are not there yet
     python docs/figures/make_replay_map.py                           # writes the tables into the page
     python docs/figures/make_replay_map.py --check                   # exits 1 if the page has others
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from r3async.tools.bench.replay_map import HEADS, Run, cells, read, rows
+from dev.bench.replay_map import HEADS, Run, cells, read, rows
 
 HERE = Path(__file__).parent
 DATA = HERE / "replay-map.jsonl"

@@ -1,7 +1,7 @@
 """Draw `routing-replay.svg` from two reports of the benchmark, which lie next to it.
 
-    r3async bench replay --json | tail -n 1 > docs/figures/routing-replay.json
-    r3async bench replay --seeds 0 --pairs 0 --table --json | tail -n 1 > docs/figures/routing-replay-table.json
+    python -m dev bench replay --json | tail -n 1 > docs/figures/routing-replay.json
+    python -m dev bench replay --seeds 0 --pairs 0 --table --json | tail -n 1 > docs/figures/routing-replay-table.json
     python docs/figures/make_routing_replay.py
 
 Standard library only. The drawing has a background of its own, light or dark as the reader's system asks for.

@@ -93,7 +93,7 @@ SINGLE_KIND_STAGES = {"threads": "cpu", "runtime": "cpu", "idle": "wall"} | dict
 # Every metric of a run: its name, what it means, and what of it the views show. Whoever shows a metric asks this table.
 #
 # `metrics.jsonl` has one object a step; a row may lack some of these, and may hold more. The table of docs/observing.md is
-# made from it by `python -m r3async.tools.config_reference`; a test holds that a run writes what is here, and nothing else.
+# made from it by `python -m dev.pages.reference`; a test holds that a run writes what is here, and nothing else.
 
 
 class CurveStyle(NamedTuple):

@@ -2,7 +2,7 @@
 
 A process has one `World`: its clock, its threads, the files of its host, message sockets, the actors that it calls, and what it
 knows of processes. There are two implementations: the real one (`r3async.world.real.REAL_WORLD`: Ray, ZeroMQ, the disk), and the
-simulated one (`r3async.world.simulated`: one process, one event loop in virtual time, one seed). Conductor, fleet, watch, saver,
+simulated one (`dev.simulation`: one process, one event loop in virtual time, one seed). Conductor, fleet, watch, saver,
 learner, generator, sender, receiver, spool, checkpoint directory and the run's supervision are the same classes in both.
 
 Tasks, events, `asyncio.sleep`, `asyncio.timeout` and `asyncio.wait` need no protocol: they belong to the running event loop,

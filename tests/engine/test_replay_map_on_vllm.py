@@ -9,17 +9,17 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from dev.bench.replay_engine import BatchEngine
+from dev.bench.replay_map import Setting, config_of
+from dev.bench.replay_report import RandomModel, k3
+from dev.bench.replay_rollouts import make_random_model
+from dev.bench.replay_training import tables_of
 from r3async.data.tokens import Sample
 from r3async.learner.batch import pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.rollout.engine import GenerationRequest
 from r3async.rollout.samples import SampleBuilder
 from r3async.rollout.vllm.engine import VllmEngine
-from r3async.tools.bench.replay_engine import BatchEngine
-from r3async.tools.bench.replay_map import Setting, config_of
-from r3async.tools.bench.replay_report import RandomModel, k3
-from r3async.tools.bench.replay_rollouts import make_random_model
-from r3async.tools.bench.replay_training import tables_of
 from tests.helpers.router_noise import NOISE
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -19,8 +20,9 @@ class Said(NamedTuple):
     stderr: str
 
 
-def typed(*words: str, cwd: Path) -> Said:
-    """What `r3async WORDS` says in that folder. It leaves the import path, the environment and the folder of this process."""
+def typed(*words: str, cwd: Path, main: Callable[[], None] = main) -> Said:
+    """What `r3async WORDS` says in that folder, or the program of which `main` is the entry. It leaves the import path, the
+    environment and the folder of this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
         contextlib.chdir(cwd),

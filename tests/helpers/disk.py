@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from r3async.world.simulated.disk import SimulatedDisk, SimulatedFiles
+from dev.simulation.disk import SimulatedDisk, SimulatedFiles
 
 
 class Ended(BaseException):

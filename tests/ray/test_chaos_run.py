@@ -6,10 +6,10 @@ import io
 import pytest
 from rich.console import Console
 
+from dev.chaos.relay import Noise
+from dev.chaos.run import chaos
+from dev.chaos.scenarios import SCENARIOS, FullDisk
 from r3async.config import ConfigError
-from r3async.tools.chaos.relay import Noise
-from r3async.tools.chaos.run import chaos
-from r3async.tools.chaos.scenarios import SCENARIOS, FullDisk
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 

@@ -14,17 +14,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dev.simulation.loop import DeadlockError, LimitReachedError
+from dev.simulation.network import MessagePath, SimulatedFrames, draw_seconds
+from dev.simulation.processes import HostProcess
+from dev.simulation.world import Simulation
 from r3async.config import TransportConfig
 from r3async.data import wire
 from r3async.data.tokens import Trajectory
 from r3async.data.versions import ConsumedGroups
 from r3async.transport import TrajectoryLedger, TrajectoryReceiver, TrajectorySender, decode_trajectory
 from r3async.world import World
-from r3async.world.simulated.loop import DeadlockError, LimitReachedError
-from r3async.world.simulated.network import draw_seconds
-from r3async.world.simulated.processes import HostProcess
-from r3async.world.simulated.sockets import MessagePath, SimulatedFrames
-from r3async.world.simulated.world import Simulation
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS, make_trajectory
 
 GROUPS, SAMPLES = 20, 2

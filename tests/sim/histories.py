@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from r3async.data.tokens import format_trajectory_id
-from r3async.tools.simulate.history import (
+from dev.simulation.history import (
     Acknowledged,
     Asked,
     Began,
@@ -27,7 +26,8 @@ from r3async.tools.simulate.history import (
     Trained,
     Unlinked,
 )
-from r3async.tools.simulate.known import Rules
+from dev.simulation.known import Rules
+from r3async.data.tokens import format_trajectory_id
 
 RULES = Rules(
     steps=4,

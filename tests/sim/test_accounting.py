@@ -1,4 +1,4 @@
-"""What passed between generators and learner of a whole run, simulated, and its records: `tools/chaos/accounting.py` finds no
+"""What passed between generators and learner of a whole run, simulated, and its records: `dev/chaos/accounting.py` finds no
 problem with a learner as it is, whatever is killed, and a problem with each that is wrong. On Ray: `ray/test_chaos_run.py`."""
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from dev.chaos.accounting import Acknowledged
+from dev.chaos.actors import FAULTS, Recorder, chaos_directory
+from dev.chaos.run import Rehearsal, look_into
+from dev.simulation.world import START_TIME
 from r3async.config import load_config
 from r3async.data.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, join_item_frames
-from r3async.tools.chaos.accounting import Acknowledged
-from r3async.tools.chaos.actors import FAULTS, Recorder, chaos_directory
-from r3async.tools.chaos.run import Rehearsal, look_into
-from r3async.world.simulated.world import START_TIME
 from tests.sim.whole import SMALL, Simulated
 
 SETTINGS = [
@@ -32,7 +32,7 @@ SETTINGS = [
     "schedule.window=3",
     "episode.retries=30",
     "episode.max_new_tokens=12",
-    "env.name=r3async.tools.simulate.environment:Errand",
+    "env.name=dev.simulation.environment:Errand",
     "env.args={ turns = 2, seconds = 1.0, tail = 10, failing = 50 }",
     "episode.max_turns=2",
 ]

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from dev.simulation.actors import copy_as_sent
+from dev.simulation.loop import ProcessKilled
+from dev.simulation.world import Simulation
 from r3async.world import ActorLostError, ActorOptions, ActorRef, Actors, Processes, Threads
-from r3async.world.simulated.actors import copy_as_sent
-from r3async.world.simulated.loop import ProcessKilled
-from r3async.world.simulated.world import Simulation
 
 
 @dataclass

@@ -10,10 +10,18 @@ import pytest
 
 from r3async.config import load_config
 from r3async.record.timeline import Span
-from r3async.tools.simulate.calibrate import CalibrationError, engine_speed, fit, learner_speed, measured, turns_of
-from r3async.tools.simulate.capacity import best, lines, picture, sweep
-from r3async.tools.simulate.estimate import HARDWARE, estimate
-from r3async.tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed
+from r3async.tools.capacity.cluster import Distribution, EngineSpeed, LearnerSpeed
+from r3async.tools.capacity.estimate import (
+    HARDWARE,
+    CalibrationError,
+    engine_speed,
+    estimate,
+    fit,
+    learner_speed,
+    measured,
+    turns_of,
+)
+from r3async.tools.capacity.report import best, lines, picture, sweep
 
 
 def call(

@@ -1,4 +1,4 @@
-"""`r3async simulate` as a person gives it, for a cluster that nobody has."""
+"""`r3async plan` as a person gives it, for a cluster that nobody has."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from r3async.tools.cli import app
 from tests.sim.test_capacity import row
 
 
-def simulate(*words: str) -> Result:
-    return CliRunner().invoke(app, ["simulate", *words])
+def plan(*words: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *words])
 
 
 def test_a_preset_is_predicted_by_bound_and_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "capacity.svg"
     words = ["quickstart", "--capacity", "--hardware", "cpu", "--staleness", "0,2", "--steps", "12", "--json"]
-    answer = simulate(*words, "--picture", str(picture))
+    answer = plan(*words, "--picture", str(picture))
     assert answer.exit_code == 0, answer.output
     report = json.loads(answer.stdout.splitlines()[-1])
     assert [point["max_staleness"] for point in report["points"]] == [0, 2]
@@ -39,7 +39,7 @@ def test_durations_of_a_run_are_taken_and_the_run_itself_is_predicted(tmp_path: 
             timeline.add_span("call", 10.0 + 3 * step, 11.0 + 3 * step, turn=0, tokens=10, prompt=0, running=8)
         rows.append({**row(100, 1.0), "step": step + 1, "time": 12.0 + 3 * step})
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in rows))
-    answer = simulate("--calibrate", str(tmp_path), "--steps", "12")
+    answer = plan("--calibrate", str(tmp_path), "--steps", "12")
     assert answer.exit_code == 0, answer.output
     assert "took 3 s a step; its durations predict" in answer.stderr
 
@@ -47,7 +47,7 @@ def test_durations_of_a_run_are_taken_and_the_run_itself_is_predicted(tmp_path: 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["quickstart"], "a preset is simulated with --capacity"),
+        ([], "a preset's name or a TOML file"),
         (["--capacity"], "needs a preset"),
         (["quickstart", "--capacity", "--staleness", "few"], "whole numbers"),
         (["quickstart", "--capacity", "--hardware", "abacus"], "must be one of h100"),
@@ -56,6 +56,6 @@ def test_durations_of_a_run_are_taken_and_the_run_itself_is_predicted(tmp_path: 
     ],
 )
 def test_what_can_be_mended_is_said(words: list[str], reason: str) -> None:
-    error = simulate(*words).exception
+    error = plan(*words).exception
     assert isinstance(error, ConfigError)
     assert reason in str(error)

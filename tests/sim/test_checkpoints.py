@@ -17,6 +17,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dev.simulation.disk import SimulatedDisk, SimulatedFile, SimulatedFiles
+from dev.simulation.loop import ProcessKilled
+from dev.simulation.processes import HostProcess
+from dev.simulation.world import SimulatedHost, Simulation
 from r3async.actors.driver import open_run_directory
 from r3async.checkpoint import CheckpointDirectory, CheckpointError, CheckpointWriter, find_checkpoint
 from r3async.checkpoint.directory import begin_lineage, describe_origin
@@ -26,10 +30,6 @@ from r3async.config import Config, ConfigError, config_from_dict
 from r3async.world import Files, World
 from r3async.world.appending import AppendFile
 from r3async.world.files import make_directory, read_file, replace_file
-from r3async.world.simulated.disk import SimulatedDisk, SimulatedFile, SimulatedFiles
-from r3async.world.simulated.loop import ProcessKilled
-from r3async.world.simulated.processes import HostProcess
-from r3async.world.simulated.world import SimulatedHost, Simulation
 from tests.helpers.checkpoint import hold_nothing, tiny_state, training_state, write_checkpoint
 from tests.helpers.disk import Process
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.schedule.admission import worst_case_staleness
-from r3async.tools.simulate.cluster import predict
-from r3async.tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model, Sharing
+from r3async.tools.capacity.cluster import Distribution, EngineSpeed, LearnerSpeed, Model, Sharing, predict
 
 ONE = Model(
     generators=1,

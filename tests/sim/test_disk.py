@@ -13,11 +13,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dev.simulation.disk import SimulatedFiles
 from r3async.world.appending import AppendFile, RecordFlusher
 from r3async.world.disk import SystemFiles
 from r3async.world.files import make_directory, replace_file
 from r3async.world.real import RealWorld
-from r3async.world.simulated.disk import SimulatedFiles
 from tests.helpers.disk import Ended, Process, disk_and_files, read, write
 
 PATHS = st.sampled_from(["a", "b", "d", "d/x", "d/e", "d/e/y", "d/e/z", "no/x"])

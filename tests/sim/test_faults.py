@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import pytest
 
-from r3async.tools.simulate.faults import Fault
-from r3async.tools.simulate.history import (
+from dev.simulation.faults import Fault
+from dev.simulation.history import (
     Acknowledged,
     Arrived,
     Began,
@@ -26,10 +26,10 @@ from r3async.tools.simulate.history import (
     Taken,
     Trained,
 )
-from r3async.tools.simulate.run import Simulated, model_here
-from r3async.tools.simulate.search import quiet_logs
-from r3async.tools.simulate.shrink import Case
-from r3async.tools.simulate.workload import Workload
+from dev.simulation.run import Simulated, model_here
+from dev.simulation.search import quiet_logs
+from dev.simulation.shrink import Case
+from dev.simulation.workload import Workload
 
 E = TypeVar("E")
 

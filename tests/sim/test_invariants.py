@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from r3async.data.tokens import format_trajectory_id
-from r3async.tools.simulate.branches import Branch, leads_to, same_weights
-from r3async.tools.simulate.history import (
+from dev.simulation.history import (
     Acknowledged,
     Arrived,
     Asked,
@@ -42,9 +40,10 @@ from r3async.tools.simulate.history import (
     Trained,
     Unlinked,
 )
-from r3async.tools.simulate.invariants import RULES as ALL
-from r3async.tools.simulate.invariants import Checker, Rules, Violated
-from r3async.tools.simulate.rules_training import groups_are_replaced_for_want_of_contrast
+from dev.simulation.invariants import RULES as ALL
+from dev.simulation.invariants import Checker, Rules, Violated, groups_are_replaced_for_want_of_contrast
+from dev.simulation.known import Branch, leads_to, same_weights
+from r3async.data.tokens import format_trajectory_id
 from tests.sim.histories import RULES, Writer, good, pair, playing
 
 

@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 
-from r3async.world.simulated.loop import DeadlockError, LimitReachedError, ProcessKilled, VirtualLoop, VirtualProcess
+from dev.simulation.loop import DeadlockError, LimitReachedError, ProcessKilled, VirtualLoop, VirtualProcess
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_at_the_end_of_a_process_its_callbacks_are_called_once(loop):
 
 ORDERS = """
 import asyncio, random
-from r3async.world.simulated.loop import VirtualLoop
+from dev.simulation.loop import VirtualLoop
 loop = VirtualLoop()
 async def main():
     rng, seen = random.Random(1), []

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from r3async.world.simulated.loop import VirtualLoop, VirtualProcess
-from r3async.world.simulated.network import SimulatedNetwork
+from dev.simulation.loop import VirtualLoop, VirtualProcess
+from dev.simulation.network import SimulatedNetwork
 from tests.helpers.sockets import LOOPBACK, Ear
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
 

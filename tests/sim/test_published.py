@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from r3async.tools.simulate.published import CASES, calibrated_token, markdown, reproduce, seconds_of
+from r3async.tools.capacity.published import CASES, calibrated_token, markdown, reproduce, seconds_of
 
 
 @pytest.mark.long

@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 
+from dev.simulation.faults import Fault
+from dev.simulation.run import Simulated as SimulatedRun
+from dev.simulation.run import model_here
+from dev.simulation.shrink import Case
+from dev.simulation.workload import Workload
 from r3async.actors.driver import ScaleRequest, write_scale_request
 from r3async.actors.leasing import LeaseDispatcher
-from r3async.tools.simulate.faults import Fault
-from r3async.tools.simulate.run import Simulated as SimulatedRun
-from r3async.tools.simulate.run import model_here
-from r3async.tools.simulate.shrink import Case
-from r3async.tools.simulate.workload import Workload
 from tests.sim.test_accounting import rehearse
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from r3async.tools.simulate.faults import Fault, draw_faults
-from r3async.tools.simulate.shrink import Case, shrink
-from r3async.tools.simulate.workload import draw_workload
+from dev.simulation.faults import Fault, draw_faults
+from dev.simulation.shrink import Case, shrink
+from dev.simulation.workload import draw_workload
 
 
 def big() -> Case:

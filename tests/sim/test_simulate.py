@@ -11,16 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from r3async.tools.simulate.command import read_case, write_case
-from r3async.tools.simulate.mutants import MUTANTS
-from r3async.tools.simulate.run import Simulated, draw_case, model_here
-from r3async.tools.simulate.search import quiet_logs, run_case, search
-from r3async.tools.simulate.shrink import Case
-from r3async.tools.simulate.workload import Workload
+from dev.simulation.command import read_case, write_case
+from dev.simulation.mutants import MUTANTS
+from dev.simulation.run import Simulated, draw_case, model_here
+from dev.simulation.search import quiet_logs, run_case, search
+from dev.simulation.shrink import Case
+from dev.simulation.workload import Workload
 
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
 SEEDS = 10
-"""Of ten virtual minutes each, at least. `r3async simulate --seeds 1000` runs more."""
+"""Of ten virtual minutes each, at least. `python -m dev simulate --seeds 1000` runs more."""
 QUICK = {
     "unlink_before_commit": 1,
     "version_counted_twice": 0,
@@ -72,8 +72,8 @@ def test_every_mutant_says_what_is_wrong_and_takes_it_back():
 
 
 DIGESTS = """
-from r3async.tools.simulate.run import draw_case, model_here
-from r3async.tools.simulate.search import quiet_logs, run_case
+from dev.simulation.run import draw_case, model_here
+from dev.simulation.search import quiet_logs, run_case
 with quiet_logs(), model_here():
     found = [run_case(draw_case(seed))[0].digest for seed in (1, 4)]
 print(" ".join(found))

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from dev.simulation.loop import VirtualLoop, VirtualProcess
+from dev.simulation.network import SimulatedNetwork
 from r3async.world import MAX_FRAME, Sockets
-from r3async.world.simulated.loop import VirtualLoop, VirtualProcess
-from r3async.world.simulated.network import SimulatedNetwork
 from r3async.world.sockets import REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY, ZeroMqSockets, generate_keys
 from tests.helpers.sockets import LOOPBACK, Ear
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS, until

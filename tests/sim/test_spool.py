@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dev.simulation.disk import SimulatedDisk
 from r3async.config import BufferConfig
 from r3async.data.wire import encode_trajectory
 from r3async.transport.spool import Spool
 from r3async.world.real import RealWorld
-from r3async.world.simulated.disk import SimulatedDisk
 from tests.helpers.disk import Ended, Process
 from tests.helpers.transport import make_trajectory
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
+from dev.simulation import history
+from dev.simulation.faults import Fault
+from dev.simulation.history import Leased, Passed, Slots
+from dev.simulation.shrink import Case
+from dev.simulation.story import _TELL, tell, write_story, write_trace
+from dev.simulation.workload import Workload
 from r3async.record.timeline import Span, read_timeline
-from r3async.tools.simulate import history
-from r3async.tools.simulate.faults import Fault
-from r3async.tools.simulate.history import Leased, Passed, Slots
-from r3async.tools.simulate.shrink import Case
-from r3async.tools.simulate.story import _TELL, tell, write_story, write_trace
-from r3async.tools.simulate.workload import Workload
 from tests.sim.histories import good
 
 

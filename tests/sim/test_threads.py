@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from r3async.world.simulated.world import Simulation
+from dev.simulation.world import Simulation
 
 
 @pytest.fixture

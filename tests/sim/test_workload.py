@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 
+from dev.simulation.faults import SHAPES, Fault, draw_faults, quiet_after
+from dev.simulation.workload import Workload, draw_workload
 from r3async.config import config_from_dict, config_to_dict
 from r3async.envs import Action
 from r3async.envs.factory import build_environment_factory
-from r3async.tools.simulate.faults import SHAPES, Fault, draw_faults, quiet_after
-from r3async.tools.simulate.workload import Workload, draw_workload
 
 SEEDS = range(300)
 
@@ -59,7 +59,7 @@ def test_faults_of_every_kind_are_drawn_in_order_and_end():
 def test_an_errand_poses_the_task_of_its_seed_and_rewards_the_answers():
     factory = build_environment_factory(
         config_from_dict(
-            {"env": {"name": "r3async.tools.simulate.environment:Errand", "args": {"turns": 2, "seconds": 0.0}}}
+            {"env": {"name": "dev.simulation.environment:Errand", "args": {"turns": 2, "seconds": 0.0}}}
         ).env
     )
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dev.simulation.world import Simulation, SimulationLog
 from r3async.learner import build_learner
 from r3async.weights.publish import VersionStore
 from r3async.world.files import replace_file
-from r3async.world.simulated.world import Simulation, SimulationLog
 from tests.helpers.models import make_hf_model
 from tests.helpers.parity import config
 
@@ -74,7 +74,7 @@ def test_a_line_is_stable_and_the_hash_is_of_all_lines():
 STORY = """
 import asyncio, sys
 from r3async.world import ActorLostError, ActorOptions
-from r3async.world.simulated.world import Simulation
+from dev.simulation.world import Simulation
 
 class Worker:
     def __init__(self, world):

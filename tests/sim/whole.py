@@ -9,6 +9,8 @@ from contextvars import Context
 from pathlib import Path
 from typing import Any
 
+from dev.simulation.processes import HostProcess
+from dev.simulation.world import SimulatedHost, Simulation
 from r3async.actors.driver import RunLauncher, open_run_directory, supervise_run
 from r3async.actors.generator import GeneratorActor, GeneratorFactories
 from r3async.config import load_config
@@ -18,8 +20,6 @@ from r3async.record.writer import TRAINED_FILE
 from r3async.rollout.chat import ChatRenderer
 from r3async.world import Files
 from r3async.world.files import make_directory
-from r3async.world.simulated.processes import HostProcess
-from r3async.world.simulated.world import SimulatedHost, Simulation
 
 SCRIPTED = ["generator.engine=scripted", "learner.backend=scripted", "weights.directory=/memory"]
 SMALL = [

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from dev.__main__ import main as dev_main
 from tests.helpers.bad_inputs import judge, make_folder
 from tests.helpers.cli import Said, typed
 
@@ -58,17 +59,38 @@ COMMANDS = [
     ("eval --policy oracle --env raises:Env", "RuntimeError: no licence"),
     ("eval --policy oracle --preset quikstart", "did you mean 'quickstart'"),
     ("eval --policy oracle env.args.letter=3", "did you mean 'letters'"),
-    ("simulate quickstart", "--capacity"),
+    ("plan --capacity", "needs a preset"),
+    ("plan --capacity quikstart", "did you mean 'quickstart'"),
+    ("plan --capacity quickstart --hardware tpu", "h100, h200"),
+    ("plan --capacity quickstart --generators few", "like 1,2,4"),
+    ("plan --capacity quickstart --calibrate nowhere", "no directory of a run"),
+    ("plan --capacity quickstart --steps 1", "at least 12"),
+    ("sweep", "Missing argument 'plan'"),
+    ("sweep nowhere.toml", "nowhere.toml: No such file or directory"),
+    ("sweep empty", "empty: Is a directory"),
+    ("sweep binary.toml", "binary.toml is not valid TOML"),
+    ("init-model empty", "empty exists already"),
+    ("init-model file", "file exists already"),
+    ("init-model /proc/nowhere/model", "/proc/nowhere"),
+    ("init-model new model.init.top_k=99", "`top_k` = 99"),
+    ("keys file", "file/"),
+    ("keys /proc/nowhere", "/proc/nowhere"),
+    ("keys new --name ../x", "no name for a key"),
+    ("cluster quikstart", "did you mean 'quickstart'"),
+    ("cluster quickstart --address 127.0.0.1:1", "no Ray cluster answers"),
+    ("submit quikstart", "did you mean 'quickstart'"),
+    ("submit quickstart --steps 3", "r3async submit: No such option: --steps. Settings have no dashes: steps=3"),
+    ("submit quickstart --address http://127.0.0.1:1", "no Ray cluster answers"),
+    ("submit status nowhere --address http://127.0.0.1:1", "no Ray cluster answers"),
+    ("submit logs nowhere --token-file nowhere", "--token-file nowhere"),
+    ("doctor --everything", "No such option"),
+]
+
+DEV_COMMANDS = [
     ("simulate --seeds 0", "--seeds"),
     ("simulate --seed -1", "--seed"),
     ("simulate --case nowhere.json", "--case nowhere.json cannot be read"),
     ("simulate --case file", "--case file cannot be read"),
-    ("simulate --capacity", "needs a preset"),
-    ("simulate --capacity quikstart", "did you mean 'quickstart'"),
-    ("simulate --capacity quickstart --hardware tpu", "h100, h200"),
-    ("simulate --capacity quickstart --generators few", "like 1,2,4"),
-    ("simulate --capacity quickstart --calibrate nowhere", "no directory of a run"),
-    ("simulate --capacity quickstart --steps 1", "at least 12"),
     ("bench nothing", "No such command 'nothing'"),
     ("bench replay --seeds few", "--seeds 'few'"),
     ("bench conductor --generators few", "--generators 'few'"),
@@ -85,29 +107,10 @@ COMMANDS = [
     ("bench soak --minutes -1", "--minutes"),
     ("bench science steps=3", "name a plan file"),
     ("bench science nowhere.toml --quick", "nowhere.toml"),
-    ("sweep", "Missing argument 'plan'"),
-    ("sweep nowhere.toml", "nowhere.toml: No such file or directory"),
-    ("sweep empty", "empty: Is a directory"),
-    ("sweep binary.toml", "binary.toml is not valid TOML"),
     ("chaos quikstart", "did you mean 'quickstart'"),
     ("chaos --scenario earthquake", "must be one of"),
     ("chaos --engine steam", "scripted, vllm"),
     ("chaos --kills -1", "--kills"),
-    ("init-model empty", "empty exists already"),
-    ("init-model file", "file exists already"),
-    ("init-model /proc/nowhere/model", "/proc/nowhere"),
-    ("init-model new model.init.top_k=99", "`top_k` = 99"),
-    ("keys file", "file/"),
-    ("keys /proc/nowhere", "/proc/nowhere"),
-    ("keys new --name ../x", "no name for a key"),
-    ("cluster quikstart", "did you mean 'quickstart'"),
-    ("cluster quickstart --address 127.0.0.1:1", "no Ray cluster answers"),
-    ("submit quikstart", "did you mean 'quickstart'"),
-    ("submit quickstart --steps 3", "r3async submit: No such option: --steps. Settings have no dashes: steps=3"),
-    ("submit quickstart --address http://127.0.0.1:1", "no Ray cluster answers"),
-    ("submit status nowhere --address http://127.0.0.1:1", "no Ray cluster answers"),
-    ("submit logs nowhere --token-file nowhere", "--token-file nowhere"),
-    ("doctor --everything", "No such option"),
 ]
 
 SAMPLE = [
@@ -137,6 +140,12 @@ def test_a_command_line_that_cannot_be(line, part, folder):
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.parametrize(("line", "part"), DEV_COMMANDS, ids=[line for line, _ in DEV_COMMANDS])
+def test_a_command_line_of_development_that_cannot_be(line, part, folder):
+    judge(typed(*line.split(), cwd=folder, main=dev_main), (part,))
+    assert not (folder / "runs").exists()
+
+
 @pytest.mark.parametrize("line", SAMPLE)
 def test_a_real_process_says_the_same(line, folder):
     """The same words as in this process, and nothing from an interpreter that ends."""
@@ -146,13 +155,18 @@ def test_a_real_process_says_the_same(line, folder):
     judge(said, (typed(*line.split(), cwd=folder).stderr.strip().splitlines()[-1],))
 
 
-@pytest.mark.parametrize(
-    "words", ["-h", "train -h", "submit -h", "submit --help", "inspect -h", "bench -h", "bench wire -h"]
-)
+@pytest.mark.parametrize("words", ["-h", "train -h", "submit -h", "submit --help", "inspect -h"])
 def test_help_is_everywhere(words, folder):
     said = typed(*words.split(), cwd=folder)
     assert (said.returncode, said.stderr) == (0, "")
     assert "Usage: r3async" in said.stdout
+
+
+@pytest.mark.parametrize("words", ["-h", "bench -h", "bench wire -h", "simulate -h"])
+def test_help_is_everywhere_in_development(words, folder):
+    said = typed(*words.split(), cwd=folder, main=dev_main)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert "Usage: python -m dev" in said.stdout
 
 
 def test_the_help_of_submit_shows_its_options_and_its_subcommands(folder):

@@ -1,4 +1,4 @@
-"""`r3async bench`: the formulas, the list, and one small measurement with the real engine and the real learner."""
+"""`python -m dev bench`: the formulas, the list, and one small measurement with the real engine and the real learner."""
 
 import json
 import math
@@ -13,11 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from r3async.config import ConfigError
-from r3async.data.statistics import median_ratio_interval
-from r3async.tools.bench.jobs import BenchError, progress, run_job
-from r3async.tools.bench.replay import VARIED, plan, render, summarize
-from r3async.tools.bench.replay_report import (
+from dev.bench.jobs import BenchError, progress, run_job
+from dev.bench.replay import VARIED, plan, render, summarize
+from dev.bench.replay_report import (
     Case,
     LearnerJob,
     Report,
@@ -29,11 +27,13 @@ from r3async.tools.bench.replay_report import (
     relative_error,
     step_time,
 )
+from r3async.config import ConfigError
+from r3async.data.statistics import median_ratio_interval
 from tests.helpers.models import make_samples
 
 
 def cli(*words, cwd, timeout=120):
-    command = [sys.executable, "-m", "r3async", *words]
+    command = [sys.executable, "-m", "dev", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False)
 
 
@@ -212,7 +212,7 @@ def test_benchmarks_are_listed_and_near_names_offered(tmp_path):
 
 
 def test_routes_and_mask_are_all_that_a_bare_sample_lacks():
-    from r3async.tools.bench.replay_learner import bare, with_random_advantages
+    from dev.bench.replay_learner import bare, with_random_advantages
 
     samples = with_random_advantages(make_samples(0, [5, 7], advantages=False), seed=3)
     for sample, stripped in zip(samples, bare(samples), strict=True):
@@ -237,8 +237,7 @@ def test_the_reports_kept_with_the_documentation_are_of_this_kind_and_the_figure
 def test_replay_brings_the_learner_nearer_to_a_real_engine(tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "__init__.py").write_text("raise SystemExit('a stranger')")
-    script = Path(sys.executable).with_name("r3async")
-    words = [script, "bench", "replay", "--quick", "--seeds", "0", "--json"]
+    words = [sys.executable, "-m", "dev", "bench", "replay", "--quick", "--seeds", "0", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=280, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     line = done.stdout.splitlines()[-1]

@@ -7,11 +7,11 @@ import sys
 import msgspec
 import pytest
 
+from dev.bench import claims, page
+from dev.bench.compare import HEADLINES, Headline, compare, measures, read, run_all
+from dev.bench.weights import Figure, WeightsJob
+from dev.bench.weights import Report as WeightsReport
 from r3async.config import ConfigError
-from r3async.tools.bench import claims, page
-from r3async.tools.bench.compare import HEADLINES, Headline, compare, measures, read, run_all
-from r3async.tools.bench.weights import Figure, WeightsJob
-from r3async.tools.bench.weights import Report as WeightsReport
 
 
 def test_what_got_worse_is_named_and_what_its_spread_explains_is_not():
@@ -75,7 +75,7 @@ def test_headlines_of_sampling_compare_the_mask_with_all_tokens_and_with_none(tm
 
 @pytest.mark.long
 def test_a_small_measurement_is_compared_with_itself(tmp_path):
-    command = [sys.executable, "-m", "r3async", "bench"]
+    command = [sys.executable, "-m", "dev", "bench"]
     made = subprocess.run(
         [*command, "all", "--quick", "--only", "packing,wire", "--json"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""`r3async bench conductor`: a small simulated measurement. Processor time is never judged."""
+"""`python -m dev bench conductor`: a small simulated measurement. Processor time is never judged."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from r3async.tools.bench.conductor import Job, Report, simulated
-from r3async.tools.bench.fleet import Load
-from r3async.tools.cli import app
+from dev.__main__ import app
+from dev.bench.conductor import Job, Report, simulated
+from dev.bench.fleet import Load
 
 
 def test_quick_one_reports_each_size():

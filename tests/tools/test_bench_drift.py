@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from r3async.tools.bench.drift import Plan, Report, burst_of, phase_of, render, run, simulate, tables
-from r3async.tools.bench.jobs import ANSWER, BenchError
-from r3async.tools.bench.step_response import Response, response
+from dev.bench.drift import Plan, Report, burst_of, phase_of, render, run, simulate, tables
+from dev.bench.jobs import ANSWER, BenchError
+from dev.bench.step_response import Response, response
 
 
 def test_steps_above_the_target_are_counted_and_the_worst_window_is_a_mean():
@@ -102,7 +102,7 @@ def test_an_interrupted_measurement_continues_with_the_runs_that_are_not_whole(
         (directory / ANSWER).write_text("null")
         made.append(name)
 
-    monkeypatch.setattr("r3async.tools.bench.drift.train_apart", train)
+    monkeypatch.setattr("dev.bench.drift.train_apart", train)
     monkeypatch.setattr("r3async.tools.init_model.init_model", lambda model, *_, **__: model.mkdir(parents=True))
     with pytest.raises(BenchError, match="interrupted"):
         run(plan, print, keep=tmp_path)

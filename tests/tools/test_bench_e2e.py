@@ -8,11 +8,11 @@ import time
 import psutil
 import pytest
 
+from dev.bench import bare
+from dev.bench.e2e import configure, peer_job, run
+from dev.bench.e2e_report import Pair, Plan, Side, compare_sides, own_ratios, seconds_to
+from dev.bench.tree_cpu import TreeCpu
 from r3async.config import ConfigError
-from r3async.tools.bench import bare
-from r3async.tools.bench.e2e import configure, peer_job, run
-from r3async.tools.bench.e2e_report import Pair, Plan, Side, compare_sides, own_ratios, seconds_to
-from r3async.tools.bench.tree_cpu import TreeCpu
 
 PLAN = Plan(["a"], [0], steps=20)
 
@@ -62,7 +62,7 @@ def test_the_peer_has_the_settings_of_our_run(case, tmp_path):
         3,
         {"a": 1, "b": 5, "c": 3}[case],
     )
-    assert job["env"].startswith("r3async.envs.builtin:" if case != "c" else "r3async.tools.bench.overlap_env:")
+    assert job["env"].startswith("r3async.envs.builtin:" if case != "c" else "dev.bench.overlap_env:")
 
 
 def test_a_peer_that_is_not_there_says_how_to_make_it():
@@ -93,7 +93,7 @@ def test_a_benchmark_that_is_ended_ends_what_it_started(tmp_path):
     code = """
 import sys, time
 from pathlib import Path
-from r3async.tools.bench.jobs import ended_in_order, started
+from dev.bench.jobs import ended_in_order, started
 with ended_in_order(), started([sys.executable, "-c", "import time; time.sleep(60)"], Path(sys.argv[1]) / "log") as job:
     print(job.pid, flush=True)
     time.sleep(60)

@@ -1,12 +1,12 @@
-"""`r3async bench experts`: both forms compute the same, and what the stacks are for is in the report."""
+"""`python -m dev bench experts`: both forms compute the same, and what the stacks are for is in the report."""
 
 from __future__ import annotations
 
 import msgspec
 from typer.testing import CliRunner
 
-from r3async.tools.bench.experts import Report
-from r3async.tools.cli import app
+from dev.__main__ import app
+from dev.bench.experts import Report
 
 
 def test_stacks_equal_the_loop_in_fewer_operations():

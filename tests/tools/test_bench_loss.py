@@ -1,4 +1,4 @@
-"""`r3async bench loss`: both forms compute the same, and the report says so."""
+"""`python -m dev bench loss`: both forms compute the same, and the report says so."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from r3async.tools.bench.loss import Report
-from r3async.tools.cli import app
+from dev.__main__ import app
+from dev.bench.loss import Report
 
 
 @pytest.mark.long

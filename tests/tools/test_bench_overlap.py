@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dev.bench.jobs import ANSWER, BenchError
+from dev.bench.overlap import Plan, configure, predict_all, run
 from r3async.config import Config, config_to_toml
 from r3async.record.timeline import Timeline
-from r3async.tools.bench.jobs import ANSWER, BenchError
-from r3async.tools.bench.overlap import Plan, configure, predict_all, run
 from tests.sim.test_capacity import row
 
 FIGURES = {
@@ -77,7 +77,7 @@ def test_an_interrupted_measurement_continues_with_the_runs_that_are_not_whole(t
         (directory / ANSWER).write_text("null")
         made.append(name)
 
-    monkeypatch.setattr("r3async.tools.bench.overlap.train_apart", train)
+    monkeypatch.setattr("dev.bench.overlap.train_apart", train)
     monkeypatch.setattr("r3async.tools.init_model.init_model", lambda model, *_, **__: model.mkdir())
     for _ in range(2):
         with pytest.raises(BenchError, match="interrupted"):

@@ -1,4 +1,4 @@
-"""`r3async bench packing`: its formulas by hand, and the report of a small run. Times are never judged."""
+"""`python -m dev bench packing`: its formulas by hand, and the report of a small run. Times are never judged."""
 
 import json
 import math
@@ -9,9 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from r3async.config import ConfigError
-from r3async.learner.batch import CostModel
-from r3async.tools.bench.packing import (
+from dev.bench.packing import (
     CAPS,
     apart,
     dealt,
@@ -23,6 +21,8 @@ from r3async.tools.bench.packing import (
     shape_of,
     sums,
 )
+from r3async.config import ConfigError
+from r3async.learner.batch import CostModel
 
 
 def test_efficiency_by_hand():
@@ -85,7 +85,7 @@ def test_what_can_not_be_measured_is_refused(tmp_path):
 
 
 def test_the_command_prints_one_object_and_a_table(tmp_path):
-    command = [sys.executable, "-m", "r3async", "bench", "packing", "--quick", "--seeds", "3", "--json"]
+    command = [sys.executable, "-m", "dev", "bench", "packing", "--quick", "--seeds", "3", "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True)
     report = json.loads(done.stdout.splitlines()[-1])

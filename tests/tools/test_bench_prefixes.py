@@ -1,4 +1,4 @@
-"""`r3async bench prefixes`: the rows saved are those of the prompts. Times are never judged."""
+"""`python -m dev bench prefixes`: the rows saved are those of the prompts. Times are never judged."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from r3async.tools.bench.prefixes import Report, render
-from r3async.tools.cli import app
+from dev.__main__ import app
+from dev.bench.prefixes import Report, render
 
 
 @pytest.mark.long

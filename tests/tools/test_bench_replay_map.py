@@ -11,10 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from r3async.config import Config, ConfigError
-from r3async.data.tokens import Sample
-from r3async.learner.batch import pack_samples
-from r3async.tools.bench.replay_map import (
+from dev.__main__ import app
+from dev.bench.replay_map import (
     MODES,
     WINDOW,
     Point,
@@ -30,8 +28,10 @@ from r3async.tools.bench.replay_map import (
     rows,
     run,
 )
-from r3async.tools.bench.replay_training import Disturbance, InProcessRun
-from r3async.tools.cli import app
+from dev.bench.replay_training import Disturbance, InProcessRun
+from r3async.config import Config, ConfigError
+from r3async.data.tokens import Sample
+from r3async.learner.batch import pack_samples
 
 
 def small(setting: Setting, replay: str = "rollout", seed: int = 0) -> Config:

@@ -1,4 +1,4 @@
-"""`r3async bench sampling`: real vLLM and a real learner, with the mask and without."""
+"""`python -m dev bench sampling`: real vLLM and a real learner, with the mask and without."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from r3async.tools.bench.compare import HEADLINES
-from r3async.tools.bench.sampling import Report, render
-from r3async.tools.cli import app
+from dev.__main__ import app
+from dev.bench.compare import HEADLINES
+from dev.bench.sampling import Report, render
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""`r3async bench scale`: the exponent by hand, and what a small run reports. Times are never judged."""
+"""`python -m dev bench scale`: the exponent by hand, and what a small run reports. Times are never judged."""
 
 import json
 import subprocess
@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from dev.bench.scale import AXES, Axis, Point, Report, exponent, render, run
 from r3async.config import ConfigError
-from r3async.tools.bench.scale import AXES, Axis, Point, Report, exponent, render, run
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
@@ -30,7 +30,7 @@ def test_an_axis_that_there_is_not_is_named():
 
 @pytest.mark.nightly
 def test_a_small_run_measures_every_axis(tmp_path):
-    command = [sys.executable, "-m", "r3async", "bench", "scale", "--quick", "--json"]
+    command = [sys.executable, "-m", "dev", "bench", "scale", "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=True)
     report = json.loads(done.stdout.splitlines()[-1])
     assert [axis["name"] for axis in report["axes"]] == list(AXES)

@@ -1,12 +1,12 @@
-"""What counts as growth in `r3async bench soak`."""
+"""What counts as growth in `python -m dev bench soak`."""
 
 import random
 
 import pytest
 
-from r3async.tools.bench.jobs import BenchError
-from r3async.tools.bench.soak import MIB, Growth, Sample, growth, render
-from r3async.tools.bench.soak import Report as SoakReport
+from dev.bench.jobs import BenchError
+from dev.bench.soak import MIB, Growth, Sample, growth, render
+from dev.bench.soak import Report as SoakReport
 
 
 def samples(*, slope=0.0, noise=0.5, warm_up=0.0, files=lambda i: 40, count=360):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from dev.bench.start import render, run
 from r3async.config import ConfigError
-from r3async.tools.bench.start import render, run
 
 STAGES = ("model", "ray", "learner", "generator", "step")
 

@@ -8,7 +8,7 @@ import sys
 import msgspec
 import pytest
 
-from r3async.tools.bench.step import BLOCK, WAYS, Report, Spent, configure, ratio_of, render, summarize
+from dev.bench.step import BLOCK, WAYS, Report, Spent, configure, ratio_of, render, summarize
 
 
 def test_a_ratio_is_of_sums_and_its_error_of_blocks_that_are_left_out():
@@ -48,7 +48,7 @@ def test_ways_differ_in_what_their_names_say():
 def test_a_small_measurement(tmp_path):
     words = ["bench", "step", "--quick", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "r3async", *words],
+        [sys.executable, "-m", "dev", *words],
         capture_output=True,
         text=True,
         timeout=580,

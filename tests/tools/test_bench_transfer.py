@@ -1,4 +1,4 @@
-"""`r3async bench transfer`: every engine has the learner's bits, once a host, in bounded memory. Times are never judged."""
+"""`python -m dev bench transfer`: every engine has the learner's bits, once a host, in bounded memory. Times are never judged."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from r3async.tools.bench.transfer import Report
-from r3async.tools.cli import app
+from dev.__main__ import app
+from dev.bench.transfer import Report
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""`r3async bench weights`: a real run, and what its updates took."""
+"""`python -m dev bench weights`: a real run, and what its updates took."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from r3async.tools.bench.weights import PARTS, Report
-from r3async.tools.cli import app
+from dev.__main__ import app
+from dev.bench.weights import PARTS, Report
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""The parts of `r3async chaos`, and delivery over a bad way: what is held up or damaged arrives once, as it was sent."""
+"""The parts of `python -m dev chaos`, and delivery over a bad way: what is held up or damaged arrives once, as it was sent."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import threading
 
 import pytest
 
-from r3async.data import wire
-from r3async.record.writer import TrainedStep
-from r3async.tools.chaos.accounting import (
+from dev.chaos.accounting import (
     Acknowledged,
     Began,
     Resumed,
@@ -22,8 +20,10 @@ from r3async.tools.chaos.accounting import (
     check_lineages,
     check_trained,
 )
-from r3async.tools.chaos.crowd import Crowd
-from r3async.tools.chaos.relay import Line, Noise, Relay, flip
+from dev.chaos.crowd import Crowd
+from dev.chaos.relay import Line, Noise, Relay, flip
+from r3async.data import wire
+from r3async.record.writer import TrainedStep
 from tests.helpers.transport import CLIENT_KEYS, FAST, LIMIT, Inbox, make_trajectory, receiving, send_all, sending
 
 

@@ -1,12 +1,12 @@
-"""`r3async chaos --replay`: what it makes of a recording that is whole, short, or of another learner."""
+"""`python -m dev chaos --replay`: what it makes of a recording that is whole, short, or of another learner."""
 
 from __future__ import annotations
 
 import pytest
 
+from dev.chaos.run import Report, describe, made_again
 from r3async.learner import optimizer
 from r3async.record.recording import find_recorded_steps
-from r3async.tools.chaos.run import Report, describe, made_again
 from tests.helpers import models as hm
 from tests.unit.test_recording import STEPS, record, recorded_config
 

@@ -5,8 +5,8 @@ import datetime
 import msgspec
 import pytest
 
-from r3async.tools import comparison
-from r3async.tools.comparison import Cell, ComparisonPoint, Evidence, FrameworkComparison
+from dev.pages import comparison
+from dev.pages.comparison import Cell, ComparisonPoint, Evidence, FrameworkComparison
 
 TODAY = datetime.date(2026, 11, 26)
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from dev.fuzz.common import mutate_bytes
 from r3async.record.events import open_event_log
 from r3async.record.routes import RouteFileError
-from r3async.tools.fuzz.common import mutate_bytes
 from r3async.tools.inspect.look import Inspection
 from r3async.tools.inspect.run import InspectError
 from r3async.tools.inspect.trajectories import TrajectoryFilter

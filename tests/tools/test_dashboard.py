@@ -8,12 +8,12 @@ import urllib.request
 
 import pytest
 
+from dev.pages.dashboard import render_dashboard
+from dev.pages.reference import DASHBOARD_FILE
 from r3async.config.operation import ObserveConfig
 from r3async.record.metrics import METRICS
 from r3async.record.sinks import MetricsEndpoint, to_prometheus_name
 from r3async.rollout.scripted import ScriptedEngine
-from r3async.tools.config_reference import DASHBOARD_FILE
-from r3async.tools.dashboard import render_dashboard
 from r3async.views.charts import CHARTS
 
 
@@ -23,7 +23,7 @@ def panels() -> list[dict]:
 
 
 def test_the_file_is_what_the_catalogue_makes() -> None:
-    assert DASHBOARD_FILE.read_text() == render_dashboard(), "run python -m r3async.tools.config_reference"
+    assert DASHBOARD_FILE.read_text() == render_dashboard(), "run python -m dev.pages.reference"
 
 
 def test_every_query_is_for_something_that_a_process_serves(panels, tmp_path) -> None:

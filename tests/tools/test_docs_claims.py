@@ -8,10 +8,10 @@ import shutil
 import msgspec
 import pytest
 
+from dev.bench import claims, page, science
+from dev.bench.claims import Claim, Other, Register, blocks, filled, is_figure, problems, written
+from dev.bench.jobs import BenchError
 from r3async.config import ConfigError
-from r3async.tools.bench import claims, page, science
-from r3async.tools.bench.claims import Claim, Other, Register, blocks, filled, is_figure, problems, written
-from r3async.tools.bench.jobs import BenchError
 from r3async.tools.sweep import record as records
 from r3async.tools.sweep import runner as runners
 from r3async.tools.sweep.command import SweepRequest
@@ -194,7 +194,7 @@ def test_a_plan_becomes_data_and_data_becomes_a_table(tmp_path, monkeypatch):
     monkeypatch.setattr(science, "run_sweep", made_by(tmp_path))
     path, out = write_plan(tmp_path, name="two.toml"), tmp_path / "data"
     report = science.run([path], SweepRequest(path), quick=False, keep=tmp_path / "runs", out=out, say=print)
-    assert report.sweeps["two"].facts["command"] == f"r3async bench science {path}"
+    assert report.sweeps["two"].facts["command"] == f"python -m dev bench science {path}"
     monkeypatch.setattr(page, "SCIENCE", out)
     text = "# A\n\n<!-- science: two -->\nold\n<!-- end of two -->\n"
     made = page.written(text, {"reports": {}})
@@ -266,7 +266,7 @@ def test_a_measurement_that_is_stopped_keeps_the_runs_that_it_made(tmp_path, mon
     with pytest.raises(KeyboardInterrupt):
         science.run([path], SweepRequest(path), quick=False, keep=tmp_path / "runs", out=out, say=print)
     assert [json.loads(line)["name"] for line in (out / "plan.jsonl").read_text().splitlines()] == ["pg-s0", "ppo-s0"]
-    assert json.loads((out / "plan.json").read_bytes())["facts"]["command"] == f"r3async bench science {path}"
+    assert json.loads((out / "plan.json").read_bytes())["facts"]["command"] == f"python -m dev bench science {path}"
 
 
 def test_enough_seeds_and_models_are_no_first_look(tmp_path):

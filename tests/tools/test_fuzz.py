@@ -1,4 +1,4 @@
-"""A few of the mutations that `python -m r3async.tools.fuzz` makes a million of; R3ASYNC_FUZZ=N makes N messages here."""
+"""A few of the mutations that `python -m dev fuzz` makes a million of; R3ASYNC_FUZZ=N makes N messages here."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from r3async.tools.fuzz.checkpoints import EQUAL, LATE, OTHER, REFUSED, fuzz_checkpoints
-from r3async.tools.fuzz.messages import fuzz_receiver, fuzz_spool
+from dev.fuzz.checkpoints import EQUAL, LATE, OTHER, REFUSED, fuzz_checkpoints
+from dev.fuzz.messages import fuzz_receiver, fuzz_spool
 
 COUNT = int(os.environ.get("R3ASYNC_FUZZ", "3000"))
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
-from r3async.tools.bench.replay_map import Row, Run, read, rows
+from dev.bench.replay_map import Row, Run, read, rows
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 

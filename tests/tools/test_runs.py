@@ -37,7 +37,7 @@ def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tu
             yield (*path, name), command
 
 
-NO_RUN = {("presets",), ("cluster",), ("simulate",), *(("submit", word) for word in ("status", "logs", "stop"))}
+NO_RUN = {("presets",), ("cluster",), ("plan",), *(("submit", word) for word in ("status", "logs", "stop"))}
 """Commands that look for no run here: of jobs, or of presets that are not run."""
 
 
@@ -45,7 +45,7 @@ def test_every_command_that_takes_or_makes_a_run_has_the_option():
     taking = {
         path: command
         for path, command in commands()
-        if path not in NO_RUN and path[0] != "bench" and any(_about_runs(each) for each in command.params)
+        if path not in NO_RUN and any(_about_runs(each) for each in command.params)
     }
     assert {("tail",), ("report",), ("eval",), ("export",), ("diagnose",), ("scale",), ("replay",)} <= taking.keys()
     assert {("inspect", "show"), ("inspect", "routes"), ("train",), ("submit", "run"), ("sft",)} <= taking.keys()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from r3async.tools import lint_seam
-from r3async.tools.lint_seam import (
+from dev.lint import seam as lint_seam
+from dev.lint.seam import (
     DECODING_EXEMPT,
     EXEMPT_FILES,
     ROOT,
@@ -196,4 +196,4 @@ def test_a_planted_call_fails_the_command_and_is_named_with_its_line(tmp_path: P
 
 
 def test_the_command_is_part_of_lint() -> None:
-    assert "-m r3async.tools.lint_seam" in (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    assert "-m dev.lint.seam" in (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from r3async.tools.bench.transport import render as render_transport
-from r3async.tools.bench.transport import run as run_transport
-from r3async.tools.bench.wire import Report
-from r3async.tools.bench.wire import run as run_wire
-from r3async.tools.cli import app
+from dev.__main__ import app
+from dev.bench.transport import render as render_transport
+from dev.bench.transport import run as run_transport
+from dev.bench.wire import Report
+from dev.bench.wire import run as run_wire
 
 
 def test_bytes_per_token_stay_within_their_budget():

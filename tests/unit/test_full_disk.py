@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dev.chaos.filling import top_up
+from dev.chaos.scenarios import FullDisk
 from r3async.config import ConfigError
 from r3async.rollout.agents import _write_private_file
-from r3async.tools.chaos.filling import top_up
-from r3async.tools.chaos.scenarios import FullDisk
 from r3async.world.real import REAL_WORLD
 from r3async.world.threads import dump_stacks
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
+from dev.bench.packing import shape_of
 from r3async.learner.batch import CostModel, build_cost_model
-from r3async.tools.bench.packing import shape_of
 
 SMALL = {
     "vocab_size": 64,

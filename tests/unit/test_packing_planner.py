@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from dev.bench.packing import CAPS, apart, dealt, efficiency, fewest_bins, lengths_like, shape_of
 from r3async.learner.batch import (
     CostModel,
     PackingError,
@@ -14,7 +15,6 @@ from r3async.learner.batch import (
     find_round_levels,
     plan_micro_batches,
 )
-from r3async.tools.bench.packing import CAPS, apart, dealt, efficiency, fewest_bins, lengths_like, shape_of
 
 COSTS = [CostModel(), CostModel(1, 0.01), CostModel(1e-3, 5)]
 costs = st.sampled_from(COSTS)

@@ -16,12 +16,12 @@ import zmq.asyncio
 from typer.testing import CliRunner
 from zmq.utils import z85
 
+from dev.simulation.world import Simulation
 from r3async.config import TransportConfig, config_from_dict
 from r3async.data import wire
 from r3async.data.tokens import SCHEMA
 from r3async.tools.cli import app
 from r3async.transport import SenderRefusedError, TransportError
-from r3async.world.simulated.world import Simulation
 from r3async.world.sockets import (
     REFUSED_NO_KEY,
     REFUSED_OTHER_LEARNER,

@@ -157,7 +157,7 @@ async def test_thousands_of_strangers_do_not_take_the_descriptors_of_the_process
 
 
 def crowd_of(count, endpoint):
-    command = [sys.executable, "-m", "r3async.tools.chaos.crowd", str(count), endpoint.removeprefix("tcp://")]
+    command = [sys.executable, "-m", "dev.chaos.crowd", str(count), endpoint.removeprefix("tcp://")]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
 

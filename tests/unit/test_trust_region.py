@@ -9,9 +9,9 @@ import random
 import numpy as np
 import pytest
 
+from dev.bench.step_response import Plant, respond
 from r3async.config import RolloutKLConfig
 from r3async.learner.drift import MAX_DRIFT_ERROR, TrustRegion
-from r3async.tools.bench.step_response import Plant, respond
 
 TARGET = 0.02
 

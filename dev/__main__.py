@@ -1,0 +1,119 @@
+"""`python -m dev`: what the project itself is developed with. Imports nothing heavy until a command needs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dev.bench.commands import app as bench
+from r3async.tools.cli import OverridesArgument, run_app
+from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bench, name="bench")
+
+
+@app.command()
+def chaos(
+    preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")] = "quickstart",
+    overrides: OverridesArgument = None,
+    scenario: Annotated[
+        str,
+        typer.Option(
+            help="what happens: kills, rewind, first-checkpoint, full-disk, frozen, blocked-line, full-memory or strangers"
+        ),
+    ] = "kills",
+    kills: Annotated[int, typer.Option(help="processes to kill, of every role (scenario kills)", min=0)] = 20,
+    seed: Annotated[int, typer.Option(help="of the run, of who is hit when, and of the noise")] = 0,
+    engine: Annotated[str, typer.Option(help="scripted (no model plays), or vllm")] = "scripted",
+    fault: Annotated[
+        str, typer.Option(help="have the learner do one thing wrong, which the accounting has to show (exit 1)")
+    ] = "",
+    replay: Annotated[
+        bool, typer.Option("--replay", help="record the run, and make its steps again: every digest has to be the same")
+    ] = False,
+    runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
+) -> None:
+    """Rehearse failure: a scenario happens to a real run; what it trained is checked. Exit 1 if something is wrong."""
+    import msgspec
+
+    from dev.chaos.run import chaos as rehearse
+    from dev.chaos.run import describe
+
+    rehearsed = rehearse(
+        preset,
+        overrides or [],
+        scenario=scenario,
+        kills=kills,
+        seed=seed,
+        engine=engine,
+        fault=fault,
+        root=runs,
+        replayed=replay,
+    )
+    typer.echo(describe(rehearsed), err=json)
+    if json:
+        typer.echo(msgspec.json.encode(rehearsed))
+    raise typer.Exit(1 if rehearsed.problems else 0)
+
+
+@app.command()
+def simulate(
+    seeds: Annotated[int, typer.Option(help="how many runs", min=1)] = 100,
+    seed: Annotated[int | None, typer.Option(help="only this run", min=0)] = None,
+    first: Annotated[int, typer.Option(help="the first seed", min=0)] = 0,
+    jobs: Annotated[int, typer.Option(help="processes; 0: one a core", min=0)] = 0,
+    mutant: Annotated[str, typer.Option(help="plant this defect, which the search has to find (exit 1 if not)")] = "",
+    case: Annotated[Path | None, typer.Option(help="only this run, as --keep wrote it")] = None,
+    keep: Annotated[Path | None, typer.Option(help="write the run that fails, made small, to this file")] = None,
+    shrink: Annotated[bool, typer.Option(help="make the run that fails small before it is reported")] = True,
+    trace: Annotated[
+        Path | None, typer.Option(help="write the last run's timeline: *.jsonl as a run's own, else Chrome's format")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
+) -> None:
+    """Run the whole system in virtual time, with faults, each run from a seed. Exit 1 at the first that breaks an invariant."""
+    from dev.simulation.command import simulate_command
+
+    raise typer.Exit(
+        simulate_command(
+            seeds=seeds if seed is None else 1,
+            first=first if seed is None else seed,
+            jobs=jobs,
+            mutant=mutant,
+            case=case,
+            keep=keep,
+            shrinking=shrink,
+            trace=trace,
+            json=json,
+        )
+    )
+
+
+@app.command()
+def fuzz(
+    messages: Annotated[int, typer.Option(help="damaged messages to a receiver", min=0)] = 1_000_000,
+    files: Annotated[int, typer.Option(help="damaged files of a spool", min=0)] = 100_000,
+    checkpoints: Annotated[int, typer.Option(help="damaged checkpoints", min=0)] = 100_000,
+    seed: int = 0,
+) -> None:
+    """Damage messages, spools and checkpoints, and print how each was answered."""
+    from dev.fuzz.run import run_fuzz
+
+    run_fuzz(messages=messages, files=files, checkpoints=checkpoints, seed=seed)
+
+
+def main() -> None:
+    run_app(app, "python -m dev")
+
+
+if __name__ == "__main__":
+    main()

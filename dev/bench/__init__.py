@@ -1,0 +1,1 @@
+"""Benchmarks of the project's own parts: `python -m dev bench NAME [--json]`."""

@@ -1,0 +1,203 @@
+"""`python -m dev.bench.claims`: each figure about learning in README.md and docs/, and the data that it is of.
+
+`docs/figures/claims.toml` has them. A claim with `data` is words of its page with places for figures (`str.format`), which are
+filled from that file of docs/figures/: words and data are compared, and `dev.bench.page` writes the figures. A claim
+without data says in `runs` how many runs it is of, and its page says so in the same section. A block of a page that looks like
+such figures and is in no claim is reported; `[[other]]` names those that are none, with the reason. Exit 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+FIGURES = DOCS / "figures"
+REGISTER = FIGURES / "claims.toml"
+APART = ("configuration", "decisions", "comparison")
+"""Pages that are made from something else, or are records."""
+
+LEARNING = re.compile(
+    r"\b(rewards?|drift|drifts|agreement|KL|k3|pass@\w+|learn(s|ed|ing)? (less|more|better|faster))\b", re.IGNORECASE
+)
+MEASURED = re.compile(r"\d\.\d+ (→|±)|→ \d\.\d|\b0\.\d{2,}\b|\b\d\.\d+ times\b|\b\d\.\d+e-\d+|\b\d+(\.\d+)? %")
+TABLE = r"(<!-- (bench|science): ([\w-]+)(?:: ([^>\n]+))? -->\n)(.*?)(<!-- end of \3 -->)"
+"""The place of a table that is made from data: `bench/page.py` fills it."""
+MADE = re.compile(rf"{TABLE}|<!-- metrics.*?end of metrics -->", re.DOTALL)
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+PLACE = re.compile(r"\{[^{}]*\}")
+FIGURE = r"[-+−]?[\d.,]+(?:e-?\d+)?"
+
+
+class Claim(msgspec.Struct, forbid_unknown_fields=True):
+    """`page`: from the top of the repository. `words`: of it, on one line; of a table its first words, and the whole table is
+    meant. `data`: a file in docs/figures. `runs`: what the figures are of, as the page has it, where there is no data. `how`: the
+    command that makes the data."""
+
+    page: str
+    words: str
+    data: str = ""
+    runs: str = ""
+    how: str = ""
+
+
+class Other(msgspec.Struct, forbid_unknown_fields=True):
+    """Words of a block that looks like figures about learning, and `why` it is none."""
+
+    page: str
+    words: str
+    why: str
+
+
+class Register(msgspec.Struct, forbid_unknown_fields=True):
+    claim: list[Claim]
+    other: list[Other] = []
+
+
+def read_register(path: Path = REGISTER) -> Register:
+    return msgspec.toml.decode(path.read_bytes(), type=Register)
+
+
+def pages() -> dict[str, str]:
+    """Texts by name from the top of the repository."""
+    found = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+    return {str(path.relative_to(DOCS.parent)): path.read_text() for path in found if path.stem not in APART}
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def _science(path: Path) -> dict[str, Any]:
+    """Points and runs of a sweep by name; points with `estimates` and `differences`, runs with `figures`, by outcome."""
+    results = json.loads(path.read_text())
+    by_name = {of: {each["name"]: each for each in results[of]} for of in ("points", "runs")}
+    return {"facts": results["facts"], **by_name}
+
+
+def read_data(name: str) -> Any:
+    """What the places of a claim are filled from: of a benchmark's report its last line. Raises `OSError`."""
+    path = FIGURES / name
+    if path.parent.name == "science":
+        return _science(path)
+    return json.loads(path.read_text().strip().rpartition("\n")[2])
+
+
+def filled(claim: Claim, data: Any) -> str:
+    """Its words, with the figures that the data has. Raises `ValueError` that names the place."""
+    try:
+        return PLACE.sub(lambda place: figure(place[0], data), claim.words)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"{claim.data} lacks {error} for {claim.words!r}") from error
+
+
+def figure(place: str, data: Any) -> str:
+    """A place with its figure, as pages have it: 1.2e-4 and no 1.2e-04."""
+    return re.sub(r"(?<=e)([+-])0+(?=\d)", r"\1", place.format_map(data)).replace("e+0", "")
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def plain(text: str) -> str:
+    return " ".join(text.replace("**", "").split())
+
+
+def blocks(page: str) -> Iterator[tuple[str, str]]:
+    """Paragraphs, bullets and tables with the heading that they are below; without what is made by other tools."""
+    heading = ""
+    for block in re.split(r"\n\s*\n|\n(?=\* )", FENCED.sub("\n\n", MADE.sub("\n\n", page))):
+        if found := re.match(r"#+ (.+)", block.strip()):
+            heading = found[1]
+            block = block.strip().partition("\n")[2]
+        if block.strip():
+            yield heading, plain(block)
+
+
+def is_figure(block: str) -> bool:
+    """Whether it looks like figures about learning."""
+    return bool(LEARNING.search(block) and MEASURED.search(re.sub(r"`[^`]*`", "", block)))
+
+
+def written(name: str, page: str, register: Register) -> str:
+    """The page, with the figures of its claims as the data has them."""
+    for claim in register.claim:
+        if claim.page != name or not claim.data or not PLACE.search(claim.words):
+            continue
+        parts = [re.escape(part).replace(r"\ ", r"\s+") for part in PLACE.split(claim.words)]
+        pattern = f"(?:{FIGURE})".join(f"({part})" for part in parts)
+        places, data = [*PLACE.findall(claim.words), ""], read_data(claim.data)
+        if found := re.search(pattern, page):
+            text = "".join(part + figure(place, data) for part, place in zip(found.groups(), places, strict=True))
+            page = page[: found.start()] + text + page[found.end() :]
+    return page
+
+
+def problems(register: Register, texts: Mapping[str, str]) -> list[str]:
+    """What is wrong, a line each: claims that are not on their page, or not what their data says, or that do not say what they
+    are of; and figures that are in no claim."""
+    found = []
+    for claim in register.claim:
+        page = plain(texts.get(claim.page, ""))
+        try:
+            words = plain(filled(claim, read_data(claim.data)) if claim.data else claim.words)
+        except (OSError, ValueError) as error:
+            found.append(f"{claim.page}: {error}")
+            continue
+        if words not in page:
+            found.append(f"{claim.page} does not say {words!r}" + f", as {claim.data} does" * bool(claim.data))
+        elif not claim.data and not (claim.runs and claim.runs in _section(texts[claim.page], words)):
+            found.append(f"{claim.page}: its section does not say of how many runs {words!r} is: {claim.runs or '?'}")
+    for name, text in texts.items():
+        for heading, block in blocks(text):
+            if is_figure(block) and not _named(name, block, register):
+                found.append(f"{name}, {heading}: in no claim of {REGISTER.name}: {block[:160]}")
+    stale = (
+        f"{each.page} does not say {each.words!r} (any more)" for each in register.other if not _there(each, texts)
+    )
+    return [*found, *stale]
+
+
+def _there(other: Other, texts: Mapping[str, str]) -> bool:
+    return other.words in plain(texts.get(other.page, ""))
+
+
+def _named(name: str, block: str, register: Register) -> bool:
+    named = [(each.page, each.words) for each in register.claim] + [(each.page, each.words) for each in register.other]
+    starts = [plain(PLACE.split(words)[0]) for page, words in named if page == name]
+    return any(start and start in block for start in starts)
+
+
+def _section(page: str, words: str) -> str:
+    """All that is below the heading under which the words are."""
+    parts = re.split(r"^(?=#+ )", page, flags=re.MULTILINE)
+    return next((plain(part) for part in parts if words in plain(part)), "")
+
+
+def listing(register: Register) -> str:
+    """Claims with their data, then those without."""
+    lines = [f"{claim.page}: {plain(claim.words)[:90]} <- {claim.data}" for claim in register.claim if claim.data]
+    without = [claim for claim in register.claim if not claim.data]
+    lines.append(f"\n{len(without)} without data, which say so:")
+    lines += [f"{claim.page}: {plain(claim.words)[:90]} ({claim.runs}; {claim.how})" for claim in without]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    register = read_register()
+    print(listing(register))
+    wrong = problems(register, pages())
+    print(
+        "\n".join(["", *wrong]) if wrong else "\nevery figure about learning is in a claim",
+        file=sys.stderr if wrong else None,
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,261 @@
+"""`bench conductor`: processor time and messages of the conductor a group, for fleets of several sizes.
+
+The conductor is a run's own, and generators ask it with a run's own code; their episodes, and the learner's steps, only take time
+(`fleet.py`). Measured in two ways. `simulated`: one process, in virtual time, where the processor time is that of the
+conductor's callbacks: its own Python, whatever the size, without collections of garbage. `ray`: real processes and real calls,
+where it is that of the conductor's process, Ray's share included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextvars import Context, copy_context
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import psutil
+
+from dev.bench.fleet import CountingLearner, Counts, Host, HostedRef, Load
+from dev.bench.jobs import BenchError, Say, progress, run_job, table
+from dev.simulation.loop import CURRENT_PROCESS, VirtualHandle, VirtualLoop, VirtualTimer
+from dev.simulation.network import Delays
+from dev.simulation.world import Simulation
+from r3async.actors.conductor import Conductor
+from r3async.config import config_to_dict, load_config
+from r3async.world import ActorOptions, ActorRef, World
+
+TIMEOUT = 600.0
+CONDUCTOR = "conductor"
+STATUS_SECONDS = 0.5
+"""Between two questions of the driver, as in a run."""
+START_SECONDS = 300.0
+
+Way = Literal["simulated", "ray"]
+WAYS: tuple[Way, ...] = ("simulated", "ray")
+
+
+class Job(msgspec.Struct, frozen=True):
+    load: Load
+    way: Way
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Of `seconds`. `groups`: whose episodes were played. `cpu_seconds`: of the conductor. `leases`: calls of generators to it;
+    `asked`: its own, to generators and learner. `busy`: share of the places that had an episode."""
+
+    way: Way
+    generators: int
+    seconds: float
+    groups: float
+    steps: int
+    leases: int
+    asked: int
+    cpu_seconds: float
+    busy: float
+
+
+class Row(msgspec.Struct, frozen=True):
+    """What `Measured` comes to. `cores`: that the conductor takes at this rate of groups."""
+
+    measured: Measured
+    groups_per_second: float
+    cpu_ms_per_group: float
+    messages_per_group: float
+    cores: float
+
+
+class Report(msgspec.Struct, frozen=True):
+    """`load`: common to all rows, but for the number of generators."""
+
+    benchmark: str
+    load: Load
+    rows: list[Row]
+
+
+def run(load: Load, sizes: Sequence[int], ways: Sequence[Way], say: Say) -> Report:
+    """Each size in each way, in a process of its own. Raises `BenchError`."""
+    rows = []
+    for way in ways:
+        for size in sizes:
+            say(f"conductor: {size} generators, {way}")
+            job = Job(msgspec.structs.replace(load, generators=size), way)
+            with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
+                m = run_job(f"{__name__}:measure", job, Measured, Path(scratch), timeout=TIMEOUT, say=say)
+            if not m.groups:
+                raise BenchError(f"{size} generators played no group in {m.seconds:.0f} s")
+            milliseconds, messages = 1e3 * m.cpu_seconds / m.groups, (m.leases + m.asked) / m.groups
+            rows.append(Row(m, m.groups / m.seconds, milliseconds, messages, m.cpu_seconds / m.seconds))
+    return Report("conductor", load, rows)
+
+
+def render(report: Report) -> str:
+    load = report.load
+    rows = [
+        (
+            row.measured.way,
+            row.measured.generators,
+            f"{row.groups_per_second:.1f}",
+            f"{row.cpu_ms_per_group:.2f}",
+            f"{row.messages_per_group:.2f}",
+            f"{row.cores:.3f}",
+            f"{row.measured.busy:.1%}",
+        )
+        for row in report.rows
+    ]
+    heads = ("way", "generators", "groups/s", "ms CPU/group", "messages/group", "cores", "busy")
+    lines = [f"{load.places} episodes of {load.episode_seconds:g} s a generator, groups of {load.samples_per_group}"]
+    return "\n".join(lines + table(heads, rows))
+
+
+# -- in a process of its own -------------------------------------------------------------------------------------------
+
+
+class Fleet:
+    """The actors of a measurement, as `RunLauncher` starts those of a run. `cpu(pid)`: processor seconds of the conductor."""
+
+    def __init__(self, world: World, load: Load, run_dir: Path, cpu: Callable[[int], float]):
+        self._world, self._load, self._cpu = world, load, cpu
+        config = config_to_dict(load_config("quickstart", load.settings))
+        spawn, few = world.actors.spawn_actor, ActorOptions(0, max_concurrency=10_000)
+        self._learner = spawn(CountingLearner, config, load, name="learner", actor_options=few)
+        self._hosts: list[ActorRef] = []
+        generators: dict[str, HostedRef] = {}
+        for index in range(min(load.processes, load.generators)):
+            names = [f"generator-{i}" for i in range(index, load.generators, load.processes)]
+            host = spawn(Host, config, load, names, self._learner, name=f"host-{index}", actor_options=few)
+            self._hosts.append(host)
+            generators |= {name: HostedRef(name, host) for name in names}
+        leads = ("bench", config, str(run_dir), self._learner, {n: generators[n] for n in sorted(generators)})
+        self._conductor = spawn(Conductor, *leads, name=CONDUCTOR, actor_options=ActorOptions(max_concurrency=1000))
+
+    async def measure(self, say: Say, way: Any) -> Measured:
+        clock, load = self._world.clock.monotonic, self._load
+        running = asyncio.ensure_future(self._conductor.call("run"))
+        deadline = clock() + START_SECONDS
+        while (status := await self._status(running))["phase"] != "training":
+            if clock() > deadline:
+                raise TimeoutError(f"the conductor is {status['phase']} after {START_SECONDS:g} s")
+        pid = status["processes"]["conductor"][0]
+        await self._follow(running, load.warm_up)
+        gc.collect()
+        gc.freeze()
+        if way == "simulated":
+            # A collection in a callback of the conductor would go through the episodes, which a run has in other processes: a
+            # third of the conductor's time with 512 generators. With Ray its own collections are measured.
+            gc.disable()
+        say(f"{load.generators} generators play")
+        before, began, cpu = await self._counts(), clock(), self._cpu(pid)
+        await self._follow(running, load.seconds)
+        cpu, ended, after = self._cpu(pid) - cpu, clock(), await self._counts()
+        running.cancel()
+        leases, asked, busy, episodes, steps = (b - a for a, b in zip(before, after, strict=True))
+        places = load.generators * load.places * (ended - began)
+        groups = episodes / load.samples_per_group
+        return Measured(
+            way, load.generators, ended - began, groups, int(steps), int(leases), int(asked), cpu, busy / places
+        )
+
+    async def _follow(self, running: asyncio.Future[Any], seconds: float) -> None:
+        until = self._world.clock.monotonic() + seconds
+        while self._world.clock.monotonic() < until:
+            await self._status(running)
+
+    async def _status(self, running: asyncio.Future[Any]) -> dict[str, Any]:
+        """As the driver of a run asks for it."""
+        await asyncio.wait([running], timeout=STATUS_SECONDS)
+        if running.done():
+            raise RuntimeError(f"the conductor ended: {running.result()}")
+        return await self._conductor.call("get_status", 0)
+
+    async def _counts(self) -> tuple[float, ...]:
+        """Leases, calls of the conductor, busy seconds, episodes, steps."""
+        hosts: list[Counts] = [await host.call("counts") for host in self._hosts]
+        asked, episodes, steps = await self._learner.call("counts")
+        return (
+            sum(c.leases for c in hosts),
+            asked + sum(c.asked for c in hosts),
+            sum(c.busy for c in hosts),
+            episodes,
+            steps,
+        )
+
+
+class TimedLoop(VirtualLoop):
+    """Adds up the processor time of callbacks that belong to the conductor."""
+
+    cpu = 0.0
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> VirtualHandle:  # type: ignore[override]
+        context = copy_context() if context is None else context
+        if _of_conductor(context):
+            return super().call_soon(self._timed, callback, *args, context=context)
+        return super().call_soon(callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> VirtualTimer:
+        context = copy_context() if context is None else context
+        if _of_conductor(context):
+            return super().call_at(when, self._timed, callback, *args, context=context)
+        return super().call_at(when, callback, *args, context=context)
+
+    def _timed(self, callback: Callable[..., object], *args: Any) -> None:
+        began = time.thread_time()
+        try:
+            callback(*args)
+        finally:
+            self.cpu += time.thread_time() - began
+
+
+def _of_conductor(context: Context) -> bool:
+    process = context.get(CURRENT_PROCESS)
+    return process is not None and process.name == CONDUCTOR
+
+
+class Timed(Simulation):
+    loop_class = TimedLoop
+
+
+def simulated(load: Load, say: Say) -> Measured:
+    simulation = Timed(0, delays=Delays(call=(0.0005, 0.002), start=(0.5, 0.5)))
+    loop = simulation.loop
+    assert isinstance(loop, TimedLoop)
+    process = simulation.begin_process("driver", simulation.hosts["host-0"])
+
+    async def main() -> Measured:
+        fleet = Fleet(process.world, load, Path("/run"), lambda pid: loop.cpu)
+        return await fleet.measure(say, "simulated")
+
+    try:
+        return simulation.run(process, main())
+    finally:
+        gc.enable()
+        simulation.close()
+
+
+def with_ray(load: Load, run_dir: Path, say: Say) -> Measured:
+    from r3async.world.real import REAL_WORLD
+
+    async def main() -> Measured:
+        fleet = Fleet(REAL_WORLD, load, run_dir, lambda pid: sum(psutil.Process(pid).cpu_times()[:2]))
+        return await fleet.measure(say, "ray")
+
+    REAL_WORLD.actors.join_cluster(None, load.processes + 2)
+    try:
+        return asyncio.run(main())
+    finally:
+        REAL_WORLD.actors.leave_cluster()
+
+
+def measure(job: Job, directory: Path) -> Measured:
+    """In the way that the job says."""
+
+    def say(line: str) -> None:
+        progress(directory, line)
+
+    return simulated(job.load, say) if job.way == "simulated" else with_ray(job.load, directory / "run", say)

@@ -1,0 +1,166 @@
+"""What benchmarks share: jobs in processes of their own, with a time limit and progress on stderr; memory; tables."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+POLL_SECONDS = 0.2
+STOP_SECONDS = 20.0
+TAIL_LINES = 40
+JOB, ANSWER, PROGRESS, LOG = "job.json", "done.json", "progress.txt", "log.txt"
+
+
+class BenchError(RuntimeError):
+    """A benchmark that could not be measured; the message says which part failed, and why."""
+
+
+def say_on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def run_job(target: str, job: Any, answer: type[T], directory: Path, *, timeout: float, say: Say) -> T:
+    """Call `target` ("module:function") with `job` and `directory` in a process with one thread; returns its answer.
+
+    `directory` is made if need be. The job's output goes to `log.txt` there; the line that it last gave to `progress` is
+    passed to `say` when it changes. Raises `BenchError` with the end of the log if it fails, or takes longer than `timeout`
+    seconds: it is then asked to end, and killed if it does not.
+    """
+    name = target.partition(":")[0].rpartition(".")[2]
+    directory.mkdir(parents=True, exist_ok=True)
+    for stale in (ANSWER, PROGRESS):
+        (directory / stale).unlink(missing_ok=True)
+    (directory / JOB).write_bytes(msgspec.json.encode(job))
+    log = directory / LOG
+    # -P: a folder `tools` where the command was typed must not stand in for ours.
+    command = [sys.executable, "-P", "-m", "dev.bench.jobs", target, str(directory)]
+    deadline, shown = time.monotonic() + timeout, ""
+    with started(command, log, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false") as process:
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                raise BenchError(f"{name} took longer than {timeout:.0f} s; it ended with:\n{_tail(log)}")
+            time.sleep(POLL_SECONDS)
+            shown = _say_new(directory, shown, say)
+        _say_new(directory, shown, say)
+    if process.returncode:
+        raise BenchError(f"{name} failed with exit code {process.returncode}:\n{_tail(log)}")
+    return msgspec.json.decode((directory / ANSWER).read_bytes(), type=answer)
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str], log: Path, *, patience: float = STOP_SECONDS, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has ended when the block has: it is asked to, and killed after `patience` seconds."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **environment},
+            start_new_session=True,  # a Ctrl-C reaches this process only, which then ends the job in order
+        )
+    try:
+        yield process
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if process.poll() is None:
+                process.send_signal(number)
+                try:
+                    process.wait(patience)
+                except subprocess.TimeoutExpired:
+                    continue
+
+
+@contextlib.contextmanager
+def ended_in_order() -> Iterator[None]:
+    """In this block SIGTERM ends what was `started`, too; without it, those processes would be left behind."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def progress(directory: Path, line: str) -> None:
+    """Called by a job: what it is doing now."""
+    scratch = directory / "progress.new"
+    scratch.write_text(line)
+    scratch.replace(directory / PROGRESS)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Lines of a Markdown table, padded for a terminal: the first column to the left, the others to the right."""
+    texts = [list(heads), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [f"{text:{'>' if i else '<'}{width}}" for i, (text, width) in enumerate(zip(row, widths, strict=True))]
+        return f"| {' | '.join(cells)} |"
+
+    head, *body = map(line, texts)
+    return [head, f"|{'|'.join('-' * (width + 2) for width in widths)}|", *body]
+
+
+def forget_peak() -> None:
+    """The peak of this process's memory, `VmHWM`, counts from now, where the kernel allows it (proc(5), `clear_refs`)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory_mib(field: str) -> float:
+    """Resident memory of this process, MiB: `VmRSS` now, `VmHWM` at its peak."""
+    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) / 1024
+
+
+def _say_new(directory: Path, shown: str, say: Say) -> str:
+    path = directory / PROGRESS
+    line = path.read_text() if path.exists() else ""
+    if line != shown:
+        say(line)
+    return line
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+
+def main(target: str, directory: Path) -> None:
+    """In the job's process: measure, and write the answer. Ends, whatever it is doing, when the benchmark has ended."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    module, _, name = target.partition(":")
+    measure = getattr(importlib.import_module(module), name)
+    kind = inspect.signature(measure, eval_str=True).parameters["job"].annotation
+    job = msgspec.json.decode((directory / JOB).read_bytes(), type=kind)
+    (directory / ANSWER).write_bytes(msgspec.json.encode(measure(job, directory)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,286 @@
+"""`bench packing`: how well samples are divided into micro-batches and among ranks, against bounds and simpler ways.
+
+No model and no data are needed: lengths are drawn from five distributions, and costs come from a published config.json.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dev.bench.jobs import table
+from r3async.config import ConfigError
+from r3async.learner.batch import CostModel, build_cost_model, find_round_levels, plan_micro_batches
+from r3async.tools.memory import PUBLISHED_CONFIGS
+
+CAPS = {"lognormal": 32768, "bimodal": 32768, "pareto": 65536, "groups": 32768, "cut": 32768}
+SAMPLES = (256, 1024, 8192)
+RANKS = (1, 8, 64)
+GROUP = 8
+REPEATS = 3
+
+DEFAULT_MODEL = "Qwen3-30B-A3B"
+
+Plan = list[list[list[int]]]
+
+
+class Case(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One batch.
+
+    `bound`: micro-batches per rank that no plan can be below. `fill`: tokens as a share of what the micro-batches could
+    hold. `token_imbalance`, `cost_imbalance`: the busiest rank's total over the mean. `efficiency`: total cost / (ranks ·
+    Σ_j costliest micro-batch at index j). `ceiling`: an upper bound on that for any plan of as many micro-batches.
+    `dealt`, `apart`: the efficiency of two simpler ways, see `dealt` and `apart`. `wall_ms`, `cpu_ms`: the median of a few
+    calls.
+    """
+
+    lengths: str
+    samples: int
+    ranks: int
+    seed: int
+    max_tokens: int
+    tokens: int
+    micro_batches: int
+    bound: int
+    fill: float
+    token_imbalance: float
+    cost_imbalance: float
+    efficiency: float
+    ceiling: float
+    dealt: float
+    apart: float
+    wall_ms: float
+    cpu_ms: float
+
+
+class Summary(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Over the cases of one seed, or of all. Efficiencies are geometric means over the cases with several ranks; `below` are
+    the cases in which a simpler way is better; times are the largest, by number of samples."""
+
+    cases: int
+    at_bound: int
+    efficiency: float
+    ceiling: float
+    dealt: float
+    apart: float
+    below: int
+    wall_ms: dict[int, float]
+    cpu_ms: dict[int, float]
+
+
+class Report(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str
+    linear: float
+    quadratic: float
+    summary: Summary
+    by_seed: dict[int, Summary]
+    cases: list[Case]
+
+
+def shape_of(model: str) -> dict[str, Any]:
+    """The configuration of a published model by name, or of a model directory."""
+    if model in PUBLISHED_CONFIGS:
+        return PUBLISHED_CONFIGS[model]
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"--model {model} is no model directory (no config.json in it), nor one of {', '.join(PUBLISHED_CONFIGS)}"
+        )
+    return json.loads(path.read_text())
+
+
+def lengths_like(kind: str, samples: int, seed: int) -> np.ndarray:
+    """int64 `[samples]`.
+
+    `lognormal`: mu 7, sigma 1, in 64..32768. `bimodal`: 70 % uniform in 200..1500, 30 % in 8,000..30,000. `pareto`: Lomax,
+    shape 1.2, scale 500, in 100..65536. `groups`: of 8 samples, a scale lognormal(7, 1) for the group times
+    lognormal(0, 0.3) for the sample, in 64..32768. `cut`: lognormal(8.6, 1), of which the limit of 8,192 cuts a third.
+    """
+    rng = np.random.default_rng([list(CAPS).index(kind), samples, seed])
+    if kind == "lognormal":
+        drawn = rng.lognormal(7, 1, samples).clip(64, 32768)
+    elif kind == "bimodal":
+        short = rng.random(samples) < 0.7
+        drawn = np.where(short, rng.uniform(200, 1500, samples), rng.uniform(8000, 30000, samples))
+    elif kind == "pareto":
+        drawn = (500 * rng.pareto(1.2, samples)).clip(100, 65536)
+    elif kind == "cut":
+        drawn = rng.lognormal(8.6, 1, samples).clip(64, 8192)
+    else:
+        scale = np.repeat(rng.lognormal(7, 1, -(-samples // GROUP)), GROUP)[:samples]
+        drawn = (scale * rng.lognormal(0, 0.3, samples)).clip(64, 32768)
+    return drawn.astype(np.int64)
+
+
+def fewest_bins(lengths: np.ndarray, cap: int) -> int:
+    """No packing has fewer micro-batches: L2 of Martello & Toth 1990 (Discrete Applied Mathematics 28), in integers.
+
+    For a threshold `k` <= cap/2 let n1 be the samples longer than cap - k, n2 those in (cap/2, cap - k]. No two of these
+    are together, and samples in [k, cap/2] fit only beside the n2: n1 + n2 + ceil((their sum - space beside the n2) / cap).
+    The largest of all thresholds; k = 0 gives at least ceil(total / cap).
+    """
+    n = np.sort(lengths)
+    before = np.concatenate([[0], np.cumsum(n)])
+    half = np.searchsorted(n, cap // 2, "right")
+    k = np.concatenate([[0], n[:half]])
+    first, high = np.searchsorted(n, k, "left"), np.searchsorted(n, cap - k, "right")
+    n1, n2 = len(n) - high, high - half
+    beside = n2 * cap - (before[high] - before[half])
+    rest = before[half] - before[first] - beside
+    return int((n1 + n2 + np.maximum(0, -(-rest // cap))).max())
+
+
+def dealt(lengths: np.ndarray, max_tokens: int, ranks: int, cost: CostModel) -> Plan:
+    """First-fit decreasing for all ranks together, then micro-batches by cost, in turn to each rank."""
+    (bins,) = plan_micro_batches(lengths.tolist(), max_tokens=max_tokens, cost=cost)
+    bins += [[] for _ in range(-len(bins) % ranks)]
+    return [bins[rank::ranks] for rank in range(ranks)]
+
+
+def apart(lengths: np.ndarray, max_tokens: int, ranks: int, cost: CostModel) -> Plan:
+    """Samples are divided among the ranks for equal cost, and each rank packs its own: what trainers do whose ranks agree
+    on nothing but the number of micro-batches."""
+    each, loads = cost.estimate_costs(lengths), np.zeros(ranks)
+    mine: list[list[int]] = [[] for _ in range(ranks)]
+    for index in np.argsort(-each, kind="stable").tolist():
+        rank = int(loads.argmin())
+        mine[rank].append(index)
+        loads[rank] += each[index]
+    packed = [plan_micro_batches(lengths[own].tolist(), max_tokens=max_tokens, cost=cost)[0] for own in mine]
+    count = max(len(bins) for bins in packed)
+    return [
+        [[own[i] for i in m] for m in bins] + [[] for _ in range(count - len(bins))]
+        for own, bins in zip(mine, packed, strict=True)
+    ]
+
+
+def sums(planned: Plan, values: np.ndarray) -> np.ndarray:
+    """`[ranks, micro-batches]`: the values of each one's samples together."""
+    return np.asarray([[values[m].sum() for m in mine] for mine in planned])
+
+
+def efficiency(planned: Plan, each: np.ndarray) -> float:
+    """`each`: cost of every sample."""
+    return float(each.sum() / (len(planned) * sums(planned, each).max(0).sum()))
+
+
+def timed(call: Callable[[], Plan]) -> tuple[Plan, float, float]:
+    """What it returns, and the median wall and CPU time in milliseconds."""
+    wall, cpu = [], []
+    for _ in range(REPEATS):
+        wall_from, cpu_from = time.perf_counter(), time.process_time()
+        planned = call()
+        wall.append(1e3 * (time.perf_counter() - wall_from))
+        cpu.append(1e3 * (time.process_time() - cpu_from))
+    return planned, median(wall), median(cpu)
+
+
+def measure(kind: str, samples: int, ranks: int, seed: int, cost: CostModel) -> Case:
+    """Divide one batch in every way. Raises `AssertionError` if a plan breaks the cap or loses a sample."""
+    lengths, cap = lengths_like(kind, samples, seed), CAPS[kind]
+    given, each = lengths.tolist(), cost.estimate_costs(lengths)
+    locked, wall, cpu = timed(lambda: plan_micro_batches(given, max_tokens=cap, ranks=ranks, cost=cost))
+    assert sorted(i for mine in locked for m in mine for i in m) == list(range(samples))
+    assert sums(locked, lengths).max() <= cap
+    tokens, costs, count = sums(locked, lengths), sums(locked, each), len(locked[0])
+    least = find_round_levels(lengths, max_tokens=cap, ranks=ranks, count=count, cost=cost, total_cost=each.sum())
+    return Case(
+        lengths=kind,
+        samples=samples,
+        ranks=ranks,
+        seed=seed,
+        max_tokens=cap,
+        tokens=int(lengths.sum()),
+        micro_batches=count,
+        bound=-(-fewest_bins(lengths, cap) // ranks),
+        fill=float(lengths.sum() / (ranks * count * cap)),
+        token_imbalance=float(tokens.sum(1).max() / tokens.sum(1).mean()),
+        cost_imbalance=float(costs.sum(1).max() / costs.sum(1).mean()),
+        efficiency=efficiency(locked, each),
+        ceiling=min(1.0, float(each.sum() / (ranks * least.sum()))),
+        dealt=efficiency(dealt(lengths, cap, ranks, cost), each),
+        apart=efficiency(apart(lengths, cap, ranks, cost), each),
+        wall_ms=wall,
+        cpu_ms=cpu,
+    )
+
+
+def run(seeds: Sequence[int], *, quick: bool = False, model: str = DEFAULT_MODEL) -> Report:
+    """All distributions, numbers of samples and ranks. `quick` leaves out the largest number of samples."""
+    if not seeds:
+        raise ConfigError("--seeds names no seed")
+    cost = build_cost_model(shape_of(model))
+    sizes = SAMPLES[:-1] if quick else SAMPLES
+    cases = [measure(k, n, ranks, seed, cost) for seed in seeds for k in CAPS for n in sizes for ranks in RANKS]
+    return Report(
+        model=model,
+        linear=cost.linear,
+        quadratic=cost.quadratic,
+        summary=summarize(cases),
+        by_seed={seed: summarize([c for c in cases if c.seed == seed]) for seed in seeds},
+        cases=cases,
+    )
+
+
+def summarize(cases: Sequence[Case]) -> Summary:
+    several = [c for c in cases if c.ranks > 1]
+    sizes = sorted({c.samples for c in cases})
+    return Summary(
+        cases=len(cases),
+        at_bound=sum(c.micro_batches == c.bound for c in cases),
+        efficiency=geometric_mean(c.efficiency for c in several),
+        ceiling=geometric_mean(c.ceiling for c in several),
+        dealt=geometric_mean(c.dealt for c in several),
+        apart=geometric_mean(c.apart for c in several),
+        below=sum(max(c.apart, c.dealt) > c.efficiency * (1 + 1e-9) for c in several),
+        wall_ms={n: max(c.wall_ms for c in cases if c.samples == n) for n in sizes},
+        cpu_ms={n: max(c.cpu_ms for c in cases if c.samples == n) for n in sizes},
+    )
+
+
+def render(report: Report) -> str:
+    """The cases of the first seed, and a line for each seed and for all."""
+    first = report.cases[0].seed
+    rows = [
+        (
+            c.lengths,
+            c.samples,
+            c.ranks,
+            f"{c.micro_batches} / {c.bound}",
+            *(f"{x:.3f}" for x in (c.fill, c.token_imbalance, c.cost_imbalance)),
+            *(f"{x:.3f}" for x in (c.efficiency, c.ceiling, c.dealt, c.apart)),
+            f"{c.wall_ms:.1f} / {c.cpu_ms:.1f}",
+        )
+        for c in report.cases
+        if c.seed == first
+    ]
+    heads = (
+        "lengths",
+        "samples",
+        "ranks",
+        "micro-batches / bound",
+        "fill",
+        "tokens, busiest rank",
+        "cost, busiest rank",
+    )
+    lines = [
+        f"{report.model}: a sample of n tokens costs {report.linear:.4g} n + {report.quadratic:.4g} n² FLOPs; seed {first}",
+        "",
+        *table((*heads, "lockstep", "ceiling", "dealt", "apart", "ms wall / CPU"), rows),
+        "",
+    ]
+    named = {f"seed {seed}": s for seed, s in report.by_seed.items()} | {"all seeds": report.summary}
+    for name, s in named.items():
+        times = ", ".join(f"{n}: {s.wall_ms[n]:.1f} / {s.cpu_ms[n]:.1f}" for n in s.wall_ms)
+        lines.append(
+            f"{name}: lockstep {s.efficiency:.4f} of at most {s.ceiling:.4f} (dealt {s.dealt:.4f}, apart {s.apart:.4f}); "
+            f"{s.at_bound} of {s.cases} cases at the bound, {s.below} below a simpler way; most ms wall / CPU {times}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,192 @@
+"""Whether a run's processes grow: resident memory, open files and the spool, over minutes or hours of a real run."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from dev.bench.jobs import BenchError, Say, started, table
+from r3async.config import load_config
+from r3async.record.reading import read_json_objects
+
+SAMPLE_SECONDS = 5.0
+WARM = 0.25
+"""Share of the time after which growth counts: pools, caches and logs of a fixed length have filled by then."""
+NOISE = 3.0
+"""How often the scatter of a process's memory around its own line a growth has to be, to be more than noise."""
+STOP_SECONDS = 120.0
+MIB = 2**20
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """Of one process at one time: seconds since the first sample, bytes that are resident, open file descriptors."""
+
+    at: float
+    resident: int
+    files: int
+
+
+class Growth(msgspec.Struct, frozen=True):
+    """Of one process, after the warm-up. `slope`: MiB an hour (Theil and Sen's: the median of all pairs' slopes). `growth`: MiB
+    that this comes to in the time measured; `scatter`: MiB, median distance from the line."""
+
+    samples: int
+    resident_mib: float
+    slope_mib_per_hour: float
+    growth_mib: float
+    scatter_mib: float
+    files_first: int
+    files_last: int
+    files_most: int
+    flat: bool
+
+
+class Report(msgspec.Struct, frozen=True):
+    """`flat`: of every process, memory grew by no more than `NOISE` times its scatter, or by under 1 % of it, and open files not
+    at all."""
+
+    minutes: float
+    steps: int
+    trajectories: int
+    spool_most_bytes: int
+    spool_bound_bytes: int
+    processes: dict[str, Growth]
+    flat: bool
+
+
+def growth(samples: Sequence[Sample]) -> Growth:
+    """Raises `BenchError` for fewer than ten samples after the warm-up."""
+    last = samples[-1].at
+    warm = [s for s in samples if s.at >= WARM * last]
+    if len(warm) < 10:
+        raise BenchError(f"{len(warm)} samples after the warm-up are too few: measure for longer")
+    every = warm[:: max(1, len(warm) // 300)]  # pairs grow with the square
+    slopes = [(b.resident - a.resident) / (b.at - a.at) for a, b in itertools.combinations(every, 2) if b.at - a.at > 0]
+    slope = statistics.median(slopes)
+    middle = statistics.median(s.resident - slope * s.at for s in warm)
+    scatter = statistics.median(abs(s.resident - slope * s.at - middle) for s in warm)
+    grown = slope * (warm[-1].at - warm[0].at)
+    resident = statistics.median(s.resident for s in warm)
+    files = [s.files for s in warm]
+    # A reconnection, or a file that is being written, is open for a moment: what counts is where the level goes.
+    third = max(1, len(files) // 3)
+    files_grow = statistics.median(files[-third:]) > statistics.median(files[:third])
+    return Growth(
+        samples=len(warm),
+        resident_mib=round(resident / MIB, 1),
+        slope_mib_per_hour=round(slope * 3600 / MIB, 2),
+        growth_mib=round(grown / MIB, 2),
+        scatter_mib=round(scatter / MIB, 2),
+        files_first=files[0],
+        files_last=files[-1],
+        files_most=max(files),
+        flat=grown <= max(NOISE * scatter, 0.01 * resident) and not files_grow,
+    )
+
+
+def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> Report:
+    """A run with the scripted engine for so many minutes. Raises `BenchError` if it ends before."""
+    from dev.chaos.run import make_model, settings
+    from dev.chaos.scenarios import Kills
+
+    chosen = [
+        *settings(Kills, 0, "scripted"),
+        "steps=1000000",
+        "name=soak",
+        "resume=none",
+        "checkpoint.every_steps=20",
+        "supervise.max_run_restarts=0",
+        "generator.max_restarts=0",
+        *overrides,
+    ]
+    model = make_model("quickstart", chosen, directory / "init", say)
+    chosen = [*(each for each in chosen if not each.startswith("model.init.")), model]
+    config = load_config("quickstart", chosen)
+    run_dir, log = directory / "soak", directory / "soak.log"
+    command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(directory), *chosen]
+    watched = Watched(run_dir)
+    with started(command, log, patience=STOP_SECONDS) as driver:
+        began, minute = 0.0, -1
+        while not began or time.monotonic() - began < minutes * 60:
+            if driver.poll() is not None:
+                raise BenchError(f"the run ended too early (exit {driver.returncode}): see {log}")
+            time.sleep(SAMPLE_SECONDS)
+            if not began and not read_json_objects(run_dir / "metrics.jsonl"):
+                continue
+            began = began or time.monotonic()
+            at = time.monotonic() - began
+            watched.look(at, driver.pid)
+            if int(at / 60) > minute:
+                minute = int(at / 60)
+                say(f"soak: minute {minute} of {minutes:g}")
+    rows = read_json_objects(run_dir / "metrics.jsonl")
+    grown = {name: growth(found) for name, found in sorted(watched.samples.items()) if len(found) > 1}
+    return Report(
+        minutes=minutes,
+        steps=len(rows),
+        trajectories=len(rows) * config.schedule.groups_per_step * config.schedule.samples_per_group,
+        spool_most_bytes=watched.spool_most,
+        spool_bound_bytes=config.buffer.disk_bytes,
+        processes=grown,
+        flat=all(g.flat for g in grown.values()),
+    )
+
+
+class Watched:
+    """What the processes of the run in `run_dir`, and its spool, took."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self.samples: dict[str, list[Sample]] = defaultdict(list)
+        self.spool_most = 0
+
+    def look(self, at: float, driver: int) -> None:
+        """Now: `at` seconds after the first look."""
+        for name, process in processes(self._run_dir, driver).items():
+            try:
+                with process.oneshot():
+                    self.samples[name].append(Sample(at, process.memory_info().rss, process.num_fds()))
+            except psutil.Error:
+                continue
+        held = sum(path.stat().st_size for path in (self._run_dir / "spool").glob("*.spool"))
+        self.spool_most = max(self.spool_most, held)
+
+
+def processes(run_dir: Path, driver: int) -> dict[str, psutil.Process]:
+    """By role: the driver, and the actors that have started and still run; environments' processes too."""
+    from dev.chaos.scenario import actor_process, environment_workers
+
+    found = {"driver": psutil.Process(driver)}
+    for event in read_json_objects(run_dir / "events.jsonl"):
+        if event["event"].endswith("_started") and "pid" in event and (process := actor_process(event["pid"])):
+            found[event["role"]] = process
+            for i, worker in enumerate(environment_workers(process)):
+                found[f"{event['role']} environment {i}"] = worker
+    return found
+
+
+def render(report: Report) -> str:
+    """A table for people."""
+    rows = [
+        (
+            name,
+            *(f"{x:.2f}" for x in (g.resident_mib, g.slope_mib_per_hour, g.growth_mib, g.scatter_mib)),
+            f"{g.files_first}-{g.files_last}",
+            "" if g.flat else "GROWS",
+        )
+        for name, g in report.processes.items()
+    ]
+    lines = [
+        f"{report.minutes:g} minutes, {report.steps} steps, {report.trajectories} trajectories; the spool held "
+        f"{report.spool_most_bytes / MIB:.2f} MiB at most (bound {report.spool_bound_bytes / MIB:.0f})",
+        *table(("process", "resident MiB", "MiB/h", "growth", "scatter", "files", ""), rows),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,85 @@
+"""Strangers: a process of its own that holds as many TCP connections as it is told, shows no key, and comes back when it is
+turned out. `python -m dev.chaos.crowd COUNT HOST:PORT…`, until its input ends; then it says what it saw."""
+
+from __future__ import annotations
+
+import resource
+import select
+import socket
+import sys
+import time
+
+import msgspec
+
+SPARE_DESCRIPTORS = 64
+LOOK_SECONDS = 0.1
+
+
+class Seen(msgspec.Struct):
+    """`tried`: connections that were begun. `let_in`: those that were greeted, and `turned_out` again. `most`: so many were let
+    in at one time."""
+
+    tried: int = 0
+    let_in: int = 0
+    turned_out: int = 0
+    most: int = 0
+
+
+class Crowd:
+    """So many connections at once, divided among `targets`."""
+
+    def __init__(self, count: int, targets: list[tuple[str, int]]):
+        self.seen = Seen()
+        self._targets = targets
+        self._outside: dict[int, tuple[socket.socket, int]] = {}
+        """Those that nobody has greeted, by descriptor, and to which of the targets."""
+        self._inside: dict[int, tuple[socket.socket, int]] = {}
+        self._poll = select.epoll()
+        for number in range(count):
+            self._come(number % len(targets))
+
+    def look(self, seconds: float) -> None:
+        """What happens within `seconds`."""
+        for descriptor, _ in self._poll.poll(seconds):
+            held = self._inside if descriptor in self._inside else self._outside
+            stranger, target = held[descriptor]
+            try:
+                words = stranger.recv(4096)
+            except BlockingIOError:
+                continue
+            except OSError:
+                words = b""
+            if words and held is self._outside:
+                self._inside[descriptor] = self._outside.pop(descriptor)
+                self.seen.let_in += 1
+                self.seen.most = max(self.seen.most, len(self._inside))
+            elif not words:
+                self.seen.turned_out += held is self._inside
+                del held[descriptor]
+                stranger.close()
+                self._come(target)
+
+    def _come(self, target: int) -> None:
+        stranger = socket.socket()
+        stranger.setblocking(False)
+        stranger.connect_ex(self._targets[target])
+        self._outside[stranger.fileno()] = stranger, target
+        self._poll.register(stranger.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
+        self.seen.tried += 1
+
+
+def main(count: int, *addresses: str) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < count + SPARE_DESCRIPTORS:
+        sys.exit(f"{count} connections need as many file descriptors, and {hard} are allowed here (ulimit -Hn)")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count + SPARE_DESCRIPTORS, hard))
+    targets = [(host, int(port)) for host, _, port in (address.rpartition(":") for address in addresses)]
+    crowd = Crowd(count, targets)
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        crowd.look(LOOK_SECONDS)
+        time.sleep(0.01)
+    print(msgspec.json.encode(crowd.seen).decode())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

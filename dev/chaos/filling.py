@@ -1,0 +1,70 @@
+"""Small file systems that are filled to the last byte, and freed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dev.chaos.scenario import Scenario
+from r3async.config import ConfigError
+
+TOP_UP_SECONDS = 0.05
+
+
+@contextmanager
+def mounted(point: Path, megabytes: int, scenario: str) -> Iterator[Path]:
+    """A file system of that size at `point`, for the `scenario` of that name. Raises `ConfigError` where that is not allowed."""
+    point.mkdir(parents=True)
+    mounting = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,mode=0700", "tmpfs", str(point)]
+    try:
+        done = subprocess.run(mounting, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ConfigError(
+                f"--scenario {scenario} mounts a file system of {megabytes} MB, which is not allowed here "
+                f"({done.stderr.strip()}): run it as root, or in a namespace of its own: unshare -rm python -m dev chaos …"
+            )
+        try:
+            yield point
+        finally:
+            subprocess.run(["umount", "--lazy", str(point)], check=True)
+    finally:
+        with contextlib.suppress(OSError):
+            point.rmdir()
+
+
+def top_up(descriptor: int) -> None:
+    """Write to the last free byte."""
+    for size in (2**20, 2**12, 1):
+        try:
+            while True:
+                os.write(descriptor, bytes(size))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+
+
+class Filling(Scenario):
+    """Fills file systems."""
+
+    def fill(self, directory: Path, name: str, enough: Callable[[float], bool]) -> tuple[float, float]:
+        """Take all free bytes, and what others free meanwhile, until `enough(seconds)`, for which it has been full, or the run is
+        over. `name`: of the file system, in reports. Returns from when until when it was full."""
+        ballast, began = directory / "ballast", 0.0
+        with ballast.open("ab", buffering=0) as file:
+            while not began or not enough(time.time() - began):
+                top_up(file.fileno())
+                if not began:
+                    began = time.time()
+                    self.done["disk"] += 1
+                    self.report(f"chaos: {name} is full, fault {self.done.total()}")
+                if not self.wait(TOP_UP_SECONDS):
+                    break
+        ballast.unlink()
+        self.report(f"chaos: {name} has free bytes again, after {time.time() - began:.1f} s")
+        return began, time.time()

@@ -1,0 +1,310 @@
+"""`python -m dev chaos`: starts the run, has the scenario disturb it, and checks what was trained when it has ended."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from dev.chaos.accounting import (
+    Acknowledged,
+    Began,
+    Damaged,
+    Passed,
+    Resumed,
+    Sent,
+    check_content,
+    check_kept,
+    check_lineages,
+    check_trained,
+)
+from dev.chaos.relay import Noise
+from dev.chaos.scenario import Role, Scenario
+from dev.chaos.scenarios import SCENARIOS
+from r3async.config import Config, ConfigError, load_config
+from r3async.record.reading import read_json_objects
+from r3async.record.writer import TRAINED_FILE, TrainedStep
+from r3async.schedule.admission import count_slots
+
+ENGINES = ("scripted", "vllm")
+VLLM_TIMES = 4
+"""As many steps: a generator that starts again loads vLLM for a minute and more, and the others train meanwhile."""
+SHOWN = 10
+"""Problems, at most."""
+SAID_EVERY = 20
+"""Steps of a replay."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """`problems` is empty if everything was trained once, as it was sent. `faults`: those that the scenario made, by what they
+    hit. `changed`: messages of which one bit changed on the wire. `damaged`: trajectories that came so and were sent again;
+    `duplicates`: those that came twice and were dropped. Both are of the steps' rows: what a learner saw after its last one is
+    not in them if it is killed.
+    `generators_lost`: that the conductor saw. `replayed`: steps that were made again from the recording, bit by bit the same;
+    None: no recording was made."""
+
+    preset: str
+    scenario: str
+    seed: int
+    fault: str
+    faults: dict[str, int]
+    steps: int
+    trajectories: int
+    resumed: int
+    generators_lost: int
+    sent: int
+    acknowledged: int
+    changed: int
+    damaged: int
+    duplicates: int
+    seconds: float
+    problems: list[str]
+    replayed: int | None = None
+
+
+def settings(scenario: type[Scenario], kills: int, engine: str) -> list[str]:
+    """What chaos sets over the preset, and under what the person sets."""
+    times = VLLM_TIMES if engine == "vllm" else 1
+    common = [
+        f"steps={times * scenario.steps(kills)}",
+        "generator.count=3",
+        "generator.concurrency=16",
+        f"generator.max_restarts={10 + kills}",
+        f"supervise.max_run_restarts={10 + kills}",
+        "supervise.restart_backoff=0.001",
+        "supervise.stall_seconds=60",
+        "supervise.on_stall=abort",
+        "checkpoint.every_steps=2",
+        "buffer.durability=disk",
+        "transport.ack_timeout=1",
+        "schedule.max_staleness=2",
+        "schedule.window=3",
+        "schedule.groups_per_step=2",
+        "schedule.samples_per_group=4",
+        "episode.retries=30",
+        "episode.max_new_tokens=12",
+        "env.name=dev.chaos.environment:Unsteady",
+    ]
+    if engine == "vllm":
+        return [*common, *scenario.settings]
+    tiny = {"hidden_size": 32, "expert_hidden_size": 16, "layers": 2, "max_warm_steps": 1, "warm_reward": 0.01}
+    return [
+        *common,
+        "generator.engine=scripted",
+        f"generator.engine_args={{ token_seconds = {scenario.token_seconds} }}",
+        "weights.probe=false",
+        *(f"model.init.{name}={value}" for name, value in tiny.items()),
+        *scenario.settings,
+    ]
+
+
+def make_model(preset: str, chosen: Sequence[str], directory: Path, say: Callable[[str], object]) -> str:
+    """Make and warm up the model that these settings ask for, while nothing fails yet. Returns the setting that names it."""
+    from r3async.tools.init_model import init_model
+
+    calm = ["env.args={ failing = 0.0 }"] if load_config(preset, chosen, None).env.name.endswith(":Unsteady") else []
+    init_model(directory, load_config(preset, [*chosen, *calm], None), progress=say)
+    return f"model.path={directory}"
+
+
+def chaos(
+    preset: str,
+    overrides: Sequence[str],
+    *,
+    kills: int,
+    seed: int,
+    scenario: str = "kills",
+    engine: str = "scripted",
+    fault: str = "",
+    noise: Noise | None = None,
+    root: Path = Path("runs"),
+    console: Console | None = None,
+    roles: Sequence[Role] = (),
+    replayed: bool = False,
+) -> Report:
+    """One run. `kills`: faults that the scenario makes, if it can make more or fewer. `roles`: whom to hit, in order, in place of
+    what the seed draws. `replayed`: the run is recorded, and its steps are made again afterwards.
+
+    Raises `ConfigError`, and what `train` raises where the run does not end well.
+    """
+    from dev.chaos.actors import FAULTS
+
+    check_choice("--scenario", scenario, SCENARIOS)
+    check_choice("--engine", engine, ENGINES)
+    check_choice("--fault", fault, ("", *FAULTS))
+    kind = SCENARIOS[scenario]
+    name = "-".join(part for part in ("chaos", preset, scenario * (scenario != "kills"), str(seed), fault) if part)
+    record = ["observe.record=full"] * replayed
+    common = [*settings(kind, kills, engine), f"seed={seed}", f"name={name}", "resume=none", *record]
+    with kind.place(root) as place:
+        chosen = [*common, *kind.settings_in(place), *overrides]
+        rehearsal = Rehearsal(preset, chosen, scenario, seed, fault, place, console or Console(file=sys.stderr))
+        return rehearsal.run(kind, kills, msgspec.structs.replace(noise or Noise(), seed=seed), roles)
+
+
+@dataclass
+class Rehearsal:
+    """One run of a scenario, in a directory of `root`."""
+
+    preset: str
+    chosen: Sequence[str]
+    scenario: str
+    seed: int
+    fault: str
+    root: Path
+    console: Console
+
+    def run(self, kind: type[Scenario], faults: int, noise: Noise, roles: Sequence[Role]) -> Report:
+        from dev.chaos.actors import chaos_directory, chaos_pipeline
+        from r3async.tools.train import train
+
+        # A scenario sets what makes a model, which a given one does not read: so the command of these settings is none.
+        config = load_config(self.preset, self.chosen, None)
+        run_dir = self.root / config.name
+        directory = chaos_directory(run_dir)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        (directory / "noise.json").write_bytes(msgspec.json.encode(noise))
+        if not config.model.path:
+            model = make_model(self.preset, self.chosen, directory / "init", self.console.print)
+            config = load_config(self.preset, [*self.chosen, model], None)  # what made it is set, too
+        scenario = kind(run_dir, faults, random.Random(self.seed), self.console.print, roles, config.steps)
+        began = time.monotonic()
+        try:
+            train(config, self.preset, self.console, self.root, pipeline=chaos_pipeline(self.fault, scenario.begin))
+        finally:
+            scenario.end()
+        report = look_into(config, self, run_dir, scenario.done, time.monotonic() - began)
+        unmet = [] if self.fault else scenario.problems()
+        report = msgspec.structs.replace(report, problems=[*report.problems, *unmet])
+        return report if config.observe.record == "off" else made_again(report, run_dir, self.console.print)
+
+
+def made_again(report: Report, run_dir: Path, say: Callable[[str], object]) -> Report:
+    """With the steps of the run's recording made again: each digest of every stage of every step has to be the same."""
+    from r3async.record.recording import RecordingError
+    from r3async.tools.replay import describe_replay as told
+    from r3async.tools.replay import replay_run
+
+    def shown(recorded: Any, metrics: Any) -> None:
+        if recorded.step % SAID_EVERY == 0:
+            say(f"chaos: replayed {recorded.step} of {report.steps} steps")
+
+    try:
+        done = replay_run(run_dir, progress=shown)
+    except RecordingError as error:
+        return msgspec.structs.replace(report, replayed=0, problems=[*report.problems, f"replay: {error}"])
+    equal = done.last - (done.difference is not None)
+    problems = [] if done.difference is None else [f"replay: {told(done).splitlines()[0]}"]
+    if done.difference is None and equal != report.steps:
+        problems = [f"replay: the recording has {equal} of {report.steps} steps"]
+    return msgspec.structs.replace(report, replayed=equal, problems=[*report.problems, *problems])
+
+
+def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter[str], seconds: float) -> Report:
+    """What a run that has ended left behind."""
+    from dev.chaos.actors import chaos_directory
+
+    schedule = config.schedule
+    steps = [msgspec.convert(line, TrainedStep) for line in read_json_objects(run_dir / TRAINED_FILE)]
+    passed = list(read_passed(chaos_directory(run_dir)))
+    resumed = list(read_resumed(run_dir, config))
+    problems = [
+        *check_trained(steps, config.steps, schedule.groups_per_step, schedule.samples_per_group),
+        *check_content(steps, passed),
+        *check_kept(passed, resumed),
+        *check_lineages(steps, read_began(run_dir)),
+    ]
+    rows = read_json_objects(run_dir / "metrics.jsonl")
+    count = Counter(row["step"] for row in rows)
+    problems += [f"step {n} has {count[n]} rows of metrics" for n in range(1, config.steps + 1) if count[n] != 1]
+    problems += [
+        f"step {r['step']} trained a token of age {r['staleness/max']}, above the bound {r['staleness/bound']}"
+        for r in rows
+        if r["staleness/max"] > r["staleness/bound"]
+    ]
+    left = [p.name for p in (run_dir / "spool").glob("*") if p.is_file()]
+    if left and not rehearsal.fault:
+        problems.append(f"the spool still holds {len(left)} files, though everything was trained: {left[:3]}")
+    events = Counter(e["event"] for e in read_json_objects(run_dir / "events.jsonl"))
+    return Report(
+        preset=rehearsal.preset,
+        scenario=rehearsal.scenario,
+        seed=rehearsal.seed,
+        fault=rehearsal.fault,
+        faults=dict(done),
+        steps=len(steps),
+        trajectories=sum(len(s.trajectories) for s in steps),
+        resumed=len(resumed),
+        generators_lost=events["generator_lost"],
+        sent=sum(isinstance(p, Sent) for p in passed),
+        acknowledged=sum(len(p.trajectory_ids) for p in passed if isinstance(p, Acknowledged)),
+        changed=sum(isinstance(p, Damaged) for p in passed),
+        damaged=int(sum(drops(rows, "transport/damaged"))),
+        duplicates=int(sum(drops(rows, "transport/duplicates"))),
+        seconds=round(seconds, 1),
+        problems=problems,
+    )
+
+
+def drops(rows: Sequence[dict[str, Any]], name: str) -> Iterator[float]:
+    """The last value before each fall of a counter, which restarts with its process, and the last of all."""
+    for row, after in zip(rows, [*rows[1:], {name: -1.0}], strict=True):
+        if after[name] < row[name]:
+            yield row[name]
+
+
+def read_passed(directory: Path) -> Iterator[Passed]:
+    for path in sorted(directory.glob("*.jsonl")):
+        for line in read_json_objects(path):
+            yield msgspec.convert(line, Passed)
+
+
+def read_began(run_dir: Path) -> list[Began]:
+    """The starts of the run."""
+    events = [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == "lineage_began"]
+    return [Began(e["lineage"], e["parent"], e["version"]) for e in events]
+
+
+def read_resumed(run_dir: Path, config: Config) -> Iterator[Resumed]:
+    """Where the run restarted. Without a checkpoint it did so from nothing."""
+    schedule = config.schedule
+    slots = count_slots(schedule)
+    starts = [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == "conductor_started"]
+    for event in starts[1:]:
+        step = event["step"]
+        yield Resumed(event["time"], step // schedule.steps_per_publication, step * schedule.groups_per_step + slots)
+
+
+def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
+    """Raises `ConfigError`."""
+    if value not in choices:
+        raise ConfigError(f"{option} {value!r} must be one of {', '.join(filter(None, choices))}")
+
+
+def describe(report: Report) -> str:
+    faults = ", ".join(f"{count} {what}" for what, count in sorted(report.faults.items())) or "none"
+    lines = [
+        f"{report.scenario}: {faults}; the run restarted {report.resumed} times",
+        f"trained: {report.trajectories} trajectories in {report.steps} steps",
+        f"on the wire: {report.sent} sent, {report.acknowledged} acknowledgements, {report.changed} messages changed; "
+        f"{report.damaged} came damaged and {report.duplicates} twice",
+    ]
+    if report.replayed is not None:
+        lines.append(f"replayed: {report.replayed} steps, every digest of every stage the same")
+    if not report.problems:
+        return "\n".join(
+            [*lines, "everything is right: each trained once, as it was sent; nothing acknowledged was lost"]
+        )
+    more = len(report.problems) - SHOWN
+    shown = [f"  {problem}" for problem in report.problems[:SHOWN]] + ([f"  and {more} more"] if more > 0 else [])
+    return "\n".join([*lines, "something is WRONG:", *shown])

@@ -1,0 +1,219 @@
+"""Mutated checkpoints into a resume: what has no checksum that fits is refused, or read as it was written."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+from dev.fuzz.common import Report, Watch, mutate_bytes
+from dev.fuzz.tiny_run import TinyRun
+from r3async.checkpoint import Checkpoint, CheckpointError
+from r3async.checkpoint.directory import STATE_FILE
+from r3async.checkpoint.state import MANIFEST_FILE
+
+Files = dict[str, bytes | None]
+"""By name. None: a directory has its place."""
+
+OLDER = 1
+"""Step of the checkpoint before the one that is mutated."""
+
+REFUSED = "refused with a reason, the one before it read"
+LATE = "checksum fits, refused with a reason when it was read"
+OTHER = "checksum fits, other values"
+EQUAL = "read, equal"
+
+NESTED = {"<deep>": b'{"a":' * 400 + b"0" + b"}" * 400, "<deeper>": b"[" * 3000 + b"]" * 3000}
+"""What `dump` writes for these strings."""
+
+NUMBERS = (True, -1, 0, 1, 2**31, 2**63, 10**25, 1.5, -1e308, float("nan"))
+TEXTS = ("", "..", "../run.json", "/etc/passwd", "run.json", "a/b", "a\0b", "é", "x" * 5000, "F64", "I64", "U32", "F4")
+ODD: tuple[Any, ...] = (None, [], {}, [[]], {"": 0}, [0, -1], *NUMBERS, *TEXTS, *NESTED)
+"""Values that JSON may have where another is expected."""
+
+
+def damage(rng: random.Random, files: Files) -> None:
+    """What disks, copies and people do to one or two files."""
+    for _ in range(min(len(files), rng.choice((1, 1, 1, 2)))):
+        name = rng.choice(list(files))
+        data = files[name] or b""
+        kind = rng.randrange(8)
+        if kind == 0:
+            del files[name]
+        elif kind == 1:
+            files[name] = rng.choice((b"", None))
+        elif kind == 2:
+            other = rng.choice(list(files))
+            files[name], files[other] = files[other], files[name]
+        elif kind == 3:
+            at = rng.randrange(len(data) + 1)
+            fresh = rng.choice((bytes, rng.randbytes))(rng.randrange(65))
+            files[name] = data[:at] + fresh + data[at + len(fresh) :]
+        else:
+            files[name] = mutate_bytes(rng, data)
+
+
+def with_checksum(line: bytes) -> bytes:
+    """A manifest of that line, as if it had been written so."""
+    return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
+
+
+def mutate_json(rng: random.Random, document: Any) -> Any:
+    """`document` with one to three of its values gone, doubled, exchanged, or other ones."""
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        if not document or rng.random() < 0.01:
+            return rng.choice(ODD)
+        inside, key = _choose(rng, document)
+        kind, value = rng.randrange(7), inside[key]
+        if kind == 0:
+            del inside[key]
+        elif kind == 1:
+            other, theirs = _choose(rng, document)
+            inside[key] = copy.deepcopy(other[theirs])
+        elif kind == 2 and isinstance(inside, list):
+            inside.insert(key, copy.deepcopy(value))
+        elif kind == 2:
+            inside[str(rng.choice(ODD))] = inside.pop(key)
+        elif kind == 3 and isinstance(value, int):
+            inside[key] = value + rng.choice((-1, 1, 2, 10**6, 10**12))
+        elif kind == 3 and isinstance(value, str):
+            inside[key] = mutate_bytes(rng, value.encode()).decode(errors="replace")
+        else:
+            inside[key] = copy.deepcopy(rng.choice(ODD))
+    return document
+
+
+def _choose(rng: random.Random, inside: Any) -> tuple[Any, Any]:
+    """A value somewhere inside: what it is in, and under which key."""
+    while True:
+        key = rng.choice(list(inside) if isinstance(inside, dict) else range(len(inside)))
+        value = inside[key]
+        if not value or not isinstance(value, dict | list) or rng.random() < 0.2:
+            return inside, key
+        inside = value
+
+
+def dump(document: Any) -> bytes:
+    """JSON, which may be nested deeper than Python can."""
+    text = json.dumps(document).encode()
+    for name, nested in NESTED.items():
+        text = text.replace(f'"{name}"'.encode(), nested)
+    return text
+
+
+def mutate_header(rng: random.Random, data: bytes) -> bytes:
+    """A part of the learner with another header: tensors, or their and the run's facts."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    about = header["__metadata__"]
+    if rng.random() < 0.6:
+        key = rng.choice(("r3async", "DCP_SHARDING_INFO"))
+        about[key] = dump(mutate_json(rng, json.loads(about[key]))).decode()
+    else:
+        header = mutate_json(rng, header)
+    text = dump(header)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+def replace(rng: random.Random, files: Files) -> None:
+    """Changes the run's state or a part of the learner, and writes a manifest that fits."""
+    name = rng.choice([name for name in files if name == STATE_FILE or name.startswith("learner-")])
+    data = files[name] or b""
+    if rng.random() < 0.2:
+        data = mutate_bytes(rng, data)
+    elif name == STATE_FILE:
+        data = dump(mutate_json(rng, json.loads(data)))
+    else:
+        data = mutate_header(rng, data)
+    files[name] = data
+    manifest = _manifest(files)
+    for record in manifest["files"]:
+        if record["name"] == name:
+            record |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    files[MANIFEST_FILE] = with_checksum(dump(manifest))
+
+
+def mutate_manifest(rng: random.Random, files: Files) -> None:
+    """Another manifest, with a checksum that fits."""
+    if rng.random() < 0.2:
+        line = (files[MANIFEST_FILE] or b"").partition(b"\n")[0]
+        files[MANIFEST_FILE] = with_checksum(mutate_bytes(rng, line))
+        return
+    manifest = _manifest(files)
+    if rng.random() < 0.2:  # what is there under another name, or a file more or less
+        first, second = rng.choices(manifest["files"], k=2)
+        rng.choice((first.update, manifest["files"].append, manifest["files"].remove))(second)
+    else:
+        manifest = mutate_json(rng, manifest)
+    files[MANIFEST_FILE] = with_checksum(dump(manifest))
+
+
+def _manifest(files: Files) -> Any:
+    return json.loads((files[MANIFEST_FILE] or b"").partition(b"\n")[0])
+
+
+class Case:
+    """A run with two checkpoints, of which the newer one is to be mutated."""
+
+    def __init__(self, directory: Path, world: int):
+        self.run = TinyRun(directory, world)
+        self.run.write(OLDER)
+        self._older = self._newest()
+        self.path = self.run.write(OLDER + 1)
+        self.files: Files = {p.name: p.read_bytes() for p in sorted(self.path.iterdir())}
+        before, self._whole = self.run.resume(self._older), self.run.resume(self._newest())
+        assert before != self._whole, "which of the two was read would make no difference"
+
+    def _newest(self) -> Checkpoint:
+        self.run.checkpoints.remove_leftovers()
+        opened = self.run.checkpoints.recover_newest()
+        assert opened is not None
+        return opened
+
+    def put(self, files: Files) -> None:
+        shutil.rmtree(self.path)
+        self.path.mkdir()
+        for name, data in files.items():
+            if data is None:
+                (self.path / name).mkdir()
+            else:
+                (self.path / name).write_bytes(data)
+
+    def outcome(self) -> str:
+        """What becomes of what was put there."""
+        self.run.reported.clear()
+        try:
+            opened = self._newest()
+            if opened.state.steps != OLDER:
+                return EQUAL if self.run.resume(opened) == self._whole else OTHER
+        except CheckpointError as error:
+            return LATE if str(error) else "refused without a reason"
+        assert opened == self._older, "the checkpoint before it was read as another one"
+        (reported,) = self.run.reported
+        Path(reported["kept_as"]).rename(self.path)
+        return REFUSED if reported["reason"] else "refused without a reason"
+
+
+def fuzz_checkpoints(count: int, seed: int, directory: Path) -> Report:
+    """Raises `AssertionError` for a change that went unnoticed, and whatever else than `CheckpointError` a resume raises."""
+    rng = random.Random(seed)
+    cases = [Case(directory / f"ranks-{world}", world) for world in (1, 2)]
+    watch = Watch(count)
+    for _ in range(count):
+        case = rng.choice(cases)
+        files = dict(case.files)
+        (change,) = rng.choices((damage, mutate_manifest, replace), (5, 2, 3))
+        change(rng, files)
+        case.put(files)
+        with watch.one():
+            outcome = case.outcome()
+        assert change is not damage or outcome == (EQUAL if files == case.files else REFUSED), outcome
+        assert change is replace or outcome != OTHER, "a manifest made other values of the same files"
+        assert outcome in (REFUSED, LATE, OTHER, EQUAL), outcome
+        watch.outcomes[outcome] += 1
+    return watch.report()

@@ -1,0 +1,194 @@
+"""Mutated messages into a receiver without a socket, and mutated spool files into recovery."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dev.fuzz.common import Report, Watch, mutate_bytes, specimen
+from r3async.config import BufferConfig, TransportConfig
+from r3async.data import wire
+from r3async.data.packed import RouteForm
+from r3async.data.tokens import SCHEMA, Trajectory
+from r3async.transport import TrajectoryReceiver
+from r3async.transport.sockets import NullSocket
+from r3async.transport.spool import SPOOL_FORMAT, Spool
+from r3async.world import MessageHandler
+from r3async.world.real import RealWorld
+from r3async.world.sockets import generate_keys
+
+
+def mutate_control(rng: random.Random, frame: bytes) -> bytes:
+    """Bytes changed, and most often with a checksum that fits: or next to none would come past the checksum."""
+    if rng.random() < 0.2:
+        return mutate_bytes(rng, frame)
+    return wire.append_control_crc(mutate_bytes(rng, frame[: -wire.CRC_BYTES]))
+
+
+def forge(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
+    """A trajectory whose header, and perhaps a column, is another one, with a checksum that fits."""
+    header, *columns = frames
+    body = mutate_bytes(rng, wire.read_trajectory_header(header).body) or b"\xc0"
+    if rng.random() < 0.3:
+        i = rng.randrange(len(columns))
+        columns[i] = mutate_bytes(rng, columns[i])
+    return [wire.encode_trajectory_header(body, columns), *columns]
+
+
+def mutate_frames(rng: random.Random, frames: list[bytes]) -> list[bytes]:
+    """A message that differs from `frames` in one to three places: bytes, or whole frames."""
+    frames = list(frames)
+    for _ in range(rng.randint(1, 3)):
+        i = min(rng.randrange(len(frames)), rng.randrange(len(frames)))
+        kind = rng.randrange(8)
+        if kind == 0 and len(frames) > 1:
+            del frames[i]
+        elif kind == 1:
+            frames.insert(i, frames[rng.randrange(len(frames))])
+        elif kind == 2:
+            j = rng.randrange(len(frames))
+            frames[i], frames[j] = frames[j], frames[i]
+        else:
+            frames[i] = (mutate_bytes if i else mutate_control)(rng, frames[i])
+    return frames
+
+
+class Answers(NullSocket):
+    """Stands in for the receiver's socket: keeps the answers."""
+
+    def __init__(self) -> None:
+        self.kept: list[wire.ControlMessage] = []
+
+    def send(self, frames: Sequence[wire.Frame]) -> int:
+        self.kept.append(wire.decode_control(frames[1]))
+        return 0
+
+
+class AnswersSockets:
+    """`Sockets` with this router."""
+
+    def __init__(self, socket: Answers):
+        self._socket = socket
+
+    def bind_router(self, address: str, on_message: MessageHandler, **options: object) -> Answers:
+        return self._socket
+
+    async def close(self) -> None:
+        pass
+
+
+class AnswersWorld(RealWorld):
+    def __init__(self, socket: Answers):
+        self._socket = socket
+
+    def open_sockets(self) -> Any:
+        return AnswersSockets(self._socket)
+
+
+class Bytes:
+    """Stands in for a frame of ZeroMQ: only its `bytes` are used, of the identity."""
+
+    def __init__(self, data: bytes):
+        self.bytes = data
+
+
+async def fuzz_receiver(count: int, seed: int) -> Report:
+    """Raises `AssertionError` for a message that was mistaken for another trajectory, or answered without a reason."""
+    rng = random.Random(seed)
+    originals = [specimen(0, (9, 40)), specimen(1, (130,)), specimen(2, (3, 4, 5, 64))]
+    originals += [specimen(3, (9, 700), (6, 4)), specimen(4, (700, 3), (6, 4))]
+    forms: list[RouteForm] = ["plain", "plain", "plain", "bits", "dense"]
+    encoded = [
+        [bytes(f) for f in wire.encode_trajectory(t, routes=form)] for t, form in zip(originals, forms, strict=True)
+    ]
+    by_id = {t.trajectory_id: t for t in originals}
+    fits = False
+    socket = Answers()
+
+    def take(trajectory: Trajectory, nbytes: int) -> None:
+        if fits:  # Past the checksum it may be another trajectory, but a valid one.
+            again = wire.decode_trajectory(wire.encode_trajectory(trajectory))
+            for sample in again.samples:  # routes are unpacked when they are read
+                assert all(len(column) == len(sample.table) for _, column in sample.table.items())
+        else:
+            assert trajectory == by_id.get(trajectory.trajectory_id), "taken for another trajectory"
+        receiver.release_trajectory(trajectory.trajectory_id)
+        receiver.ledger.discard(trajectory.group_index, trajectory.trajectory_id)
+
+    settings = TransportConfig(max_message_bytes=2**20, credit_bytes=2**20)
+    receiver = TrajectoryReceiver("run", settings, take, keys=generate_keys()[0], window=0, world=AnswersWorld(socket))
+    await receiver.start()
+    failures: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: failures.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("r3async").addHandler(handler)
+    hello = wire.encode_control(wire.Hello("s", "raw", "run", SCHEMA.fingerprint))
+    watch = Watch(count)
+    try:
+        for _ in range(count):
+            some = rng.sample(range(len(originals)), rng.choice([1, 1, 2, len(originals)]))
+            named = [(originals[i].trajectory_id, originals[i].group_index, encoded[i]) for i in some]
+            if fits := rng.random() < 0.3:
+                named[0] = (*named[0][:2], forge(rng, encoded[some[0]]))
+            items = [wire.DeliveryItem(name, group, 100_000, [len(f) for f in frames]) for name, group, frames in named]
+            deliver = [bytes(f) for f in wire.encode_delivery("s", items, [frames for _, _, frames in named])]
+            receiver._on_message([Bytes(b"raw"), hello])
+            socket.kept.clear()
+            alone = rng.random() < 0.1
+            message = [mutate_control(rng, hello)] if alone else deliver if fits else mutate_frames(rng, deliver)
+            with watch.one():
+                receiver._on_message([Bytes(b"raw"), *message])
+                while len(receiver._intake):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                if receiver._pending_acks:
+                    receiver._send_acks()
+            watch.outcomes[_judge(socket.kept)] += 1
+            assert receiver.unreleased_bytes == 0, "memory was lost"
+        assert not failures, failures[0]
+    finally:
+        await receiver.close()
+        logging.getLogger("r3async").removeHandler(handler)
+    return watch.report()
+
+
+def _judge(answers: list[wire.ControlMessage]) -> str:
+    for answer in answers:
+        if isinstance(answer, wire.Reject | wire.Refusal):
+            assert answer.reason, "refused without a reason"
+            return "refused with a reason"
+        if isinstance(answer, wire.Ack):
+            return "taken, equal"
+    return "a valid control message, or one of an earlier session"
+
+
+async def fuzz_spool(count: int, seed: int, directory: Path) -> Report:
+    """Raises `AssertionError` for a file that gave what was not written, or lost something without a report."""
+    rng = random.Random(seed)
+    written = [specimen(5, (9, 40)), specimen(10, (130,)), specimen(15, (3, 4, 64))]
+    path = directory / f"{0:09d}-0000.spool"
+    ends = {0}
+    for trajectory in written:
+        offset, length = SPOOL_FORMAT.append_record(path, wire.encode_trajectory(trajectory), fsync=False)
+        ends.add(offset + length)
+    whole = path.read_bytes()
+    spool = Spool(directory, BufferConfig(durability="disk"))
+    watch = Watch(count)
+    for _ in range(count):
+        data = whole
+        for _ in range(rng.randint(1, 2)):
+            data = mutate_bytes(rng, data)
+        path.write_bytes(data)
+        with watch.one():
+            found, _, damage = spool._scan_directory()
+        assert all(kept.trajectory in written for kept in found), "read what was not written"
+        assert all(d.reason for d in damage), "damage without a reason"
+        # Cut where a record ends is a file to which nothing more was written.
+        assert damage or len(found) == len(written) or len(data) in ends, "lost without a report"
+        watch.outcomes["refused with a reason" if damage else "read, equal"] += 1
+        watch.outcomes["trajectories that were saved from damaged files"] += len(found) if damage else 0
+    await spool.close()
+    return watch.report()

@@ -1,0 +1,30 @@
+"""Damages messages, spools and checkpoints, and reports how each was answered."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from dev.fuzz.checkpoints import fuzz_checkpoints
+from dev.fuzz.common import Report
+from dev.fuzz.messages import fuzz_receiver, fuzz_spool
+
+
+def run_fuzz(*, messages: int, files: int, checkpoints: int, seed: int) -> None:
+    """Print one JSON line for each kind of input. Raises whatever an answer should not have been."""
+    if messages:
+        print_report("receiver", seed, asyncio.run(fuzz_receiver(messages, seed)))
+    if files:
+        with tempfile.TemporaryDirectory(prefix="r3async-fuzz-") as directory:
+            print_report("spool", seed, asyncio.run(fuzz_spool(files, seed, Path(directory))))
+    if checkpoints:
+        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # what is refused is renamed, to the disk
+        with tempfile.TemporaryDirectory(prefix="r3async-fuzz-", dir=memory) as directory:
+            print_report("checkpoints", seed, fuzz_checkpoints(checkpoints, seed, Path(directory)))
+
+
+def print_report(name: str, seed: int, report: Report) -> None:
+    print(msgspec.json.encode({"seed": seed, name: report}).decode(), flush=True)

@@ -1,0 +1,412 @@
+"""`python -m dev.lint.seam`: two rules about what comes from outside.
+
+The packages that also run in a simulation touch the outside through their `World` alone. Names what they call, or name, of the
+clock, threads, files, sockets, processes, Ray and rngs, with file and line. It reads the source, so what it cannot know from that
+it takes by its form: `x.open("rb")` is a path's, `files.open(path)` the world's. Who calls what would take the real world by
+default hands on its own.
+
+Whatever is decoded, in any package that users run, is decoded by `r3async/untrusted.py`: a decoder that is called directly raises
+whatever it likes for what a stranger wrote.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SIMULATED_PATTERNS = (
+    "actors/*.py",
+    "r3async/data/versions.py",
+    "r3async/world/appending.py",
+    "r3async/world/files.py",
+    "r3async/checkpoint/*.py",
+    "r3async/rollout/episode.py",
+    "r3async/rollout/samples.py",
+    "r3async/learner/scripted.py",
+    "r3async/record/events.py",
+    "r3async/record/reading.py",
+    "r3async/record/routes.py",
+    "r3async/record/writer.py",
+    "r3async/record/timeline.py",
+    "r3async/schedule/*.py",
+    "r3async/transport/*.py",
+)
+"""Whatever matches is held to the rule, also a file that is new."""
+
+EXEMPT_FILES = {"r3async/world/sockets.py": "makes and converts keys, as only libzmq can"}
+"""Files of those packages that no simulation runs, each with the reason."""
+
+DECODING_PATTERNS = ("r3async/**/*.py", "actors/*.py", "tools/**/*.py")
+"""Whatever matches decodes through `r3async/untrusted.py` alone."""
+
+DECODING_EXEMPT = {
+    "r3async/untrusted.py": "is the decoder",
+    "r3async/rollout/vllm/messages.py": "reads the arrays of the engine's own process, by hooks",
+    "r3async/envs/confine.py": "runs by itself, with the standard library alone",
+    "tools/gpu_check/": "reads what it wrote itself, and runs where nothing is installed",
+    "dev/pages/comparison.py": "reads a page of this repository",
+}
+"""Files and folders that are exempt from that, each with the reason."""
+
+UNTRUSTED = "r3async.untrusted"
+DECODERS = {
+    "ast.literal_eval": "decode_json",
+    "json.JSONDecoder": "decode_json",
+    "json.load": "decode_json",
+    "json.loads": "decode_json",
+    "msgspec.json.Decoder": "decode_json",
+    "msgspec.json.decode": "decode_json",
+    "msgspec.msgpack.Decoder": "decode_msgpack",
+    "msgspec.msgpack.decode": "decode_msgpack",
+    "msgspec.toml.decode": "decode_toml",
+    "msgspec.yaml.decode": "decode_json",
+    "tomllib.load": "decode_toml",
+    "tomllib.loads": "decode_toml",
+}
+"""What may not be named, and what of `r3async/untrusted.py` to call."""
+
+CLOCK, THREADS, FILES, PROCESSES = "world.clock", "world.threads", "world.files", "world.processes"
+
+FORBIDDEN_MODULES = {
+    "concurrent": THREADS,
+    "fcntl": FILES,
+    "glob": FILES,
+    "mmap": FILES,
+    "multiprocessing": "world.actors",
+    "psutil": PROCESSES,
+    "ray": "world.actors",
+    "secrets": "world.unique",
+    "shutil": FILES,
+    "signal": PROCESSES,
+    "socket": "world.sockets",
+    "subprocess": PROCESSES,
+    "tempfile": FILES,
+    "threading": THREADS,
+    "uuid": "world.unique",
+    "zmq": "world.sockets",
+}
+"""Modules of which nothing may be used, and what to use."""
+
+ALLOWED_NAMES = {
+    "os": ({"PathLike", "environ", "fspath", "path", "sep", "strerror"}, f"{FILES} or {PROCESSES}"),
+    "os.path": ({"basename", "dirname", "join", "normpath", "relpath", "split", "splitext"}, FILES),
+    "random": ({"Random"}, "random.Random(seed)"),
+    "numpy.random": ({"Generator", "Philox", "SeedSequence", "default_rng"}, "numpy.random.default_rng(seed)"),
+    "time": ({"gmtime", "localtime", "strftime", "struct_time"}, CLOCK),
+}
+"""Modules of which only these may be used."""
+
+FORBIDDEN_NAMES = {
+    "asyncio.create_subprocess_exec": PROCESSES,
+    "asyncio.create_subprocess_shell": PROCESSES,
+    "asyncio.open_connection": "world.sockets",
+    "asyncio.start_server": "world.sockets",
+    "asyncio.to_thread": THREADS,
+    "datetime.date.today": CLOCK,
+    "datetime.datetime.now": CLOCK,
+    "datetime.datetime.today": CLOCK,
+    "datetime.datetime.utcnow": CLOCK,
+    "io.open": FILES,
+    "open": FILES,
+    "pathlib.Path.cwd": PROCESSES,
+    "pathlib.Path.home": PROCESSES,
+}
+
+FORBIDDEN_METHODS = {
+    "add_signal_handler": PROCESSES,
+    "chmod": FILES,
+    "exists": FILES,
+    "expanduser": FILES,
+    "glob": FILES,
+    "hardlink_to": FILES,
+    "is_dir": FILES,
+    "is_file": FILES,
+    "iterdir": FILES,
+    "mkdir": FILES,
+    "read_bytes": FILES,
+    "read_text": FILES,
+    "remote": "ActorRef.call",
+    "rglob": FILES,
+    "rmdir": FILES,
+    "run_in_executor": THREADS,
+    "symlink_to": FILES,
+    "unlink": FILES,
+    "write_bytes": FILES,
+    "write_text": FILES,
+}
+"""Of whatever object."""
+
+DEFINITION_PATTERNS = ("r3async/**/*.py", "actors/*.py")
+"""Where callables are defined that take a part of the real world by default."""
+
+LOOP_GETTERS = ("asyncio.get_running_loop", "asyncio.get_event_loop")
+
+
+class Finding(NamedTuple):
+    path: str
+    line: int
+    name: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: `{self.name}` passes the seam by: use {self.remedy}"
+
+
+def _collect_imports(tree: ast.Module) -> dict[str, str]:
+    """The full names of what a file imports, wherever in it, by their names there."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                names[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+class RealDefault(NamedTuple):
+    """A parameter that is the real world, or a part of it, if it is not given. `position`: of it, if it is no keyword alone."""
+
+    parameter: str
+    position: int | None
+
+
+class RealDefaults:
+    """Callables of modules, by full name, with such parameters."""
+
+    def __init__(self, root: Path = ROOT):
+        self._by_callable: dict[str, list[RealDefault]] = {}
+        self._imports: dict[str, dict[str, str]] = {}
+        for path in sorted(path for source in DEFINITION_PATTERNS for path in root.glob(source)):
+            self._add_module(_module_name(str(path.relative_to(root))), ast.parse(path.read_text()))
+
+    def find_defaults(self, name: str) -> list[RealDefault]:
+        """Also where it is imported from another module than its own."""
+        seen = set[str]()
+        while name and name not in seen and name not in self._by_callable:
+            seen.add(name)
+            module, _, last = name.rpartition(".")
+            name = self._imports.get(module, {}).get(last, "")
+        return self._by_callable.get(name, [])
+
+    def _add_module(self, module: str, tree: ast.Module) -> None:
+        self._imports[module] = _collect_imports(tree)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self._by_callable[f"{module}.{node.name}"] = _find_real_parameters(node)
+            elif isinstance(node, ast.ClassDef):
+                made = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
+                self._by_callable[f"{module}.{node.name}"] = [
+                    d for f in made for d in _find_real_parameters(f, skipped=1)
+                ] + _find_real_fields(node)
+
+
+def _find_real_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, skipped: int = 0) -> list[RealDefault]:
+    positional = [*function.args.posonlyargs, *function.args.args][skipped:]
+    given = zip(positional[::-1], function.args.defaults[::-1], strict=False)
+    found = [RealDefault(each.arg, positional.index(each)) for each, default in given if _is_real(default)]
+    keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+    return found + [RealDefault(each.arg, None) for each, default in keywords if default and _is_real(default)]
+
+
+def _find_real_fields(class_node: ast.ClassDef) -> list[RealDefault]:
+    fields = [each for each in class_node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+    return [
+        RealDefault(ast.unparse(each.target), at)
+        for at, each in enumerate(fields)
+        if each.value and _is_real(each.value)
+    ]
+
+
+def _is_real(node: ast.expr) -> bool:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id == "REAL_WORLD"
+
+
+def _module_name(path: str) -> str:
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return name.replace("actors.", "r3async.actors.", 1) if path.startswith("actors/") else name
+
+
+class _SeamVisitor(ast.NodeVisitor):
+    """Collects `found` in one file."""
+
+    def __init__(self, path: str, tree: ast.Module, defaults: RealDefaults):
+        self.path, self.found = path, list[Finding]()
+        self._awaited: list[ast.expr] = []
+        self._names, self._defaults = _collect_imports(tree), defaults
+        own = {
+            node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        self._local_names = {name: f"{_module_name(path)}.{name}" for name in own}
+        self.visit(tree)
+
+    def visit_arguments(self, node: ast.arguments) -> None:
+        """A default may be real; nothing else is."""
+        for default in [*node.defaults, *filter(None, node.kw_defaults)]:
+            if not _is_real(default):
+                self.visit(default)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value and not _is_real(node.value):
+            self.visit(node.value)
+
+    def visit_If(self, node: ast.If) -> None:
+        if self._resolve_name(node.test) == "typing.TYPE_CHECKING":  # for types, never run
+            for child in node.orelse:
+                self.visit(child)
+        else:
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._check_name(alias.name, node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            if not node.level:
+                self._check_name(f"{node.module}.{alias.name}", node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        # What was imported is named where it was imported.
+        if isinstance(node.ctx, ast.Load) and node.id == "open" and node.id not in self._names:
+            self._check_name("open", node)
+        if isinstance(node.ctx, ast.Load) and node.id == "REAL_WORLD":
+            self._add_finding(node, "REAL_WORLD", "the world that is handed in")
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        name = self._resolve_name(node)
+        if not (name and self._check_name(name, node)):
+            if node.attr in FORBIDDEN_METHODS:
+                self._add_finding(node, f".{node.attr}", FORBIDDEN_METHODS[node.attr])
+            self.generic_visit(node)
+
+    def visit_Await(self, node: ast.Await) -> None:
+        self._awaited.append(node.value)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Attribute) and node not in self._awaited:  # of a path or loop, none is awaited
+            self._check_call(node, node.func)
+        called = self._resolve_name(node.func) or (
+            self._local_names.get(node.func.id, "") if isinstance(node.func, ast.Name) else ""
+        )
+        spread = any(keyword.arg is None for keyword in node.keywords)
+        for parameter, position in self._defaults.find_defaults(called):
+            by_place = position is not None and len(node.args) > position
+            if not by_place and not spread and all(keyword.arg != parameter for keyword in node.keywords):
+                self._add_finding(node, f"{called.rpartition('.')[2]}(...) with the real {parameter}", f"{parameter}=")
+        self.generic_visit(node)
+
+    def _check_call(self, node: ast.Call, function: ast.Attribute) -> None:
+        """Methods of paths and loops whose names the seam has too."""
+        first = node.args[0] if node.args else None
+        mode = first is None or (isinstance(first, ast.Constant) and isinstance(first.value, str))
+        match function.attr:
+            case "open" if mode:
+                self._add_finding(node, ".open(mode)", FILES)
+            case "stat" | "lstat" | "touch" if not node.args:
+                self._add_finding(node, f".{function.attr}()", FILES)
+            case "localtime" | "gmtime" | "strftime" if self._resolve_name(function).startswith("time.") and (
+                len(node.args) == (function.attr == "strftime")
+            ):
+                self._add_finding(node, f"time.{function.attr} of now", CLOCK)
+            case "rename" | "replace" if len(node.args) == 1 and not node.keywords and not self._resolve_name(function):
+                self._add_finding(node, f".{function.attr}(path)", FILES)
+            case "time" if (
+                isinstance(function.value, ast.Call) and self._resolve_name(function.value.func) in LOOP_GETTERS
+            ):
+                self._add_finding(node, "loop.time()", CLOCK)
+
+    def _check_name(self, name: str, node: ast.AST) -> bool:
+        """Whether it is refused; a module itself is only if nothing of it may be used."""
+        module, _, last = name.rpartition(".")
+        if instead := FORBIDDEN_MODULES.get(name.partition(".")[0]) or FORBIDDEN_NAMES.get(name):
+            self._add_finding(node, name, instead)
+            return True
+        if module in ALLOWED_NAMES and last not in ALLOWED_NAMES[module][0]:
+            self._add_finding(node, name, ALLOWED_NAMES[module][1])
+            return True
+        return False
+
+    def _add_finding(self, node: ast.AST, name: str, remedy: str) -> None:
+        found = Finding(self.path, node.lineno, name, remedy)  # type: ignore[attr-defined]
+        if found not in self.found:
+            self.found.append(found)
+
+    def _resolve_name(self, node: ast.expr) -> str:
+        return _resolve_full_name(node, self._names)
+
+
+def _resolve_full_name(node: ast.AST, names: dict[str, str]) -> str:
+    """The full name of what is imported as `names`; "" for anything else."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id, "")
+    if isinstance(node, ast.Attribute) and (base := _resolve_full_name(node.value, names)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def check_decoding(path: str, source: str) -> list[Finding]:
+    """What of a file decodes by itself, in order of lines: a decoder, or `data.decode()` of what no call there has encoded."""
+    tree = ast.parse(source)
+    names, found = _collect_imports(tree), list[Finding]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "decode":
+            if not (node.args or node.keywords or isinstance(node.func.value, ast.Call)):
+                found.append(Finding(path, node.lineno, ".decode()", f"{UNTRUSTED}.decode_text"))
+        elif isinstance(node, ast.Attribute | ast.Name) and (what := _resolve_full_name(node, names)) in DECODERS:
+            found.append(Finding(path, node.lineno, what, f"{UNTRUSTED}.{DECODERS[what]}"))
+    return sorted(found, key=lambda each: each.line)
+
+
+def check_source(path: str, source: str, defaults: RealDefaults) -> list[Finding]:
+    """What of a file passes the seam by, in order of lines."""
+    return sorted(_SeamVisitor(path, ast.parse(source), defaults).found, key=lambda found: found.line)
+
+
+def list_simulated_files(root: Path = ROOT) -> Iterator[Path]:
+    """Those that are held to the rule. Raises `ValueError` for a package, or an exemption, that is not there."""
+    for package in SIMULATED_PATTERNS:
+        found = sorted(root.glob(package))
+        if not found:
+            raise ValueError(f"dev/lint/seam.py: no file is {package}")
+        yield from (path for path in found if str(path.relative_to(root)) not in EXEMPT_FILES)
+    for name in EXEMPT_FILES:
+        if not (root / name).exists():
+            raise ValueError(f"dev/lint/seam.py: {name} is exempt, and not there")
+
+
+def list_decoding_files(root: Path = ROOT) -> Iterator[Path]:
+    """Those that decode through `r3async/untrusted.py` alone."""
+    for path in sorted({path for pattern in DECODING_PATTERNS for path in root.glob(pattern)}):
+        if not str(path.relative_to(root)).startswith(tuple(DECODING_EXEMPT)):
+            yield path
+
+
+def check_repository(root: Path = ROOT) -> list[Finding]:
+    defaults = RealDefaults(root)
+    found = [each for path in list_simulated_files(root) for each in check_source(*_read_source(path, root), defaults)]
+    return found + [each for path in list_decoding_files(root) for each in check_decoding(*_read_source(path, root))]
+
+
+def _read_source(path: Path, root: Path) -> tuple[str, str]:
+    return str(path.relative_to(root)), path.read_text()
+
+
+def main() -> int:
+    found = check_repository()
+    for each in found:
+        print(each)
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Pages and files of the docs that are made from the code."""

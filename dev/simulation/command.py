@@ -1,0 +1,147 @@
+"""`python -m dev simulate`: many small runs of the whole system, each from a seed, with faults; the first that fails is told."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dev.simulation.mutants import MUTANTS
+from dev.simulation.run import Result, draw_case, model_here
+from dev.simulation.search import quiet_logs, run_case, search, shrunk
+from dev.simulation.shrink import Case
+from dev.simulation.story import write_story, write_trace
+from dev.simulation.world import START_TIME
+from r3async.config import ConfigError
+from r3async.untrusted import MalformedError, decode_json
+
+STORY_LINES = 80
+
+Say = Callable[[str], object]
+
+
+def simulate_command(
+    *,
+    seeds: int,
+    first: int,
+    jobs: int,
+    mutant: str,
+    case: Path | None,
+    trace: Path | None,
+    keep: Path | None,
+    shrinking: bool,
+    json: bool,
+    say: Say = print,
+) -> int:
+    """Exit code: 0 if every run kept every invariant; with a mutant, if one did not."""
+    if mutant and mutant not in MUTANTS:
+        raise ConfigError(f"--mutant {mutant!r} must be one of {', '.join(sorted(MUTANTS))}")
+    if case is not None:
+        return _one(read_case(case), trace, json, say)
+    began = time.perf_counter()
+    results: list[Result] = []
+    for result in search(range(first, first + seeds), jobs=jobs, mutant=mutant):
+        results.append(result)
+        _progress(results, seeds, began)
+        if result.violated:
+            break
+    failed = next((result for result in results if result.violated), None)
+    say(summary(results, time.perf_counter() - began))
+    if failed is not None:
+        failing = draw_case(failed.seed, mutant)
+        say(f"seed {failed.seed} violates {failed.violated}: {failed.reason}")
+        if shrinking:
+            say("shrinking it (--no-shrink leaves it as it is)")
+            failing = shrunk(failing, failed.violated)
+        if keep is not None:
+            write_case(keep, failing)
+            say(f"kept as {keep}; to run it again: python -m dev simulate --case {keep}")
+        _one(failing, trace, False, say)
+    elif trace is not None and results:
+        _one(draw_case(results[-1].seed, mutant), trace, False, lambda line: None)
+    if json:
+        say(msgspec.json.encode(_facts(results, failed, mutant)).decode())
+    return int((failed is None) if mutant else (failed is not None))
+
+
+def _one(case: Case, trace: Path | None, json: bool, say: Say) -> int:
+    """Run it, and tell what happened."""
+    with quiet_logs(), model_here():
+        result, simulated = run_case(case)
+    verdict = f"{result.violated}: {result.reason}" if result.violated else "every invariant was kept"
+    say(write_story(case, simulated.history, verdict, last=STORY_LINES))
+    if trace is not None:
+        write_trace(trace, simulated.spans, simulated.history, START_TIME)
+        say(f"trace: {trace}")
+    if json:
+        say(msgspec.json.encode(result).decode())
+    return int(bool(result.violated) != bool(case.mutant))
+
+
+def _progress(results: list[Result], seeds: int, began: float) -> None:
+    if sys.stderr.isatty():
+        virtual = sum(result.virtual_seconds for result in results) / 60
+        sys.stderr.write(
+            f"\r{len(results)} of {seeds} seeds, {virtual:.0f} virtual minutes, {time.perf_counter() - began:.0f} s"
+        )
+        sys.stderr.write("\n" if len(results) == seeds or results[-1].violated else "")
+        sys.stderr.flush()
+
+
+def summary(results: list[Result], seconds: float) -> str:
+    """What was run, and what was done to it."""
+    faults: Counter[str] = Counter()
+    gave_up: Counter[str] = Counter()
+    for result in results:
+        faults.update(result.faults)
+        gave_up.update(reason.split(":")[0] for reason in result.gave_up)
+    virtual = sum(result.virtual_seconds for result in results)
+    lines = [
+        f"{len(results)} runs, {virtual / 60:.0f} virtual minutes, in {seconds:.0f} s: {sum(r.steps for r in results)} steps, "
+        f"{sum(r.lineages for r in results)} starts, {sum(r.events for r in results)} events",
+        f"{faults.total()} faults: " + ", ".join(f"{kind} {count}" for kind, count in faults.most_common()),
+    ]
+    whole = [result.virtual_seconds for result in results if not result.violated]
+    if whole:
+        lines.append(f"the shortest run took {min(whole) / 60:.1f} virtual minutes, the longest {max(whole) / 60:.1f}")
+    if gave_up:
+        lines.append(
+            "the command failed, and was given again: " + ", ".join(f"{k} {n}" for k, n in gave_up.most_common())
+        )
+    return "\n".join(lines)
+
+
+def _facts(results: list[Result], failed: Result | None, mutant: str) -> dict[str, Any]:
+    faults: Counter[str] = Counter()
+    for result in results:
+        faults.update(result.faults)
+    return {
+        "seeds": len(results),
+        "mutant": mutant,
+        "violated": failed.violated if failed is not None else "",
+        "seed": failed.seed if failed is not None else None,
+        "reason": failed.reason if failed is not None else "",
+        "virtual_seconds": round(sum(result.virtual_seconds for result in results), 3),
+        "seconds": round(sum(result.seconds for result in results), 3),
+        "steps": sum(result.steps for result in results),
+        "starts": sum(result.lineages for result in results),
+        "faults": dict(sorted(faults.items())),
+    }
+
+
+def read_case(path: Path) -> Case:
+    """Raises `ConfigError`."""
+    try:
+        return decode_json(path.read_bytes(), Case)
+    except (OSError, MalformedError) as error:
+        raise ConfigError(f"--case {path} cannot be read: {error}") from error
+
+
+def write_case(path: Path, case: Case) -> None:
+    """As `tests/sim/seeds/` has them."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(case), indent=1) + b"\n")

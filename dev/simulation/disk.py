@@ -1,0 +1,580 @@
+"""What is on a simulated disk, and what of it a power failure leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from random import Random
+from typing import NamedTuple, Protocol
+
+from r3async.world import Buffer, Files
+from r3async.world.disk import FileStat
+
+__all__ = [
+    "GROW_OPERATIONS",
+    "READ_OPERATIONS",
+    "WRITE_OPERATIONS",
+    "DirectoryNode",
+    "DiskProcess",
+    "EntryChange",
+    "FileNode",
+    "FileTree",
+    "SimulatedDisk",
+    "SimulatedFile",
+    "SimulatedFiles",
+    "TreeNode",
+    "os_error",
+]
+
+SECTOR_BYTES = 512
+"""Bytes that reach the disk together or not at all."""
+
+
+class FileNode:
+    """A file's content. Its first `stable` bytes are synced; after them the synced content has `cut`, truncated since."""
+
+    def __init__(self, mode: int = 0o644):
+        self.data = bytearray()
+        self.mode, self.modified, self.is_linked = mode, 0, True
+        self.locks: dict[object, bool] = {}
+        """By open file: whether it is shared."""
+        self._synced_bytes, self._truncated_tail = 0, b""
+
+    def truncate(self, size: int) -> None:
+        if size < self._synced_bytes:
+            self._truncated_tail = bytes(self.data[size : self._synced_bytes]) + self._truncated_tail
+            self._synced_bytes = size
+        if size <= len(self.data):
+            del self.data[size:]
+        else:
+            self.data.extend(bytes(size - len(self.data)))
+
+    def mark_synced(self) -> None:
+        self._synced_bytes, self._truncated_tail = len(self.data), b""
+
+    def lose_unsynced(self, rng: Random) -> None:
+        """Power fails: what is not synced is lost, is there, or is there in part, with blocks of zeros or of anything."""
+        if len(self.data) > self._synced_bytes or self._truncated_tail:
+            match rng.choice(("lost", "there", "in part", "in part")):
+                case "lost":
+                    self.data[self._synced_bytes :] = self._truncated_tail
+                case "in part":
+                    del self.data[rng.randint(self._synced_bytes, len(self.data)) :]
+                    self._damage_blocks(rng)
+        self.mark_synced()
+        self.locks.clear()
+
+    def _damage_blocks(self, rng: Random) -> None:
+        start = self._synced_bytes
+        while start < len(self.data):
+            end = min(start - start % SECTOR_BYTES + SECTOR_BYTES, len(self.data))
+            if rng.random() < 0.2:
+                self.data[start:end] = bytes(end - start) if rng.random() < 0.7 else rng.randbytes(end - start)
+            start = end
+
+
+class DirectoryNode:
+    """Names in a directory. `synced_names`: those that a power failure leaves."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, TreeNode] = {}
+        self.synced_names: dict[str, TreeNode] = {}
+        self.modified = 0
+
+
+TreeNode = FileNode | DirectoryNode
+
+
+class EntryChange(NamedTuple):
+    """What a name in a directory stands for from now on; None: nothing."""
+
+    directory: DirectoryNode
+    name: str
+    node: TreeNode | None
+
+    def apply_to(self, names: dict[str, TreeNode]) -> None:
+        if self.node is None:
+            names.pop(self.name, None)
+        else:
+            names[self.name] = self.node
+
+
+class FileTree:
+    """Paths, and the changes of names that are not synced, in their order. A change is made whole or not at all; of those in one
+    directory, a power failure leaves the first few."""
+
+    def __init__(self) -> None:
+        self.root = DirectoryNode()
+        self.used_bytes = 0
+        """Bytes of files."""
+        self._changes: list[tuple[EntryChange, ...]] = []
+
+    def find_node(self, path: Path) -> TreeNode:
+        """Raises `FileNotFoundError`, `NotADirectoryError`."""
+        node: TreeNode = self.root
+        for name in _path_names(path):
+            if isinstance(node, FileNode):
+                raise os_error(errno.ENOTDIR, path)
+            if name not in node.names:
+                raise os_error(errno.ENOENT, path)
+            node = node.names[name]
+        return node
+
+    def find_parent(self, path: Path) -> tuple[DirectoryNode, str]:
+        """The directory of `path`, and the name in it; "" for the root. Raises like `find_node`."""
+        names = _path_names(path)
+        parent = self.find_node(path.parent) if names else self.root
+        if isinstance(parent, FileNode):
+            raise os_error(errno.ENOTDIR, path)
+        return parent, names[-1] if names else ""
+
+    def apply_changes(self, *entries: EntryChange) -> None:
+        """In order."""
+        for entry in entries:
+            entry.apply_to(entry.directory.names)
+        self._changes.append(entries)
+
+    def sync_names(self, directory: DirectoryNode) -> None:
+        """The changes of its names, and whatever was changed before together with them, are on the disk."""
+        with_it, synced, left = {directory}, [], []
+        for change in reversed(self._changes):
+            if any(entry.directory in with_it for entry in change):
+                with_it.update(entry.directory for entry in change)
+                synced.append(change)
+            else:
+                left.append(change)
+        for change in reversed(synced):
+            for entry in change:
+                entry.apply_to(entry.directory.synced_names)
+        self._changes = left[::-1]
+
+    def write_back(self) -> None:
+        """Everything is on the disk."""
+        for change in self._changes:
+            for entry in change:
+                entry.apply_to(entry.directory.synced_names)
+        self._changes = []
+        for node in self._all_nodes(self.root):
+            if isinstance(node, FileNode):
+                node.mark_synced()
+
+    def lose_unsynced(self, rng: Random) -> None:
+        """Power fails."""
+        counts: dict[DirectoryNode, int] = {}
+        for change in self._changes:
+            for directory in dict.fromkeys(entry.directory for entry in change):
+                counts[directory] = counts.get(directory, 0) + 1
+        left = {directory: rng.choice((0, count, rng.randint(0, count))) for directory, count in counts.items()}
+        for change in self._changes:
+            directories = dict.fromkeys(entry.directory for entry in change)
+            if all(left[directory] for directory in directories):
+                for entry in change:
+                    entry.apply_to(entry.directory.synced_names)
+                left |= {directory: left[directory] - 1 for directory in directories}
+            else:
+                left |= dict.fromkeys(directories, 0)
+        self._changes = []
+        self.used_bytes = 0
+        pending: list[TreeNode] = [self.root]
+        while pending:
+            node = pending.pop()
+            if isinstance(node, DirectoryNode):
+                node.names = dict(sorted(node.synced_names.items()))
+                pending += node.names.values()
+            else:
+                node.is_linked = True
+                node.lose_unsynced(rng)
+                self.used_bytes += len(node.data)
+
+    def _all_nodes(self, node: TreeNode) -> list[TreeNode]:
+        found: list[TreeNode] = [node]
+        for each in found:
+            if isinstance(each, DirectoryNode):
+                found += each.names.values()
+        return found
+
+
+def _path_names(path: Path) -> tuple[str, ...]:
+    if ".." in path.parts:
+        raise ValueError(f"{path}: '..' is not simulated")
+    return path.parts[1:] if path.is_absolute() else path.parts
+
+
+def os_error(number: int, path: Path) -> OSError:
+    """`FileNotFoundError` for `ENOENT`, and so on."""
+    return OSError(number, os.strerror(number), str(path))
+
+
+# A host's disk in memory, which can fill up, fail, be slow, and lose power.
+
+
+READ_OPERATIONS = frozenset({"open", "size", "read", "map", "stat", "list", "free", "lock"})
+GROW_OPERATIONS = frozenset({"create", "append", "make"})
+WRITE_OPERATIONS = GROW_OPERATIONS | {"truncate", "sync", "rename", "remove", "sync_directory"}
+OPEN_OPERATIONS = frozenset({"open", "create", "list", "sync_directory"})
+"""Operations, as `refuse_operations` takes and `on_operation` gets them. `create`: `open` of a file that is not there."""
+
+
+class DiskProcess(Protocol):
+    """A simulated process. `disk_seconds`: how long its work on files takes; it is added to. `out_of_descriptors`: it opens
+    nothing more."""
+
+    name: str
+    ended: bool
+    out_of_descriptors: bool
+    disk_seconds: float
+
+    def raise_if_ended(self) -> None:
+        """Raises if it has ended."""
+        ...
+
+    def add_end_callback(self, callback: Callable[[], None]) -> None: ...
+
+
+class SimulatedDisk:
+    """One for a host. Everything random is from `rng`.
+
+    What a process wrote is there when it is killed. What is not synced may be lost with `lose_power`.
+    """
+
+    def __init__(self, rng: Random, *, total_bytes: int = 2**50):
+        self.rng, self.total_bytes = rng, total_bytes
+        self.latency, self.bytes_per_second = 0.0, math.inf
+        """How long an operation takes: seconds of each, and of what it reads or writes."""
+        self.short_write_rate = 0.0
+        """How probable it is that an append writes a part only, and fails."""
+        self.next_write_short = False
+        """The next one does."""
+        self.on_operation: Callable[[DiskProcess, str, Path], object] = lambda process, operation, path: None
+        """Called before each operation. It may end the process, or lose the host's power; then a part of what was to be appended
+        may be there."""
+        self.power_failures = 0
+        self._modified = 0
+        self._tree = FileTree()
+        self._refused_operations: dict[str, tuple[int, Collection[str]]] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files."""
+        return self._tree.used_bytes
+
+    def files_for(self, process: DiskProcess) -> SimulatedFiles:
+        """The disk as a process sees it, until that ends."""
+        return SimulatedFiles(self, self._tree, process)
+
+    def refuse_operations(self, path: Path, error_number: int, operations: Collection[str] | None = None) -> None:
+        """From now on, these operations on `path`, and on what is in it, fail with that errno. By default: what needs space for
+        `ENOSPC` and `EDQUOT`, else all that writes."""
+        full = error_number in (errno.ENOSPC, errno.EDQUOT)
+        self._refused_operations[str(path)] = (
+            error_number,
+            operations or (GROW_OPERATIONS if full else WRITE_OPERATIONS),
+        )
+
+    def allow_operations(self, path: Path) -> None:
+        """Take back `refuse_operations`."""
+        self._refused_operations.pop(str(path), None)
+
+    def lose_power(self) -> None:
+        """What is not synced is lost, in whole or in part. The host's processes have to be ended."""
+        self.power_failures += 1
+        self._tree.lose_unsynced(self.rng)
+
+    def write_back(self) -> None:
+        """Everything that was written is synced, as an operating system does it from time to time."""
+        self._tree.write_back()
+
+    # -- for its files ---------------------------------------------------------------------------------------------------
+
+    def begin_operation(self, process: DiskProcess, operation: str, path: Path, nbytes: int = 0) -> None:
+        """Begin an operation. Raises `OSError` if it is refused."""
+        process.raise_if_ended()
+        process.disk_seconds += self.latency + nbytes / self.bytes_per_second
+        self.on_operation(process, operation, path)
+        process.raise_if_ended()
+        if process.out_of_descriptors and operation in OPEN_OPERATIONS:
+            raise os_error(errno.EMFILE, path)
+        if number := self.refusal_errno(operation, path):
+            raise os_error(number, path)
+
+    def refusal_errno(self, operation: str, path: Path) -> int:
+        """The errno with which it fails; 0 if it does not."""
+        if self._refused_operations:
+            text = str(path)
+            for prefix, (number, operations) in self._refused_operations.items():
+                if operation in operations and (text == prefix or text.startswith(prefix.rstrip("/") + "/")):
+                    return number
+        return 0
+
+    def append_bytes(self, process: DiskProcess, node: FileNode, path: Path, data: bytes) -> None:
+        """All of it, or a part and an error."""
+        process.raise_if_ended()
+        process.disk_seconds += self.latency + len(data) / self.bytes_per_second
+        failures = self.power_failures
+        self.on_operation(process, "append", path)
+        number = self.refusal_errno("append", path)
+        length = len(data)
+        if process.ended or number:
+            length = self.rng.choice((0, self.rng.randint(0, length)))
+        elif self.next_write_short or (self.short_write_rate and self.rng.random() < self.short_write_rate):
+            self.next_write_short = False
+            number, length = errno.EIO, self.rng.randint(0, length)
+        if node.is_linked and length > (free := max(0, self.total_bytes - self.used_bytes)):
+            number, length = number or errno.ENOSPC, free
+        if failures == self.power_failures:
+            node.data += data[:length]
+            self.add_used_bytes(node, length)
+            self.mark_modified(node)
+        process.raise_if_ended()
+        if number:
+            raise os_error(number, path)
+
+    def add_used_bytes(self, node: FileNode, nbytes: int) -> None:
+        """`node` has so many bytes more."""
+        if node.is_linked:
+            self._tree.used_bytes += nbytes
+
+    def unlink_file(self, node: FileNode) -> None:
+        """`node` has no name any more."""
+        self.add_used_bytes(node, -len(node.data))
+        node.is_linked = False
+
+    def mark_modified(self, node: TreeNode) -> None:
+        self._modified = node.modified = self._modified + 1
+
+
+class SimulatedFiles:
+    """See `world.Files`: those of one process."""
+
+    def __init__(self, disk: SimulatedDisk, tree: FileTree, process: DiskProcess):
+        self.disk, self.process, self._tree = disk, process, tree
+        self.open_files: dict[SimulatedFile, None] = {}
+        process.add_end_callback(self.close_all)
+
+    def close_all(self) -> None:
+        """The process has ended: what it has open is closed, and its locks are released. Idempotent."""
+        for file in list(self.open_files):
+            file.close_and_unlock()
+        self.open_files.clear()
+
+    def open(self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644) -> SimulatedFile:
+        writable = create or exclusive
+        self._begin_operation("create" if writable and self._find_node(path) is None else "open", path)
+        parent, name = self._tree.find_parent(path)
+        found = parent.names.get(name)
+        if found is not None and exclusive:
+            raise os_error(errno.EEXIST, path)
+        if isinstance(found, DirectoryNode) or not name:
+            raise os_error(errno.EISDIR, path)
+        if found is None and not writable:
+            raise os_error(errno.ENOENT, path)
+        if found is None:
+            self._require_space(path)
+            found = FileNode(mode)
+            self._change_entries(EntryChange(parent, name, found))
+        return SimulatedFile(self, found, path, writable)
+
+    def stat(self, path: Path) -> FileStat | None:
+        self._begin_operation("stat", path)
+        node = self._find_node(path)
+        if node is None:
+            return None
+        if isinstance(node, DirectoryNode):
+            return FileStat(0, node.modified, is_directory=True, mode=0o755)
+        return FileStat(len(node.data), node.modified, is_directory=False, mode=node.mode)
+
+    def list_names(self, directory: Path) -> list[str]:
+        self._begin_operation("list", directory)
+        try:
+            return sorted(self._find_directory(directory).names)
+        except FileNotFoundError:
+            return []
+
+    def create_directory(self, directory: Path, mode: int = 0o777) -> None:
+        self._begin_operation("make", directory)
+        parent, name = self._tree.find_parent(directory)
+        if not name or name in parent.names:
+            raise os_error(errno.EEXIST, directory)
+        self._require_space(directory)
+        self._change_entries(EntryChange(parent, name, DirectoryNode()))
+
+    def make_private_directory(self, directory: Path) -> None:
+        """There is one user only."""
+        with contextlib.suppress(FileExistsError):
+            self.create_directory(directory, 0o700)
+
+    def rename(self, path: Path, new_path: Path) -> None:
+        self._begin_operation("rename", path)
+        self._begin_operation("rename", new_path)
+        if (found := self._find_node(new_path)) is not None and isinstance(found, DirectoryNode):
+            raise os_error(errno.EEXIST, new_path)
+        parent, name = self._tree.find_parent(path)
+        target, new_name = self._tree.find_parent(new_path)
+        node = parent.names.get(name)
+        if node is None:
+            raise os_error(errno.ENOENT, path)
+        if isinstance(node, DirectoryNode) and path in new_path.parents:
+            raise os_error(errno.EINVAL, path)
+        replaced = target.names.get(new_name)
+        if isinstance(node, DirectoryNode) and replaced is not None:
+            raise os_error(errno.ENOTDIR, new_path)
+        if replaced is node:
+            return
+        if isinstance(replaced, FileNode):
+            self.disk.unlink_file(replaced)
+        self._change_entries(EntryChange(parent, name, None), EntryChange(target, new_name, node))
+
+    def remove(self, path: Path) -> None:
+        self._begin_operation("remove", path)
+        try:
+            parent, name = self._tree.find_parent(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        node = parent.names.get(name)
+        if node is None:
+            return
+        if isinstance(node, FileNode):
+            self.disk.unlink_file(node)
+        elif node.names:
+            raise os_error(errno.ENOTEMPTY, path)
+        self._change_entries(EntryChange(parent, name, None))
+
+    def remove_tree(self, path: Path) -> None:
+        node = self._find_node(path)
+        if isinstance(node, DirectoryNode):
+            for name in sorted(node.names):
+                self.remove_tree(path / name)
+        if node is not None:
+            self.remove(path)
+
+    def fsync_directory(self, directory: Path) -> None:
+        self._begin_operation("sync_directory", directory)
+        self._tree.sync_names(self._find_directory(directory))
+
+    def free_bytes(self, path: Path) -> int:
+        self._begin_operation("free", path)
+        self._tree.find_node(path)
+        return max(0, self.disk.total_bytes - self.disk.used_bytes)
+
+    def total_bytes(self, path: Path) -> int:
+        self._begin_operation("free", path)
+        return self.disk.total_bytes
+
+    def _find_node(self, path: Path) -> TreeNode | None:
+        try:
+            return self._tree.find_node(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _begin_operation(self, operation: str, path: Path) -> None:
+        self.disk.begin_operation(self.process, operation, path)
+
+    def _find_directory(self, path: Path) -> DirectoryNode:
+        node = self._tree.find_node(path)
+        if isinstance(node, FileNode):
+            raise os_error(errno.ENOTDIR, path)
+        return node
+
+    def _require_space(self, path: Path) -> None:
+        if self.disk.used_bytes >= self.disk.total_bytes:
+            raise os_error(errno.ENOSPC, path)
+
+    def _change_entries(self, *entries: EntryChange) -> None:
+        for entry in entries:
+            self.disk.mark_modified(entry.directory)
+            if isinstance(entry.node, FileNode) and not entry.node.modified:
+                self.disk.mark_modified(entry.node)
+        self._tree.apply_changes(*entries)
+
+
+class SimulatedFile:
+    """See `world.File`."""
+
+    def __init__(self, files: SimulatedFiles, node: FileNode, path: Path, is_writable: bool):
+        self._files, self._disk, self._node = files, files.disk, node
+        self._path, self._is_writable, self._is_open = path, is_writable, True
+        files.open_files[self] = None
+
+    def size(self) -> int:
+        self._begin_operation("size")
+        return len(self._node.data)
+
+    def read(self, start: int = 0, length: int | None = None) -> bytes:
+        end = len(self._node.data) if length is None else start + length
+        self._begin_operation("read", max(0, end - start))
+        return bytes(self._node.data[start : max(start, end)])
+
+    def map_bytes(self, start: int = 0, length: int | None = None) -> memoryview:
+        end = len(self._node.data) if length is None else start + length
+        self._begin_operation("map", max(0, end - start))
+        return memoryview(bytes(self._node.data[start : max(start, end)]))
+
+    def append(self, buffers: Sequence[Buffer]) -> int:
+        self._check_open(errno.EBADF if buffers else 0)
+        data = b"".join(buffers)
+        self._disk.append_bytes(self._files.process, self._node, self._path, data)
+        return len(data)
+
+    def truncate(self, size: int) -> None:
+        self._check_open(errno.EINVAL)
+        self._begin_operation("truncate")
+        before = len(self._node.data)
+        if self._node.is_linked and size - before > self._disk.total_bytes - self._disk.used_bytes:
+            raise os_error(errno.ENOSPC, self._path)
+        self._node.truncate(size)
+        self._disk.add_used_bytes(self._node, size - before)
+        self._disk.mark_modified(self._node)
+
+    def fsync(self) -> None:
+        self._begin_operation("sync")
+        self._node.mark_synced()
+
+    def lock(self, *, shared: bool = False, timeout: float = 0.0) -> None:
+        """Nobody else runs while a call waits: what another one holds, it holds when the wait is over."""
+        self._begin_operation("lock")
+        locks = self._node.locks
+        locks.pop(self, None)  # as `flock` does it, also where the new lock is not to be had
+        if locks and not (shared and all(locks.values())):
+            self._files.process.disk_seconds += timeout
+            raise os_error(errno.EAGAIN, self._path)
+        locks[self] = shared
+
+    def unlock(self) -> None:
+        self.release_lock()
+
+    def close(self) -> None:
+        self.close_and_unlock()
+        self._files.open_files.pop(self, None)
+
+    def close_and_unlock(self) -> None:
+        """Close it, and let go of its lock."""
+        self._is_open = False
+        self.release_lock()
+
+    def release_lock(self) -> None:
+        self._node.locks.pop(self, None)
+
+    def __enter__(self) -> SimulatedFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _begin_operation(self, operation: str, nbytes: int = 0) -> None:
+        self._check_open(0)
+        self._disk.begin_operation(self._files.process, operation, self._path, nbytes)
+
+    def _check_open(self, write_errno: int) -> None:
+        """`write_errno`: the errno of what writes to a file that is open for reading only; 0 for what does not write."""
+        self._files.process.raise_if_ended()
+        if not self._is_open:
+            raise os_error(errno.EBADF, self._path)
+        if write_errno and not self._is_writable:
+            raise os_error(write_errno, self._path)
+
+
+_: type[Files] = SimulatedFiles

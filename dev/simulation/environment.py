@@ -1,0 +1,116 @@
+"""What simulated episodes play: it takes a while, now and then a long one, and rarely raises. Nothing blocks.
+
+The environments of a generator's process are played in a process beside it, which may end, hang or be late (`Helper`)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from dev.simulation.history import Failed
+from dev.simulation.loop import CURRENT_PROCESS, VirtualProcess
+from r3async.envs import Action, EnvironmentFailed, Message, StepResult
+
+
+class Helper:
+    """A process of environments, as `envs.pool` has them: when it ends, all that it plays fails, and another one takes its place.
+    `hangs`: it answers nothing any more. `late`: seconds that each answer takes longer."""
+
+    def __init__(self) -> None:
+        self.hangs, self.late, self.lost = False, 0.0, ""
+        self._calls: dict[asyncio.Future[None], None] = {}
+
+    async def work(self, seconds: float, limit: float) -> None:
+        """Raises `EnvironmentFailed` if it ends, or takes longer than the `limit`, by which it is ended."""
+        loop = asyncio.get_running_loop()
+        if self.lost:
+            raise EnvironmentFailed(self.lost)
+        call = loop.create_future()
+        self._calls[call] = None
+        timer = loop.call_later(seconds + self.late, self._answer, call)
+        try:
+            async with asyncio.timeout(limit):
+                await call
+        except TimeoutError as error:
+            self.end(f"the call took longer than {limit:g} s")
+            raise EnvironmentFailed(self.lost) from error
+        finally:
+            timer.cancel()
+            del self._calls[call]
+
+    def _answer(self, call: asyncio.Future[None]) -> None:
+        if not self.hangs and not call.done():
+            call.set_result(None)
+
+    def end(self, why: str) -> None:
+        self.lost = self.lost or why
+        for call in self._calls:
+            if not call.done():
+                call.set_exception(EnvironmentFailed(self.lost))
+
+
+_HELPERS: WeakKeyDictionary[VirtualProcess, Helper] = WeakKeyDictionary()
+
+
+def helper_of(process: VirtualProcess) -> Helper:
+    """The process of environments beside it."""
+    found = _HELPERS.get(process)
+    if found is None or found.lost:
+        found = _HELPERS[process] = Helper()
+    return found
+
+
+class Errand:
+    """A task is a few letters; the reward depends on the answers alone, but of one task in `flat` (0: of none) it is always 1.
+    There are so many `tasks` (0: without end).
+
+    `seconds`: of a call, at most; one in `tail` calls takes ten times as long, and one in `failing` raises (0: none). A call that
+    is made again draws again: by the time at which it is made. `limit`: seconds of a call, as `env.step_timeout`.
+    """
+
+    def __init__(
+        self,
+        turns: int = 2,
+        seconds: float = 1.0,
+        tail: int = 20,
+        failing: int = 0,
+        flat: int = 0,
+        tasks: int = 0,
+        limit: float = 60.0,
+    ):
+        self._turns, self._seconds, self._tail, self._failing, self._share = turns, seconds, tail, failing, flat
+        self._left, self._answers, self._flat, self._limit = turns, "", False, limit
+        self._seed, self._helper = 0, Helper()
+        self.size = tasks or None
+
+    async def reset(self, task_seed: int) -> list[Message]:
+        self._seed, self._left, self._answers = task_seed, self._turns, f"{task_seed}"
+        self._flat = self._share > 0 and zlib.crc32(self._answers.encode()) % self._share == 0
+        if (process := CURRENT_PROCESS.get()) is not None:
+            self._helper = helper_of(process)
+        await self._work()
+        return [Message("user", "".join(random.Random(task_seed).choices("abcdef", k=4)))]
+
+    async def step(self, action: Action) -> StepResult:
+        self._answers += f"/{action.text}"
+        await self._work()
+        self._left -= 1
+        if self._left:
+            return StepResult(0.0, [Message("user", "more")])
+        return StepResult(1.0 if self._flat else zlib.crc32(self._answers.encode()) % 1000 / 1000, done=True)
+
+    async def _work(self) -> None:
+        rng = random.Random(f"{self._answers}/{asyncio.get_running_loop().time():.6f}")
+        long = self._tail and rng.randrange(self._tail) == 0
+        try:
+            await self._helper.work(rng.uniform(0, self._seconds) * (10 if long else 1), self._limit)
+            if self._failing and rng.randrange(self._failing) == 0:
+                raise RuntimeError("this errand failed, on purpose")
+        except Exception:
+            process: Any = CURRENT_PROCESS.get()
+            if (see := getattr(getattr(process, "simulation", None), "see", None)) is not None:  # somebody watches
+                see(Failed, process.name, self._seed)
+            raise

@@ -1,0 +1,238 @@
+"""What is done to a simulated run, and when: a schedule of faults as plain data, drawn from a seed.
+
+The last fault is over well before the run could end, so that whether the run moves again can be judged.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from dev.simulation.workload import CALL, Workload
+
+Kind = Literal[
+    "cut",
+    "half_open",
+    "stall",
+    "delay",
+    "damage",
+    "damage_weights",
+    "mute",
+    "memory_full",
+    "disk_full",
+    "disk_error",
+    "short_write",
+    "short_put",
+    "slow_disk",
+    "no_descriptors",
+    "power",
+    "power_writing",
+    "kill",
+    "kill_writing",
+    "kill_again",
+    "kill_unsaved",
+    "kill_unsynced",
+    "freeze",
+    "silence",
+    "slow_start",
+    "failing_start",
+    "env_dies",
+    "env_hangs",
+    "env_late",
+    "clock",
+    "stop",
+    "scale",
+]
+
+
+class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
+    """From `at` on, for `seconds`, of virtual time.
+
+    `cut`             nothing passes between generator `target` and the learner, and connections are lost
+    `half_open`       what goes from `target` over connections of now never arrives, and nobody notices
+    `stall`           nothing passes between generator `target` and the learner; afterwards everything arrives
+    `delay`           messages take up to `amount` seconds longer, each its own time: those of different peers overtake each other
+    `damage`          a share of `amount` of the messages arrives with a changed bit
+    `damage_weights`  a share of `amount` of the chunks of weights that get to generator `target` has a changed bit
+    `mute`            nothing passes between generator `target` and the others, so that none gets weights from it
+    `memory_full`     the memory of host `target`, where weights are, takes nothing more (ENOSPC)
+    `disk_full`       the disk takes nothing more (ENOSPC)
+    `disk_error`      whatever writes fails (EIO)
+    `short_write`     a share of `amount` of what is appended fails half-way
+    `short_put`       the `amount`th trajectory from then on that is written to the spool fails half-way
+    `slow_disk`       each operation on files takes `amount` seconds
+    `no_descriptors`  the process `target` opens no file and no connection (EMFILE), and lets nobody in; those that it has are cut
+    `power`           host `target` ends with all its processes, and is back after `seconds`; if it has the disk, all hosts do,
+                      and what was not synced is lost, or torn
+    `power_writing`   the same, in the `amount`th operation from then on that changes the disk
+    `kill`            the process `target` ends
+    `kill_writing`    it ends in its `amount`th operation from then on that changes the disk
+    `kill_again`      it ends, and `amount` seconds after the next start began to train once more, if that is within `seconds`
+    `kill_unsaved`    it ends `amount` seconds after the learner has acknowledged, from then on, what the next start has to refuse
+    `kill_unsynced`   it ends when a trajectory was written to the spool and is not synced, and `amount` seconds after the next
+                      start has begun power fails on the host that has the disk, for 1 s
+    `freeze`          it is stopped, and goes on after `seconds`
+    `silence`         the same, of a generator, for longer than it may be silent
+    `slow_start`      processes that start take `amount` seconds longer
+    `failing_start`   a share of `amount` of processes that start end at once
+    `env_dies`        the process that plays the environments of generator `target` ends, with what it plays
+    `env_hangs`       it answers nothing more, until it is ended for that
+    `env_late`        its answers take `amount` seconds longer
+    `clock`           the wall clock of host `target` jumps by `amount` seconds
+    `stop`            the person stops the run, and begins it again when it has ended
+    `scale`           the person asks for `amount` generators
+    """
+
+    at: float
+    kind: Kind
+    target: str = ""
+    seconds: float = 0.0
+    amount: float = 0.0
+
+    @property
+    def end(self) -> float:
+        return self.at + self.seconds
+
+    def describe(self) -> str:
+        """For the story."""
+        words = [self.kind.replace("_", " "), self.target]
+        words += [f"for {self.seconds:g} s"] if self.seconds else []
+        words += [f"({self.amount:g})"] if self.amount else []
+        return " ".join(word for word in words if word)
+
+
+class _Shape(NamedTuple):
+    """How often a fault is drawn, whom it hits, how long it lasts and how much; seconds where a stall is one of 60 seconds."""
+
+    weight: float
+    target: Literal["generator", "peer", "role", "whole", "host", "disk", "none"]
+    """`whole`: a process without which the run restarts."""
+    seconds: tuple[float, float] = (0.0, 0.0)
+    amount: tuple[float, float] = (0.0, 0.0)
+    unit: Literal["", "seconds", "steps"] = ""
+    """Of `amount`; `steps`: the time that a step takes."""
+
+
+SHAPES: dict[Kind, _Shape] = {
+    "cut": _Shape(3, "generator", (0.5, 40)),
+    "half_open": _Shape(2, "peer", (1, 40)),
+    "stall": _Shape(2, "generator", (0.5, 150)),
+    "delay": _Shape(1, "none", (5, 40), (0.1, 5), "seconds"),
+    "damage": _Shape(2, "none", (5, 40), (0.01, 0.3)),
+    "damage_weights": _Shape(0, "generator", (60, 100), (0.2, 0.8)),
+    "mute": _Shape(0, "generator", (60, 100)),
+    "memory_full": _Shape(0, "host", (0.5, 100)),
+    "disk_full": _Shape(2, "none", (0.5, 40)),
+    "disk_error": _Shape(2, "none", (0.5, 20)),
+    "short_write": _Shape(2, "none", (0.5, 20), (0.05, 0.7)),
+    "short_put": _Shape(4, "none", (60, 60), (1, 6)),
+    "slow_disk": _Shape(1, "none", (5, 40), (0.001, 0.1), "seconds"),
+    "no_descriptors": _Shape(0, "role", (10, 100)),
+    "power": _Shape(2, "host", (0.5, 20)),
+    "power_writing": _Shape(3, "disk", (0.5, 20), (1, 60)),
+    "kill": _Shape(6, "role"),
+    "kill_writing": _Shape(5, "role", (5, 5), (1, 60)),
+    "kill_again": _Shape(2, "whole", (60, 60), (0.1, 3), "steps"),
+    "kill_unsaved": _Shape(9, "whole", (60, 60), (0, 0.5), "steps"),
+    "kill_unsynced": _Shape(0, "none", (60, 60), (0.1, 1), "steps"),
+    "freeze": _Shape(3, "role", (0.5, 100)),
+    "silence": _Shape(0, "generator", (60, 100)),
+    "slow_start": _Shape(1, "none", (10, 60), (2, 30), "seconds"),
+    "failing_start": _Shape(1, "none", (5, 40), (0.2, 0.8)),
+    "env_dies": _Shape(0, "generator"),
+    "env_hangs": _Shape(0, "generator", (60 * CALL, 60 * CALL)),
+    "env_late": _Shape(0, "generator", (5, 100), (2, 50), "seconds"),
+    "clock": _Shape(1, "host", amount=(-3600, 3600)),
+    "stop": _Shape(1, "none"),
+    "scale": _Shape(0, "none"),  # drawn beside the others
+}
+BESIDE: dict[str, tuple[float, tuple[Kind, ...]]] = {
+    "weights": (0.6, ("damage_weights", "mute", "mute", "memory_full")),
+    "spool": (0.25, ("kill_unsynced",)),
+    "fleet": (0.2, ("silence",)),
+    "descriptors": (0.2, ("no_descriptors",)),
+    "environments": (0.25, ("env_dies", "env_hangs", "env_late")),
+}
+"""Drawn beside those that have a weight, by numbers of their own: in which share of the runs, and one of what."""
+SCALED = 0.3
+"""Share of the runs whose fleet grows and shrinks."""
+MOST_GENERATORS = 5
+MOST = 8
+"""Faults of one run."""
+LOADED_SECONDS = 8.0
+"""Until a run begins to play, on a machine that is not slow."""
+EARLY = 0.15
+"""Share of the faults that come before."""
+TOGETHER_SECONDS = (0.0, 0.0, 2.0, 30.0)
+"""Of those that come soon after another: how soon, at most."""
+
+
+def draw_faults(workload: Workload, kinds: Sequence[Kind] = tuple(SHAPES)) -> list[Fault]:
+    """In the order of their beginning. The same for the same workload, on every machine. One run in twenty has none."""
+    rng = random.Random(f"faults/{workload.seed}")
+    if rng.randrange(20) == 0:
+        return []
+    loaded = LOADED_SECONDS * workload.slowness
+    last = loaded + max(10.0, 0.8 * workload.expected_seconds)
+    faults: list[Fault] = []
+    for _ in range(rng.randint(1, MOST)):
+        at = rng.uniform(0, loaded if rng.random() < EARLY else last)
+        if faults and rng.randrange(3) == 0:  # several at once
+            at = faults[-1].at + rng.uniform(0, rng.choice(TOGETHER_SECONDS))
+        kind = rng.choices(list(kinds), [SHAPES[k].weight for k in kinds])[0]
+        fault = _draw(rng, kind, round(at, 3), workload)
+        if kind == "kill_again":  # the run is not to be over before that
+            fault = msgspec.structs.replace(fault, at=round(rng.uniform(0, max(loaded, last - fault.seconds)), 3))
+        faults.append(fault)
+    for use, (share, beside) in BESIDE.items():
+        own = random.Random(f"{use}/{workload.seed}")
+        if own.random() < share and (wanted := [kind for kind in beside if kind in kinds]):
+            faults.append(_draw(own, own.choice(wanted), round(own.uniform(loaded, last), 3), workload))
+    if "scale" in kinds:
+        faults += _draw_scaling(workload, loaded, last)
+    return sorted(faults, key=lambda fault: fault.at)
+
+
+def _draw_scaling(workload: Workload, loaded: float, last: float) -> list[Fault]:
+    """By numbers of its own, so that a seed still draws what it drew before there was this."""
+    rng = random.Random(f"scaling/{workload.seed}")
+    if rng.random() >= SCALED:
+        return []
+    times = (round(rng.uniform(loaded / 2, last), 3) for _ in range(rng.randint(1, 4)))
+    return [Fault(at, "scale", amount=rng.randint(1, MOST_GENERATORS)) for at in times]
+
+
+def _draw(rng: random.Random, kind: Kind, at: float, workload: Workload) -> Fault:
+    shape = SHAPES[kind]
+    generators = [role for role in workload.roles if role.startswith("generator-")]
+    targets = {
+        "generator": generators,
+        "peer": [*generators, "learner"],
+        "role": workload.roles,
+        "whole": [role for role in workload.roles if role not in generators],
+        "host": workload.host_names,
+        "disk": workload.host_names[:1],
+        "none": [""],
+    }[shape.target]
+    stretch = workload.stall_seconds / 60
+    seconds = _between(rng, shape.seconds, stretch)
+    unit = {"": 1.0, "seconds": stretch, "steps": workload.train_seconds}[shape.unit]
+    amount = _between(rng, shape.amount, unit)
+    if kind == "kill_again":
+        seconds = round(seconds + amount, 3)
+    return Fault(at, kind, rng.choice(targets), seconds, amount)
+
+
+def _between(rng: random.Random, bounds: tuple[float, float], times: float) -> float:
+    """So many `times` as much, mostly near the lower one."""
+    low, high = bounds
+    share = rng.random()
+    return round(times * (low + (high - low) * share * share), 3)
+
+
+def quiet_after(faults: Sequence[Fault]) -> float:
+    """When the last one is over."""
+    return max((fault.end for fault in faults), default=0.0)

@@ -1,0 +1,540 @@
+"""Which steps led to which weights: a run with its resumes, as a tree. Pure.
+
+A start of the run is a branch. It shares the steps before its checkpoint with its parent: the very objects, so two names of the
+same weights (lineage, version) are compared by what made them, and by nothing that the run says of itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from dev.simulation.history import (
+    Acknowledged,
+    Arrived,
+    Asked,
+    Began,
+    Delivered,
+    Evaluated,
+    Evaluating,
+    Event,
+    Facts,
+    Failed,
+    Fetched,
+    Finished,
+    GaveUp,
+    Injected,
+    Installed,
+    Installing,
+    Leased,
+    Looked,
+    Lost,
+    NotEvaluated,
+    Passed,
+    Placed,
+    Plays,
+    PowerFailed,
+    Published,
+    Quiet,
+    Saved,
+    Sent,
+    Stored,
+    Trained,
+    Unlinked,
+)
+from r3async.data.tokens import format_trajectory_id
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One optimizer step. `version`: the newest when it was made; the next one is made by it, or by a later step."""
+
+    number: int
+    version: int
+    groups: tuple[int, ...]
+    updates: int = 1
+    """Of the weights."""
+
+
+class Branch:
+    """The steps of one lineage, those of its past first."""
+
+    def __init__(self, lineage: int, parent: Branch | None = None, step: int = 0, version: int = 0):
+        """It begins with the first `step` steps of `parent`, whose weights it calls version `version`."""
+        self.lineage, self.version = lineage, version
+        self.steps: list[Step] = parent.steps[:step] if parent is not None else []
+        self.trained: dict[int, int] = {group: step.number for step in self.steps for group in step.groups}
+        """By group: the step that trained it."""
+        self.made: dict[int, int] = {}
+        """By version: how many steps made it."""
+        if parent is not None:
+            self.made = {v: count for v, count in parent.made.items() if v < version}
+        self.made[version] = len(self.steps)
+        self.head = 0
+        """The oldest group that is not trained."""
+        self._move()
+
+    @property
+    def since(self) -> int:
+        """Steps since the newest version was made."""
+        return sum(step.version == self.version for step in self.steps)
+
+    def add(self, groups: tuple[int, ...], updates: int = 1, *, makes_version: bool) -> None:
+        """One more step. Its groups are not judged here."""
+        self.steps.append(Step(len(self.steps) + 1, self.version, groups, updates))
+        for group in groups:
+            self.trained.setdefault(group, len(self.steps))
+        self._move()
+        if makes_version:
+            self.version += 1
+            self.made[self.version] = len(self.steps)
+
+    def _move(self) -> None:
+        while self.head in self.trained:
+            self.head += 1
+
+    def behind(self, version: int) -> Sequence[Step] | None:
+        """The steps that made weights `version`; None if nobody made them."""
+        count = self.made.get(version)
+        return None if count is None else self.steps[:count]
+
+    def groups_in(self, version: int) -> int:
+        """How many groups weights `version` were trained from."""
+        return sum(len(step.groups) for step in self.behind(version) or ())
+
+
+def same_weights(one: Branch, its: int, other: Branch, others: int) -> bool:
+    """Whether version `its` of `one` and version `others` of `other` were made by the same steps."""
+    ours, theirs = one.behind(its), other.behind(others)
+    return ours is not None and theirs is not None and _same(ours, theirs) and len(ours) == len(theirs)
+
+
+def leads_to(sampled_by: Branch, version: int, learner: Branch) -> bool:
+    """Whether weights `version` of `sampled_by` are in the past of what `learner` has now: the steps that made them are the first
+    that `learner` made."""
+    steps = sampled_by.behind(version)
+    return steps is not None and len(steps) <= len(learner.steps) and _same(steps, learner.steps)
+
+
+def _same(ours: Sequence[Step], theirs: Sequence[Step]) -> bool:
+    """As far as both go."""
+    return all(a is b for a, b in zip(ours, theirs, strict=False))
+
+
+# What is known of a run after the events that were seen, for the invariants to judge the next one by. Pure.
+
+
+CALM_SECONDS = 90.0
+"""After the last fault: connections without a word are noticed after a minute."""
+PAUSE_SECONDS = 10.0
+"""Generators ask the conductor twice as often, at least."""
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """What the run's configuration promises. `window`: `schedule.window`. `more_groups`: a step takes more to have enough tokens;
+    `replaced_groups`: so many more at most, in place of those without contrast. `urgent`: groups from the oldest that credit and
+    disk always let through. `durable`: what an acknowledged trajectory outlives: `nothing`, the end of any `process`, or a
+    failure of `power`. `first_seconds`, `step_seconds`: within which the first step after the last fault is made, and each later
+    one. `install_seconds`: within which one installation ends, where nothing is wrong; `fetch_seconds`: within which a host has
+    weights, or looks for another place to get them from."""
+
+    steps: int
+    groups_per_step: int
+    samples_per_group: int
+    slots: int
+    age_bound: int
+    steps_per_publication: int = 1
+    window: int = 1
+    urgent: int = 1
+    more_groups: bool = False
+    replaced_groups: int = 0
+    durable: Literal["nothing", "process", "power"] = "nothing"
+    credit_bytes: float = math.inf
+    disk_bytes: float = math.inf
+    silence_seconds: float = math.inf
+    first_seconds: float = math.inf
+    step_seconds: float = math.inf
+    install_seconds: float = math.inf
+    fetch_seconds: float = math.inf
+    evaluate_every: int = 0
+    evaluate_first: bool = False
+    evaluated_tasks: int = 0
+
+
+class Lease(NamedTuple):
+    """`process`: how many of its owner's processes had ended."""
+
+    owner: str
+    process: int
+    at: float
+
+
+class Engine:
+    """One generator."""
+
+    def __init__(self) -> None:
+        self.process = 0
+        """How many processes of it have ended."""
+        self.versions: list[int] = []
+        """That its present process installed."""
+        self.newest = -1
+        """That any process of it installed, in this lineage."""
+        self.heard = -math.inf
+        """When it last was answered a question for work."""
+        self.loose = -math.inf
+        """What it was leased before then may have returned: it was silent."""
+        self.told = -math.inf
+        """When it last said that it has installed something."""
+        self.installing: float | None = None
+        """Since when its present process installs a version."""
+        self.fetching: float | None = None
+        """When it looked for weights last, which it does not have yet; or since when it is not stopped any more."""
+        self.uses = ""
+        """File of the version that its present process fetched last."""
+        self.plays: float | None = None
+        """Since when its present process plays."""
+        self.current = -1
+        """The newest version that others had when its present process had installed its last one."""
+
+    def ended(self) -> None:
+        self.process += 1
+        self.versions, self.current, self.uses = [], -1, ""
+        self.installing = self.fetching = self.plays = None
+
+    def begins(self) -> None:
+        """A new lineage."""
+        self.ended()
+        self.newest, self.heard, self.loose, self.told = -1, -math.inf, -math.inf, -math.inf
+
+
+class Known:
+    """`apply` each event after it was judged."""
+
+    def __init__(self, rules: Rules):
+        self.rules = rules
+        self.branches: dict[int, Branch] = {}
+        self.lineage = 0
+        """Of the newest start."""
+        self.safe = 0
+        """Steps of the newest checkpoint that outlives whatever this run promises to outlive."""
+        self.ever_head = 0
+        """The newest head of any branch."""
+        self.engines: dict[str, Engine] = defaultdict(Engine)
+        self.published: dict[tuple[int, int], int] = {}
+        """By lineage and version: what tells these weights from others."""
+        self.newest, self.newest_at = -1, math.inf
+        """The version that this lineage published last, and when."""
+        self.sent: dict[str, dict[int, Facts]] = defaultdict(dict)
+        """By name, and by content: all that was ever sent."""
+        self.kept: dict[str, list[Facts]] = {}
+        """By name: what is acknowledged, and not in a checkpoint that is safe; all that was sent under that name."""
+        self.here: dict[str, float] = {}
+        """By name: since when it is here in this lineage, and not trained."""
+        self.held: dict[str, int] = {}
+        """By name: bytes of what this learner acknowledged and has not trained."""
+        self.leases: dict[tuple[int, int], Lease] = {}
+        """By group and episode: who was leased it last, in this lineage."""
+        self.leased_to = -1
+        """The newest group that has, or had, a slot."""
+        self.asked: dict[int, float] = {}
+        """By group: when the learner last said what it lacks."""
+        self.files: dict[int, dict[str, int]] = defaultdict(dict)
+        """Of the spool, by group: their sizes."""
+        self.spoiled = False
+        """A disk failed: what could not be removed stays until the next start."""
+        self.cut_short = False
+        """A process of this start, or power, ended in the middle of something: what it left is removed by the next start."""
+        self.quiet = False
+        """The last fault is over."""
+        self.calm = math.inf
+        """From then on, nothing is left of it either: connections that it had silenced are given up."""
+        self.answering = math.inf
+        """Since when the conductor answers without a pause."""
+        self._answered = -math.inf
+        """When it answered last."""
+        self.late: dict[tuple[str, str], bool] = {}
+        """Generators, and what they delivered to this learner: whether in no session but such as were over."""
+        self.deadline = math.inf
+        """For the next step."""
+        self.failed: Counter[int] = Counter()
+        """By task: how often its environment did."""
+        self.evaluating: int | None = None
+        """The step whose evaluation is played."""
+        self.skipped: set[int] = set()
+        """Steps of this branch whose evaluation was due while another one was played."""
+        self.given_up: set[int] = set()
+        """Those whose evaluation a generator gave up, or an end of the run did, and others were due by the next start."""
+        self.evaluated_tasks: tuple[int, ...] = ()
+        """That were evaluated last."""
+        self._sent_here: dict[str, dict[int, Facts]] = defaultdict(dict)
+        """What was sent to this learner."""
+        self._apply = {
+            Began: self._began,
+            Lost: self._lost,
+            PowerFailed: self._power_failed,
+            Leased: self._leased,
+            Asked: self._asked,
+            Installing: self._installing,
+            Installed: self._installed,
+            GaveUp: self._gave_up,
+            Looked: self._looked,
+            Placed: self._placed,
+            Arrived: self._arrived,
+            Fetched: self._fetched,
+            Passed: self._passed,
+            Plays: self._plays,
+            Failed: self._failed,
+            Delivered: self._delivered,
+            Sent: self._was_sent,
+            Acknowledged: self._acknowledged,
+            Trained: self._trained,
+            Published: self._published,
+            Saved: self._saved,
+            Stored: self._stored,
+            Unlinked: self._unlinked,
+            Evaluating: self._evaluating,
+            Evaluated: self._evaluated,
+            NotEvaluated: self._not_evaluated,
+            Injected: self._injected,
+            Quiet: self._quiet,
+            Finished: self._finished,
+        }
+
+    def apply(self, event: Event) -> None:
+        """It has happened."""
+        if (change := self._apply.get(type(event))) is not None:
+            change(event)  # type: ignore[operator]
+
+    @property
+    def branch(self) -> Branch:
+        """Of the newest start."""
+        return self.branches[self.lineage]
+
+    @property
+    def horizon(self) -> int:
+        """The first group that credit and disk have never let through for being urgent."""
+        return self.ever_head + self.rules.urgent
+
+    def size(self, name: str) -> int:
+        """Bytes that this learner holds of it once it is acknowledged: of its shortest playing."""
+        return min((f.nbytes for f in self._sent_here[name].values()), default=0)
+
+    def most_held(self) -> int:
+        """Bytes that this learner may hold at most: of all that was sent to it, but for what steps before the newest trained."""
+        branch = self.branch
+        playings = (list(of.values()) for of in self._sent_here.values())
+        untrained = (p for p in playings if branch.trained.get(p[0].group, len(branch.steps)) >= len(branch.steps))
+        return sum(max(f.nbytes for f in p) for p in untrained)
+
+    def is_complete(self, group: int) -> bool:
+        """All its episodes were acknowledged, and none is trained."""
+        return all(format_trajectory_id(group, i) in self.here for i in range(self.rules.samples_per_group))
+
+    def is_unsaved(self, name: str) -> bool:
+        """Whether it is of weights that a start from the newest checkpoint takes back, though its group has a slot then."""
+        branch = self.branch
+        f = next((f for f in self.kept.get(name, ()) if f.lineage == self.lineage and f.versions), None)
+        if f is None or branch.made[f.versions[-1]] <= self.safe:
+            return False
+        return f.group < sum(len(step.groups) for step in branch.steps[: self.safe]) + self.rules.slots
+
+    def may_train(self, playings: Iterable[Facts], branch: Branch) -> bool:
+        """Whether a learner that begins with this branch takes what was kept, whichever of the `playings` it was."""
+        return all(self._may_train(playing, branch) for playing in playings)
+
+    def _may_train(self, f: Facts, branch: Branch) -> bool:
+        oldest, newest = (f.versions[0], f.versions[-1]) if f.versions else (branch.version, -1)
+        of = self.branches[f.lineage]
+        return (
+            f.group not in branch.trained
+            and f.group < len(branch.trained) + self.rules.slots
+            and branch.version - oldest <= self.rules.age_bound
+            and newest <= branch.version
+            and leads_to(of, newest if f.versions else min(of.made), branch)
+        )
+
+    # -- what each event changes ---------------------------------------------------------------------------------------
+
+    def _began(self, event: Began) -> None:
+        branch = Branch(event.lineage, self.branches.get(event.parent), event.step, event.version)
+        self.branches[event.lineage], self.lineage = branch, event.lineage
+        self.cut_short = False
+        if self.rules.durable != "power":  # a process that ends takes no name back
+            self.safe = max(self.safe, event.step)
+        for engine in self.engines.values():
+            engine.begins()
+        self.newest, self.newest_at = -1, math.inf
+        for steps in (self.skipped, self.given_up):  # the last one that was due a start begins, if it is missing
+            steps &= set(range(self.last_due(event.step)))
+        if self.evaluating is not None and self.evaluating < self.last_due(event.step):
+            self.given_up |= {self.evaluating, self.last_due(self.evaluating)}
+        self.evaluating = None
+        for of_the_past in (self.leases, self.asked, self.held, self._sent_here, self.late):
+            of_the_past.clear()
+        if self.rules.durable == "nothing":
+            self.kept.clear()
+        taken = [name for name, playings in self.kept.items() if self.may_train(playings, branch)]
+        self.here = dict.fromkeys(taken, -math.inf)
+        # What only a checkpoint has trained that is not safe: it may be taken back once more.
+        held = [name for name, playings in self.kept.items() if branch.trained.get(playings[0].group, 0) > self.safe]
+        self.kept = {name: self.kept[name] for name in (*taken, *held)}
+        self.leased_to = max([-1, *branch.trained, *(playings[0].group for playings in self.kept.values())])
+
+    def _lost(self, event: Lost) -> None:
+        if event.who in self.engines:
+            self.engines[event.who].ended()
+        if event.who == "learner" and self.rules.durable == "nothing":
+            self.kept.clear()
+            self.here.clear()
+
+    def _power_failed(self, event: PowerFailed) -> None:
+        if self.rules.durable != "power":
+            self.kept.clear()
+            self.here.clear()
+            self.files.clear()
+
+    def _leased(self, event: Leased) -> None:
+        engine = self.engines[event.generator]
+        if event.at - engine.heard > self.rules.silence_seconds:
+            engine.loose = event.at
+        engine.heard = event.at
+        if event.at - self._answered > PAUSE_SECONDS:
+            self.answering = event.at
+        self._answered = event.at
+        for group, episodes in event.leases:
+            self.leased_to = max(self.leased_to, group)
+            for episode in episodes:
+                self.leases[group, episode] = Lease(event.generator, engine.process - event.ended, event.at)
+
+    def _asked(self, event: Asked) -> None:
+        self.asked |= dict.fromkeys(event.missing, event.at)
+        for group, lacking in event.missing.items():
+            for episode in range(self.rules.samples_per_group):
+                name = format_trajectory_id(group, episode)
+                if episode not in lacking and group not in self.branch.trained and name not in self.here:
+                    self._is_here(name, list(self.sent[name].values()), event.at)
+
+    def _is_here(self, name: str, playings: list[Facts], at: float) -> None:
+        """The learner says that it has it."""
+        if playings:
+            self.here[name], self.kept[name] = at, playings
+
+    def _installing(self, event: Installing) -> None:
+        self.engines[event.generator].installing = event.at
+
+    def _installed(self, event: Installed) -> None:
+        engine = self.engines[event.generator]
+        engine.versions.append(event.version)
+        engine.newest = max(engine.newest, event.version)
+        engine.installing, engine.told = None, event.at
+        others = (other for name, other in self.engines.items() if name != event.generator)
+        engine.current = max((other.versions[-1] for other in others if other.versions), default=-1)
+
+    def _looked(self, event: Looked) -> None:
+        self.engines[event.generator].fetching = event.at
+
+    def _gave_up(self, event: GaveUp) -> None:
+        engine = self.engines[event.generator]
+        engine.installing = engine.fetching = None
+
+    def _placed(self, event: Placed) -> None:
+        engine = self.engines[event.generator]
+        if engine.fetching is not None:  # or the answer comes late
+            engine.fetching = event.at
+
+    def _arrived(self, event: Arrived) -> None:
+        self.engines[event.generator].fetching = None
+
+    def _fetched(self, event: Fetched) -> None:
+        engine = self.engines[event.generator]
+        engine.uses, engine.fetching = event.file, None
+
+    def _passed(self, event: Passed) -> None:
+        for name in event.frozen:
+            if name in self.engines and self.engines[name].fetching is not None:
+                self.engines[name].fetching = event.at
+
+    def _plays(self, event: Plays) -> None:
+        self.engines[event.generator].plays = event.at
+
+    def _failed(self, event: Failed) -> None:
+        self.failed[event.task] += 1
+
+    def _delivered(self, event: Delivered) -> None:
+        for name in event.ids:
+            self.late[event.generator, name] = self.late.get((event.generator, name), True) and not event.current
+
+    def _was_sent(self, event: Sent) -> None:
+        f = event.trajectory
+        self.sent[f.trajectory_id].setdefault(f.content, f)
+        self._sent_here[f.trajectory_id].setdefault(f.content, f)
+
+    def _acknowledged(self, event: Acknowledged) -> None:
+        for name in event.ids:
+            playings = list(self._sent_here[name].values())
+            if playings and playings[0].group not in self.branch.trained and name not in self.held:
+                self.held[name] = self.size(name)
+                if name not in self.here:
+                    self._is_here(name, playings, event.at)
+
+    def _trained(self, event: Trained) -> None:
+        rules, branch = self.rules, self.branch
+        groups = tuple(members[0].group for members in event.groups)
+        publishes = branch.since + 1 == rules.steps_per_publication or len(branch.steps) + 1 == rules.steps
+        branch.add(groups, event.updates, makes_version=publishes)
+        self.ever_head = max(self.ever_head, branch.head)
+        for members in event.groups:
+            for f in members:
+                self.here.pop(f.trajectory_id, None)
+                self.held.pop(f.trajectory_id, None)
+        if self.evaluating is not None and rules.evaluate_every and event.step % rules.evaluate_every == 0:
+            self.skipped.add(event.step)
+        if self.quiet:
+            self.deadline = event.at + rules.step_seconds
+
+    def _published(self, event: Published) -> None:
+        self.published[event.lineage, event.version] = event.weights
+        if event.lineage == self.lineage:
+            self.newest, self.newest_at = event.version, event.at
+
+    def _saved(self, event: Saved) -> None:
+        self.safe = max(self.safe, event.step)
+        over = {group for group, step in self.branch.trained.items() if step <= event.step}
+        self.kept = {name: playings for name, playings in self.kept.items() if playings[0].group not in over}
+
+    def _stored(self, event: Stored) -> None:
+        self.files[event.group][event.file] = event.nbytes
+
+    def _unlinked(self, event: Unlinked) -> None:
+        self.files[event.group].pop(event.file, None)
+
+    def last_due(self, step: int) -> int:
+        """The last step up to `step` whose evaluation is due."""
+        return step - step % self.rules.evaluate_every if self.rules.evaluate_every else 0
+
+    def _evaluating(self, event: Evaluating) -> None:
+        self.evaluating = event.step
+
+    def _evaluated(self, event: Evaluated) -> None:
+        self.evaluating, self.evaluated_tasks = None, event.tasks
+
+    def _not_evaluated(self, event: NotEvaluated) -> None:
+        if self.evaluating is not None:
+            self.given_up |= {self.evaluating, self.last_due(self.evaluating)}
+            self.evaluating = None
+
+    def _injected(self, event: Injected) -> None:
+        self.spoiled |= any(each in event.what for each in ("disk", "short", "descriptors"))
+        self.cut_short |= "kill" in event.what or "power" in event.what
+
+    def _quiet(self, event: Quiet) -> None:
+        self.quiet, self.deadline = True, event.at + self.rules.first_seconds
+        self.calm = event.at + CALM_SECONDS
+
+    def _finished(self, event: Finished) -> None:
+        self.deadline = math.inf

@@ -1,0 +1,822 @@
+"""Defects, planted to prove that the search finds what it is there for: each replaces one method of a production class while a
+simulation runs. A search that finds none of its mutants proves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import errno
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dev.simulation.disk import SimulatedFile, SimulatedFiles
+from r3async.actors import learner as reception
+from r3async.actors.delivery import VersionWriter
+from r3async.actors.fleet import Fleet
+from r3async.actors.generator import GeneratorActor
+from r3async.actors.installer import VersionInstaller
+from r3async.actors.learner import LearnerActor, TrajectoryInbox
+from r3async.actors.leasing import VersionGate
+from r3async.actors.ranks import LocalRank
+from r3async.actors.tasks import Evaluator
+from r3async.checkpoint.directory import CheckpointDirectory, CheckpointWriter
+from r3async.data import wire as wire_room
+from r3async.data.versions import Lineage
+from r3async.rollout.episode import GroupPlayer
+from r3async.rollout.scripted import ScriptedEngine
+from r3async.schedule.admission import AdmissionController, GroupLease
+from r3async.schedule.groups import GroupBuffer
+from r3async.schedule.health import GeneratorHealth
+from r3async.schedule.tasks import TaskHistory
+from r3async.transport.receiver import MemoryBudget, TrajectoryReceiver
+from r3async.transport.sender import Outbox, TrajectorySender
+from r3async.transport.spool import Spool
+from r3async.untrusted import MalformedError
+from r3async.weights import delta
+from r3async.weights import fetch as relay
+from r3async.weights import fetch as tcp
+from r3async.weights.fetch import HostVersionCache, IncomingStream, TcpReceiver
+from r3async.world import files as disk_waits
+from r3async.world.files import write_atomically
+
+
+class Mutant(NamedTuple):
+    """`plant`: what is wrong as long as it is entered."""
+
+    name: str
+    what: str
+    plant: Callable[[], AbstractContextManager[None]]
+
+
+MUTANTS: dict[str, Mutant] = {}
+"""By name; `mutants.py`, `mutants_schedule.py` and `mutants_weights.py` fill it."""
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """`owner.name` is `make(what it was)` meanwhile."""
+    before = vars(owner)[name]
+    setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def mutant(owner: Any, method: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """The decorated function makes the replacement of a method from what it was; its docstring says what is wrong."""
+
+    def add(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        what = " ".join((make.__doc__ or "").split())
+        MUTANTS[make.__name__] = Mutant(make.__name__, what, lambda: replaced(owner, method, make))
+        return make
+
+    return add
+
+
+def plant(name: str, what: str, *replacements: tuple[Any, str, Callable[[Any], Any]]) -> None:
+    """A mutant of several methods."""
+
+    @contextlib.contextmanager
+    def planted() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for owner, method, make in replacements:
+                stack.enter_context(replaced(owner, method, make))
+            yield
+
+    MUTANTS[name] = Mutant(name, what, planted)
+
+
+# Planted defects of leases, slots, steps, lineages and weights.
+
+
+# -- tasks -------------------------------------------------------------------------------------------------------------
+
+
+@mutant(TaskHistory, "choose_task")
+def part_plays_another_task(pose: Any) -> Any:
+    """What a group poses is chosen for every lease of a part of it."""
+    leases = itertools.count()
+
+    def each(self: TaskHistory, group: int, tasks: Any) -> int:
+        return int(next(itertools.islice(tasks, next(leases) % 3, None)))
+
+    return each
+
+
+@mutant(reception.TrajectoryInbox, "_has_contrast")
+def groups_replaced_for_nothing(has_contrast: Any) -> Any:
+    """A step replaces groups that have contrast, too."""
+
+    def never(self: reception.TrajectoryInbox, group: Any) -> bool:
+        return False
+
+    return never
+
+
+# -- leases and slots --------------------------------------------------------------------------------------------------
+
+
+@mutant(AdmissionController, "_oldest_allowed_version")
+def slot_freed_early(oldest: Any) -> Any:
+    """A lease names the version before the one that freed its slot."""
+
+    def older(self: AdmissionController, group: int) -> int:
+        return max(0, int(oldest(self, group)) - 1)
+
+    return older
+
+
+def _at_once(leased: Any) -> Any:
+    def unnoticed(self: VersionGate, lease: GroupLease) -> None:
+        pass
+
+    return unnoticed
+
+
+def _slowly(install: Any) -> Any:
+    async def slow(self: GeneratorActor, publication: Any) -> Any:
+        await asyncio.sleep(5.0)
+        return await install(self, publication)
+
+    return slow
+
+
+plant(
+    "stale_generator_leased",
+    "A generator plays what it is leased at once, with the weights that it has, and new ones come slowly.",
+    (VersionGate, "require_version", _at_once),
+    (GeneratorActor, "install_version", _slowly),
+)
+
+
+@mutant(AdmissionController, "requeue_leases")
+def lease_lost_with_its_generator(lose: Any) -> Any:
+    """What a generator that ended was leased is leased to nobody again."""
+
+    def forget(self: AdmissionController, owner: str, missing: Any) -> list[int]:
+        return lose(self, owner, lambda group: ())
+
+    return forget
+
+
+@mutant(AdmissionController, "requeue_leases")
+def missing_not_subtracted(lose: Any) -> Any:
+    """All that a generator was leased returns, also what has arrived."""
+
+    def everything(self: AdmissionController, owner: str, missing: Any) -> list[int]:
+        return lose(self, owner, lambda group: range(self.samples_per_group))
+
+    return everything
+
+
+@mutant(AdmissionController, "requeue_after_resume")
+def kept_is_not_adopted(adopt: Any) -> Any:
+    """A start without a checkpoint plays everything again, also what its spool kept."""
+
+    def nothing(self: AdmissionController, newest: int, missing: Any) -> list[int]:
+        return adopt(self, newest, missing) if self.version or self._next_group else []
+
+    return nothing
+
+
+@mutant(AdmissionController, "requeue_after_resume")
+def resume_leases_what_was_kept(adopt: Any) -> Any:
+    """A resumed run leases its groups whole, also what the spool kept of them."""
+
+    def whole(self: AdmissionController, newest: int, missing: Any) -> list[int]:
+        return adopt(self, newest, lambda group: range(self.samples_per_group) if missing(group) else ())
+
+    return whole
+
+
+@mutant(AdmissionController, "lease_group")
+def group_passed_over(lease: Any) -> Any:
+    """Now and then a group is never leased."""
+
+    def skip(self: AdmissionController, owner: str, **facts: Any) -> GroupLease | None:
+        if self._next_group == 5 and not self._waiting_episodes:
+            self._next_group = 6
+        return lease(self, owner, **facts)
+
+    return skip
+
+
+@mutant(AdmissionController, "lease_group")
+def leased_twice(lease: Any) -> Any:
+    """A part of a group that is split is leased to two generators."""
+
+    def twice(self: AdmissionController, owner: str, **facts: Any) -> GroupLease | None:
+        found = lease(self, owner, **facts)
+        if found is not None and found.group_index in self._waiting_episodes:
+            rest = {*self._waiting_episodes[found.group_index], found.episode_indices[0]}
+            self._waiting_episodes[found.group_index] = tuple(sorted(rest))
+        return found
+
+    return twice
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@mutant(GroupBuffer, "choose_groups")
+def younger_groups_first(batch: Any) -> Any:
+    """A step takes the youngest complete groups of the window."""
+
+    def youngest(self: GroupBuffer, at_least: int, at_most: int, tokens: int) -> list[int]:
+        window = [g for g in self._consumed.groups_in_window() if not self.missing_in_group(g)]
+        return sorted(window[-at_least:]) if len(window) >= at_least else batch(self, at_least, at_most, tokens)
+
+    return youngest
+
+
+@mutant(GroupBuffer, "__init__")
+def window_one_wider(init: Any) -> Any:
+    """The learner's window is one group wider than the schedule says."""
+
+    def wider(self: GroupBuffer, samples_per_group: int, window: int = 1, **facts: Any) -> None:
+        init(self, samples_per_group, window + 1, **facts)
+
+    return wider
+
+
+@mutant(GroupBuffer, "__init__")
+def resume_forgets_what_was_trained(init: Any) -> Any:
+    """A resumed learner takes groups for untrained that its checkpoint has trained beyond the oldest."""
+
+    def forget(self: GroupBuffer, samples_per_group: int, window: int = 1, *, head: int = 0, beyond: Any = ()) -> None:
+        init(self, samples_per_group, window, head=head)
+
+    return forget
+
+
+plant(
+    "no_dedupe",
+    "A resumed learner does not know what was trained, and takes it again.",
+    (GroupBuffer, "__init__", lambda init: lambda self, size, window=1, *, head=0, beyond=(): init(self, size, window)),
+)
+
+
+@mutant(LearnerActor, "train_step")
+def version_counted_twice(train_step: Any) -> Any:
+    """A publication counts for two versions."""
+
+    async def twice(self: LearnerActor, *args: Any, **facts: Any) -> Any:
+        result = await train_step(self, *args, **facts)
+        if result is not None and result["new_weights"]:
+            self.model.counts.version += 1
+        return result
+
+    return twice
+
+
+@mutant(LocalRank, "snapshot_weights")
+def old_weights_under_a_new_number(snapshot: Any) -> Any:
+    """The third version that a learner publishes has the weights of the one before."""
+
+    def old(self: Any, version: int) -> None:
+        before = getattr(self, "copies", [])
+        snapshot(self, version)
+        self.copies = [*before, copy.deepcopy(self._snapshot[1])]  # the next snapshot takes the same memory
+        if len(self.copies) == 3:
+            self._snapshot = version, self.copies[1]
+
+    return old
+
+
+# -- lineages and weights ----------------------------------------------------------------------------------------------
+
+
+def _unless_kept(validate: Any) -> Any:
+    return lambda trajectories, **facts: None if facts.get("kept") else validate(trajectories, **facts)
+
+
+plant(
+    "lineage_ignored",
+    "A start takes back whatever its spool kept: also tokens of weights that the resume took back.",
+    (Lineage, "rejection_reason", lambda refusal: lambda self, lineage, newest, learner, *, kept=False: ""),
+    (reception, "validate_trajectories", _unless_kept),
+)
+
+
+@mutant(Lineage, "start_child")
+def lineage_used_again(child: Any) -> Any:
+    """A start does not look at the numbers that were taken before."""
+
+    def again(self: Lineage, starts: Any, *args: Any) -> Any:
+        return child(self, (), *args)
+
+    return again
+
+
+@mutant(VersionWriter, "write_version")
+def another_lineage_published(write: Any) -> Any:
+    """A resumed learner names its weights after the first lineage."""
+
+    async def first(self: VersionWriter, reading: Any = ()) -> Any:
+        published = await write(self, reading)
+        manifest = msgspec.structs.replace(published.publication.manifest, lineage=1)
+        return msgspec.structs.replace(
+            published, publication=msgspec.structs.replace(published.publication, manifest=manifest)
+        )
+
+    return first
+
+
+@mutant(LocalRank, "restore_checkpoint")
+def checkpoint_not_loaded(restore: Any) -> Any:
+    """A resumed learner begins with the start model's weights."""
+    return lambda self, path: None
+
+
+# Planted defects of evaluations, of episodes that fail, and of what is done about processes that are lost or lack something.
+
+
+# -- evaluations -------------------------------------------------------------------------------------------------------
+
+
+@mutant(Evaluator, "resume_evaluations")
+def cut_off_evaluation_forgotten(start: Any) -> Any:
+    """An evaluation that was played when the run was stopped or lost is left out."""
+
+    def nothing(self: Evaluator, step: int, version: int) -> None:
+        self._last_step = step
+
+    return nothing
+
+
+@mutant(Evaluator, "_read_row_steps")
+def evaluation_played_again(written: Any) -> Any:
+    """A resumed run does not know which evaluations its record has."""
+    return lambda self: set()
+
+
+@mutant(Evaluator, "_wait_for_generator")
+def evaluated_with_old_weights(player: Any) -> Any:
+    """An evaluation is played with whatever weights a generator has."""
+    return lambda self, version, left: player(self, 0, left)
+
+
+# -- episodes ----------------------------------------------------------------------------------------------------------
+
+
+@mutant(GroupPlayer, "__init__")
+def given_up_at_once(init: Any) -> Any:
+    """An episode is dropped when its environment fails for the first time."""
+
+    def once(self: GroupPlayer, **facts: Any) -> None:
+        init(self, **facts)
+        self._retry_budgets["environment"] = 0
+
+    return once
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@mutant(TrajectorySender, "_try_reconnect")
+def no_second_try_to_connect(reconnect: Any) -> Any:
+    """A sender that cannot make a socket when it connects again has failed."""
+    return lambda self: self._open_connection()
+
+
+@mutant(disk_waits, "is_disk_error")
+def full_process_not_waited_for(is_disk_trouble: Any) -> Any:
+    """Weights that cannot be written for want of descriptors are not tried again."""
+    return lambda error: is_disk_trouble(error) and error.errno != errno.EMFILE
+
+
+@mutant(HostVersionCache, "remove_unused_versions")
+def tidied_while_it_is_used(tidy: Any) -> Any:
+    """A process that fetches a version removes all others of its host."""
+
+    def everything(self: HostVersionCache, keep: Any) -> None:
+        for name in self._files.list_names(self.path):
+            path = self.path / name
+            if name.startswith("version-") and (keep is None or path != self.version_path(keep)):
+                self._files.remove(path)
+
+    return everything
+
+
+# Planted defects of weights on their way, of delivery to the learner, and of who waits for whom.
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+@mutant(TcpReceiver, "_append_verified_chunks")
+def chunk_unchecked(write: Any) -> Any:
+    """Chunks of weights are written whatever their checksum."""
+
+    def all_of_them(self: TcpReceiver, file: Any, batch: Sequence[tuple[int, list[Any]]]) -> list[int]:
+        for _, frames in batch:
+            self.received_bytes += file.append([frame.buffer for frame in frames])
+        return [checksum for checksum, _ in batch]
+
+    return all_of_them
+
+
+@mutant(TcpReceiver, "_handle_message")
+def chunk_out_of_order(arrived: Any) -> Any:
+    """A chunk of weights is taken for the one that is lacking, whichever it is."""
+
+    def any_chunk(self: TcpReceiver, frames: list[Any]) -> None:
+        try:
+            message = relay.decode_relay_message(frames[0].bytes)
+        except MalformedError:
+            return
+        expected: IncomingStream = self._incoming
+        if (
+            isinstance(message, relay.Chunk)
+            and message.stream == expected.name
+            and expected.next_chunk < expected.chunk_count
+        ):
+            expected.pending_chunks.append((message.checksum, frames[1:]))
+            expected.activity.set()
+        else:
+            arrived(self, frames)
+
+    return any_chunk
+
+
+plant("lost_chunk_never_asked_again", "What of the weights was lost on its way is not asked for again.", (
+    tcp, "RETRY_SECONDS", lambda _: 1e6,
+))  # fmt: skip
+plant("silent_parent_waited_for", "A host that sends nothing any more is waited for.", (
+    tcp, "MAX_SILENCE_SECONDS", lambda _: 1e6,
+))  # fmt: skip
+
+
+@mutant(relay.RelayTree, "place_node")
+def failed_parent_given_again(place: Any) -> Any:
+    """A host is sent once more to the one that failed it."""
+    return lambda self, name, address, avoid=(): place(self, name, address)
+
+
+# -- deltas and hosts --------------------------------------------------------------------------------------------------
+
+
+def _here(receiver: TcpReceiver) -> list[Path]:
+    """Versions that the host has."""
+    folder = receiver._cache.path
+    return [folder / name for name in receiver._files.list_names(folder) if name.startswith("version-")]
+
+
+def _apply_to_any(apply: Any) -> Any:
+    def to_any(self: TcpReceiver, base: Any, difference: Any, path: Path) -> bool:
+        with self._files.open(_here(self)[-1]) as before:
+            write_atomically(path, delta.apply_delta(base, before, difference), fsync=False, files=self._files)
+        return True
+
+    return to_any
+
+
+def _unchecked(decode_block: Any) -> Any:
+    def decode(base: Any, record: Any) -> memoryview:
+        kind, count, *lengths, _ = delta._RECORD.unpack_from(record)
+        view, at, planes = memoryview(record), delta.MIN_RECORD_BYTES, []
+        for length in lengths:
+            planes.append(view[at : at + length])
+            at += length
+        if kind == delta._SPARSE:
+            return delta._apply_sparse(base, count, planes)
+        return planes[0] if kind == delta._RAW else memoryview(base)
+
+    return decode
+
+
+plant(
+    "delta_of_any_base",
+    "A delta is applied to whichever version the host has, and what it makes of that is not compared.",
+    (TcpReceiver, "_has_version", lambda has: lambda self, base: bool(_here(self))),
+    (TcpReceiver, "_apply_delta", _apply_to_any),
+    (delta, "decode_delta_block", _unchecked),
+)
+
+
+@mutant(HostVersionCache, "acquire_version")
+def version_not_held(use: Any) -> Any:
+    """Who uses a version does not hold its file."""
+
+    def let_go(self: HostVersionCache, version: Any) -> Any:
+        path = use(self, version)
+        for file in self._locked_files:
+            file.close()
+        self._locked_files = []
+        return path
+
+    return let_go
+
+
+@mutant(ScriptedEngine, "_read_checked_key")
+def weights_before_loaded(read: Any) -> Any:
+    """An engine loads a version, and continues with the one before."""
+
+    def before(self: ScriptedEngine, manifest: Any) -> int:
+        key = int(read(self, manifest))
+        return next(reversed(self._weights_keys.values()), key)
+
+    return before
+
+
+# -- installations -----------------------------------------------------------------------------------------------------
+
+
+@mutant(GeneratorHealth, "mark_installed")
+def old_weights_count_as_newest(installed: Any) -> Any:
+    """A generator that was restarted plays with what it installed, though the others have newer weights."""
+    return lambda self, version, current: installed(self, version, version)
+
+
+@mutant(VersionInstaller, "needs_delivery")
+def slow_one_left_behind(behind: Any) -> Any:
+    """Once a generator has a version, nobody else is given it."""
+
+    def unless_one_has_it(self: VersionInstaller) -> bool:
+        if any(generator.version >= self.newest_published.version for generator in self.fleet):
+            return False
+        return bool(behind.fget(self))
+
+    return property(unless_one_has_it)
+
+
+@mutant(VersionInstaller, "_put_offer")
+def first_version_given_for_ever(share: Any) -> Any:
+    """Generators are given the version that they were given first."""
+
+    def first(self: VersionInstaller, published: Any) -> Any:
+        return share(self, published) if self._shared_offer is None else self._shared_offer[1]
+
+    return first
+
+
+# -- who waits for whom ------------------------------------------------------------------------------------------------
+
+
+@mutant(Fleet, "find_overdue")
+def silent_one_keeps_its_leases(overdue: Any) -> Any:
+    """What a silent generator was leased is leased to nobody else."""
+    return lambda self: []
+
+
+@mutant(TrajectoryReceiver, "_is_current_session")
+def old_session_counted(known: Any) -> Any:
+    """What comes in a session that is over is taken, too."""
+
+    def any_session(self: TrajectoryReceiver, identity: bytes, session: str) -> bool:
+        peer = self._sessions.get(identity)
+        return bool(known(self, identity, session if peer is None else peer.session))
+
+    return any_session
+
+
+# -- the spool ---------------------------------------------------------------------------------------------------------
+
+
+@mutant(Spool, "_scan_directory")
+def recovery_not_synced(scan: Any) -> Any:
+    """What a start finds in the spool is not synced, though the process that wrote it may have ended before it did."""
+
+    def unsynced(self: Spool) -> Any:
+        settings = self._settings
+        self._settings = msgspec.structs.replace(settings, fsync=False)
+        try:
+            return scan(self)
+        finally:
+            self._settings = settings
+
+    return unsynced
+
+
+@mutant(SimulatedFile, "fsync")
+def trajectory_not_synced(sync: Any) -> Any:
+    """A trajectory is acknowledged before it outlives a power failure."""
+
+    def not_these(self: SimulatedFile) -> None:
+        if self._path.suffix != ".spool":
+            sync(self)
+
+    return not_these
+
+
+@mutant(SimulatedFiles, "fsync_directory")
+def spool_names_not_synced(sync_directory: Any) -> Any:
+    """The names of the spool's files do not outlive a power failure."""
+
+    def not_this_one(self: SimulatedFiles, directory: Path) -> None:
+        if directory.name != "spool":
+            sync_directory(self, directory)
+
+    return not_this_one
+
+
+# All planted defects; those of delivery, the spool and checkpoints are here.
+
+
+# -- delivery and the spool --------------------------------------------------------------------------------------------
+
+
+@mutant(Spool, "put_trajectory")
+def ack_before_store(put: Any) -> Any:
+    """A trajectory is acknowledged before it is in the spool."""
+
+    async def later(self: Spool, trajectory: Any, frames: Any, *, spill: bool) -> None:
+        async def store() -> None:
+            await asyncio.sleep(0.5)
+            await put(self, trajectory, frames, spill=spill)
+
+        self.late = [*getattr(self, "late", ()), asyncio.create_task(store())]  # type: ignore[attr-defined]
+
+    return later
+
+
+@mutant(TrajectoryInbox, "release_trained")
+def unlink_before_commit(trained: Any) -> Any:
+    """The spool lets go of groups when they are trained, not when a checkpoint has trained them."""
+
+    def early(self: TrajectoryInbox, indices: Any) -> None:
+        trained(self, indices)
+        if self.spool is not None:
+            self.early = asyncio.create_task(self.spool.delete_trained(list(indices)))  # type: ignore[attr-defined]
+
+    return early
+
+
+@mutant(CheckpointWriter, "_write_checkpoint")
+def commit_before_the_checkpoint_is_durable(write: Any) -> Any:
+    """The spool lets go of what a checkpoint trains when the checkpoint is begun."""
+
+    async def eager(self: CheckpointWriter, state: Any, parts: Any, then: Callable[[], object]) -> Any:
+        then()
+        return await write(self, state, parts, lambda: None)
+
+    return eager
+
+
+@mutant(Spool, "_delete_files")
+def spool_kept_after_commit(unlink: Any) -> Any:
+    """Files of the spool stay when a checkpoint has trained them."""
+    return lambda self, groups: None
+
+
+@mutant(SimulatedFile, "truncate")
+def torn_tail_not_cut(truncate: Any) -> Any:
+    """What a write that failed left in a file of the spool stays there, and the next record follows it."""
+
+    def keep(self: SimulatedFile, size: int) -> None:
+        if self._path.suffix != ".spool":
+            truncate(self, size)
+
+    return keep
+
+
+@mutant(Spool, "recover_trajectories")
+def recovery_forgets(recover: Any) -> Any:
+    """Of what the spool kept, a start takes back all but the last."""
+
+    async def some(self: Spool) -> Any:
+        return (await recover(self))[:-1]
+
+    return some
+
+
+@mutant(Spool, "free_bytes")
+def disk_bytes_ignored(free_bytes: Any) -> Any:
+    """Trajectories are taken whatever the spool holds."""
+    return property(lambda self: 10**12)
+
+
+@mutant(MemoryBudget, "_fits_in_memory")
+def memory_ignored(fits: Any) -> Any:
+    """Every trajectory that arrives is taken, whatever is held."""
+    return lambda self, nbytes: True
+
+
+@mutant(MemoryBudget, "release_trajectory")
+def memory_not_released(release: Any) -> Any:
+    """What is trained still counts as held."""
+    return lambda self, trajectory_id: None
+
+
+@mutant(MemoryBudget, "group_limit")
+def closed_for_ever(until: Any) -> Any:
+    """Once a trajectory did not fit, only the groups of the next step are asked for."""
+
+    def closed(self: MemoryBudget, disk: float = math.inf) -> int:
+        short = self._first_refused_bytes
+        told = until(self, disk)
+        self._first_refused_bytes = short
+        return told if short is None else self.oldest_group + self.window
+
+    return closed
+
+
+@mutant(Outbox, "requeue_trajectory")
+def not_taken_is_forgotten(again: Any) -> Any:
+    """A sender does not send again what the learner had no memory for."""
+
+    def forget(self: Outbox, trajectory_id: str, now: float, *, damaged: bool) -> bool:
+        return (
+            again(self, trajectory_id, now, damaged=damaged)
+            if damaged
+            else bool(self.settle_trajectory(trajectory_id, now))
+        )
+
+    return forget
+
+
+@mutant(Outbox, "requeue_all")
+def unacknowledged_forgotten(reset: Any) -> Any:
+    """A sender that connects again does not send again what was not acknowledged."""
+
+    def forget(self: Outbox) -> int:
+        self.in_flight = {}
+        return reset(self)
+
+    return forget
+
+
+@mutant(TrajectorySender, "_send_ready")
+def sent_is_settled(deliver: Any) -> Any:
+    """A sender takes what it has sent for acknowledged."""
+
+    def settle(self: TrajectorySender) -> None:
+        deliver(self)
+        for name in list(self._outbox.in_flight):
+            self._settle_trajectory(name)
+
+    return settle
+
+
+@mutant(wire_room, "compute_checksum")
+def payload_unchecked(checksum: Any) -> Any:
+    """The payload of a trajectory has no checksum."""
+    return lambda buffers: 0
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@mutant(SimulatedFiles, "fsync_directory")
+def unsynced_rename(sync_directory: Any) -> Any:
+    """The directory of a checkpoint that was given its name is not synced."""
+
+    def not_this_one(self: SimulatedFiles, directory: Path) -> None:
+        if directory.name != "checkpoints":
+            sync_directory(self, directory)
+
+    return not_this_one
+
+
+@mutant(SimulatedFile, "fsync")
+def checkpoint_named_before_it_is_synced(sync: Any) -> Any:
+    """The files of a checkpoint are not synced."""
+
+    def not_these(self: SimulatedFile) -> None:
+        if not self._path.parent.name.endswith(".partial"):
+            sync(self)
+
+    return not_these
+
+
+@mutant(CheckpointDirectory, "recover_newest")
+def resumed_from_an_older_one(newest: Any) -> Any:
+    """A run resumes from the oldest checkpoint that is there."""
+
+    def oldest(self: CheckpointDirectory) -> Any:
+        while len(steps := self.list_steps()) > 1:
+            self._set_aside(self.step_path(steps[-1]), "superseded")
+        return newest(self)
+
+    return oldest
+
+
+@mutant(CheckpointDirectory, "prune_old")
+def pruned_too_much(prune: Any) -> Any:
+    """No checkpoint is kept but every second one."""
+
+    def more(self: CheckpointDirectory) -> list[int]:
+        removed = prune(self)
+        if len(steps := self.list_steps()) % 2 == 0 and steps:
+            self.files.remove_tree(self.step_path(steps[-1]))
+        return removed
+
+    return more
+
+
+@mutant(CheckpointWriter, "save_checkpoint")
+def checkpoint_forgets_who_overtook(save: Any) -> Any:
+    """A checkpoint does not say which groups overtook the oldest that is not trained."""
+
+    async def forget(self: CheckpointWriter, state: Any, hold: Any, write: Any, then: Any) -> None:
+        await save(self, msgspec.structs.replace(state, consumed_beyond=[]), hold, write, then)
+
+    return forget

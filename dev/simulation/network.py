@@ -1,0 +1,626 @@
+"""Sockets of the simulated network, and the connections between them; see `network`."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextvars import Context
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from zmq.utils import z85
+
+from dev.simulation.loop import VirtualLoop, VirtualProcess, VirtualTimer
+from r3async.world import MAX_FRAME, Buffer, MessageHandler
+from r3async.world.sockets import REFUSED_NO_KEY, REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY, UNKNOWN_KEY_HINT
+
+if TYPE_CHECKING:
+    from r3async.world.sockets import ClientKeys, ServerKeys
+
+__all__ = ["Delays", "draw_seconds"]
+
+ANY_NAME = "*"
+HIGH_WATER_MARK = 1000
+"""Messages that a connection, or a dealer without one, holds; what is more is not taken."""
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 1.0
+"""Between a dealer's attempts to connect: the first pause is the shorter one, and each is twice the one before."""
+HANDSHAKE_SECONDS = 5.0
+"""An attempt that is not answered is given up then."""
+KEEPALIVE_SECONDS = 60.0
+"""Then an end notices that the other has vanished."""
+
+
+class SimulatedFrame(bytes):
+    """See `world.ReceivedFrame`."""
+
+    @property
+    def buffer(self) -> memoryview:
+        return memoryview(self)
+
+    @property
+    def bytes(self) -> SimulatedFrame:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class MessagePath:
+    """Whose messages these are: names of processes, and the router's name for the dealer. `target` is an endpoint while a dealer
+    has no connection."""
+
+    source: str
+    target: str
+    identity: bytes
+    to_router: bool
+
+
+SimulatedFrames = list[SimulatedFrame]
+MessageObserver = Callable[[str, MessagePath, SimulatedFrames], object]
+"""Called for each message: "sent", and later "arrived" (as it does, damaged perhaps) or "lost". The frames do not contain the
+identity."""
+
+
+@dataclass(slots=True)
+class MessageInTransit:
+    due_at: float
+    timer: VirtualTimer
+    frames: SimulatedFrames
+
+
+class ConnectionDirection:
+    """One direction of a connection."""
+
+    def __init__(self, connection: SimulatedConnection, source: SimulatedSocket, target: SimulatedSocket):
+        self.connection, self.source, self.target = connection, source, target
+        to_router = target is connection.router
+        self.path = MessagePath(source.process.name, target.process.name, connection.dealer.identity, to_router)
+        self.is_silent = False
+        """What is sent from now on is lost, and nobody notices."""
+        self.in_transit: deque[MessageInTransit] = deque()
+        self._network = source.network
+        self._last_due_at = 0.0
+
+    def carry_message(self, frames: SimulatedFrames) -> None:
+        if self.is_silent or not self.connection.is_open:
+            self._network.on_message("lost", self.path, frames)
+            return
+        due = self.arrival_time(sum(map(len, frames)))
+        self.in_transit.append(MessageInTransit(due, self._call_at(due, self._deliver_next), frames))
+        if max(map(len, frames), default=0) > MAX_FRAME:  # the other end hangs up when it sees the length
+            self.in_transit.pop().timer.cancel()
+            self._network.on_message("lost", self.path, frames)
+            self._call_at(due, self.connection.drop_connection)
+
+    def call_after_arrivals(self, callback: Callable[[SimulatedConnection], object], after: float = 0.0) -> None:
+        """Call the target's `callback` when all that is under way has arrived."""
+        self._call_at(self.arrival_time(0) + after, callback, self.connection)
+
+    def arrival_time(self, nbytes: int) -> float:
+        """When a message that is sent now arrives: never before one that was sent earlier."""
+        network, source, target = self._network, self.source.host, self.target.host
+        at = network.now
+        if network.bandwidth is not None and source != target:
+            seconds = nbytes / network.bandwidth
+            for link in ((source, "out"), (target, "in")):
+                at = network.link_busy_until[link] = max(at, network.link_busy_until.get(link, 0.0)) + seconds
+        at += network.draw_delay(network.rng)
+        for fault in network.active_faults(self.source, self.target):
+            if fault.kind == "stall":
+                at = max(at, fault.until)
+        self._last_due_at = max(self._last_due_at, at)
+        return self._last_due_at
+
+    def delay_until(self, until: float) -> None:
+        """Nothing arrives before `until`."""
+        for message in self.in_transit:
+            if self._network.now < message.due_at <= until:
+                message.timer.cancel()
+                message.due_at, message.timer = until, self._call_at(until, self._deliver_next)
+        self._last_due_at = max(self._last_due_at, until)
+
+    def lose_messages(self, keep_count: int) -> list[SimulatedFrames]:
+        """All that is under way but the first `keep_count` messages never arrives. Returns it."""
+        lost = []
+        while len(self.in_transit) > keep_count:
+            message = self.in_transit.pop()
+            message.timer.cancel()
+            lost.append(message.frames)
+        return lost[::-1]
+
+    def count_arrived(self) -> int:
+        """Of what is under way: messages that are there, but that the target, which is frozen perhaps, has not read."""
+        return sum(message.due_at <= self._network.now for message in self.in_transit)
+
+    def _call_at(self, at: float, callback: Callable[..., object], *args: Any) -> VirtualTimer:
+        return self._network.loop.call_at(at, callback, *args, context=self.target.process.context)
+
+    def _deliver_next(self) -> None:
+        network, frames = self._network, self.in_transit.popleft().frames
+        if self.target.closed:
+            network.on_message("lost", self.path, frames)
+            return
+        if network.is_damaged(self.path, frames):
+            frames = flip_bit(network.rng, frames)
+        network.on_message("arrived", self.path, frames)
+        self.target.on_message([SimulatedFrame(self.path.identity), *frames] if self.path.to_router else list(frames))
+
+
+class SimulatedConnection:
+    """Between a dealer and a router, from when the router lets the dealer in."""
+
+    def __init__(self, dealer: SimulatedDealer, router: SimulatedRouter):
+        self.dealer, self.router = dealer, router
+        self.is_open = True
+        self.is_ready = False
+        """The dealer knows that it stands."""
+        self.to_router, self.to_dealer = (
+            ConnectionDirection(self, dealer, router),
+            ConnectionDirection(self, router, dealer),
+        )
+
+    def silence_both_ends(self) -> None:
+        """An end vanishes. The other notices by keepalive."""
+        for way in (self.to_router, self.to_dealer):
+            self._observe_lost(way, way.lose_messages(way.count_arrived()))
+            way.is_silent = True
+        self.drop_after_keepalive()
+
+    def drop_after_keepalive(self) -> None:
+        network = self.dealer.network
+        network.loop.call_later(KEEPALIVE_SECONDS, self.drop_connection, context=network.context)
+
+    def drop_connection(self, by: SimulatedSocket | None = None) -> None:
+        """It ends: closed `by` one of its ends, or cut. Idempotent."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        rng = self.dealer.network.rng
+        for way in (self.to_router, self.to_dealer):
+            keep, count = way.count_arrived(), len(way.in_transit)
+            if by is way.source:  # what the kernel had taken is still sent
+                keep = rng.randint(keep, count)
+            rest = way.lose_messages(keep)
+            if way is self.to_router and by is not self.dealer and not way.is_silent:
+                taken = rng.randint(0, len(rest))
+                self.dealer.queued_messages.extendleft(rest[taken:][::-1])
+                rest = rest[:taken]
+            self._observe_lost(way, rest)
+            if by is not way.target:
+                unnoticed = way.is_silent and by is not None
+                way.call_after_arrivals(way.target.on_disconnected, after=KEEPALIVE_SECONDS if unnoticed else 0.0)
+
+    def _observe_lost(self, way: ConnectionDirection, messages: list[SimulatedFrames]) -> None:
+        for frames in messages:
+            self.dealer.network.on_message("lost", way.path, frames)
+
+
+class SimulatedSocket:
+    """See `world.MessageSocket`."""
+
+    def __init__(
+        self, network: SimulatedNetwork, host: str, process: VirtualProcess, on_message: MessageHandler, keys: Any
+    ):
+        self.network, self.host, self.process, self.on_message, self.keys = network, host, process, on_message, keys
+        self.closed = False
+        self.endpoint = self.denial_reason = ""
+
+    def send(self, frames: Sequence[Buffer]) -> int:
+        raise NotImplementedError
+
+    def receive_pending(self, seconds: float = 0.0) -> None:
+        """Messages are handled as they come."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def on_disconnected(self, connection: SimulatedConnection) -> None:
+        raise NotImplementedError
+
+    def matches_name(self, name: str) -> bool:
+        return name in (ANY_NAME, self.host, self.process.name)
+
+
+class SimulatedRouter(SimulatedSocket):
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        host: str,
+        process: VirtualProcess,
+        address: str,
+        on_message: MessageHandler,
+        keys: Any,
+        refused_peers: Counter[str],
+    ):
+        super().__init__(network, host, process, on_message, keys)
+        self.refused_peers = refused_peers
+        self.port, self.is_local = 0, False
+        """`is_local`: it is reached only from its own host."""
+        self.connections: dict[bytes, SimulatedConnection] = {}
+        network.register_router(self, address)
+
+    def send(self, frames: Sequence[Buffer]) -> int:
+        self.process.raise_if_ended()
+        if self.closed:
+            return errno.ENOTSOCK
+        connection = self.connections.get(bytes(frames[0]))
+        if connection is None:
+            return errno.EHOSTUNREACH
+        if len(connection.to_dealer.in_transit) >= HIGH_WATER_MARK:
+            return errno.EAGAIN
+        copied = [SimulatedFrame(frame) for frame in frames[1:]]
+        self.network.on_message("sent", connection.to_dealer.path, copied)
+        connection.to_dealer.carry_message(copied)
+        return 0
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.network.unregister_router(self)
+            peers, self.connections = self.connections, {}
+            for connection in peers.values():
+                connection.drop_connection(by=self)
+
+    def on_disconnected(self, connection: SimulatedConnection) -> None:
+        if self.connections.get(connection.dealer.identity) is connection:
+            del self.connections[connection.dealer.identity]
+
+    def accept_dealer(self, dealer: SimulatedDealer, attempt: int) -> None:
+        """A dealer knocks. One that has given up meanwhile is ignored."""
+        network = self.network
+        if dealer.attempt_number != attempt or network.active_faults(self, dealer) or self.process.out_of_descriptors:
+            return
+        if self.closed:
+            network.call_in_process(dealer, dealer.schedule_retry)
+        elif reason := refusal_reason(self.keys, dealer.keys):
+            self.refused_peers[reason] += 1
+            network.call_in_process(dealer, dealer.on_refused, reason)
+        else:
+            if (earlier := self.connections.pop(dealer.identity, None)) is not None:
+                earlier.drop_connection(by=self)
+            connection = dealer.connection = self.connections[dealer.identity] = SimulatedConnection(dealer, self)
+            connection.to_dealer.call_after_arrivals(dealer.on_connected)
+
+
+class SimulatedDealer(SimulatedSocket):
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        host: str,
+        process: VirtualProcess,
+        endpoint: str,
+        identity: bytes,
+        on_message: MessageHandler,
+        keys: Any,
+    ):
+        super().__init__(network, host, process, on_message, keys)
+        self.endpoint, self.identity = endpoint, identity
+        self._address = parse_endpoint(endpoint)
+        self.connection: SimulatedConnection | None = None
+        self.queued_messages: deque[SimulatedFrames] = deque()
+        self.attempt_number = 0
+        """Number of the one that is made; of none when it has a connection, or is closed."""
+        self._failed_attempts = 0
+        self._retry_timer = network.call_in_process(self, self._try_connect)
+        self._route = MessagePath(process.name, endpoint, identity, True)
+
+    def send(self, frames: Sequence[Buffer]) -> int:
+        self.process.raise_if_ended()
+        if self.closed:
+            return errno.ENOTSOCK
+        connection = self.connection
+        way = connection.to_router if connection is not None and connection.is_ready else None
+        if len(self.queued_messages if way is None else way.in_transit) >= HIGH_WATER_MARK:
+            return errno.EAGAIN
+        copied = [SimulatedFrame(frame) for frame in frames]
+        self.network.on_message("sent", self._route if way is None else way.path, copied)
+        if way is None:
+            self.queued_messages.append(copied)
+        else:
+            way.carry_message(copied)
+        return 0
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.attempt_number = -1
+            self._retry_timer.cancel()
+            if self.connection is not None:
+                self.connection.drop_connection(by=self)
+            for frames in self.queued_messages:
+                self.network.on_message("lost", self._route, frames)
+            self.queued_messages.clear()
+
+    def on_connected(self, connection: SimulatedConnection) -> None:
+        if self.connection is connection and connection.is_open:
+            self._retry_timer.cancel()
+            self.attempt_number, self._failed_attempts, connection.is_ready = -1, 0, True
+            queue, self.queued_messages = self.queued_messages, deque()
+            for frames in queue:
+                connection.to_router.carry_message(frames)
+
+    def on_disconnected(self, connection: SimulatedConnection) -> None:
+        if self.connection is connection and not self.closed:
+            self.connection = None
+            self.schedule_retry()
+
+    def on_refused(self, reason: str) -> None:
+        if reason == REFUSED_UNKNOWN_KEY:
+            self.denial_reason = UNKNOWN_KEY_HINT
+        self.schedule_retry()
+
+    def schedule_retry(self, after: float = 0.0) -> None:
+        if self.closed:
+            return
+        self._retry_timer.cancel()
+        pause = (
+            min(MIN_RETRY_SECONDS * 2**self._failed_attempts, MAX_RETRY_SECONDS)
+            + self.network.rng.random() * MIN_RETRY_SECONDS
+        )
+        self._failed_attempts = min(self._failed_attempts + 1, 10)
+        self._retry_timer = self.network.call_in_process(self, self._try_connect, delay=after + pause)
+
+    def _try_connect(self) -> None:
+        if self.connection is not None:  # which is about to stand, or to be lost
+            return
+        network = self.network
+        router = network.find_router(self.host, *self._address)
+        self.attempt_number = -1
+        if router is None or self.process.out_of_descriptors or network.active_faults(self, router):
+            self.schedule_retry()
+        else:
+            self.attempt_number = next(network.attempt_numbers)
+            self.schedule_retry(after=HANDSHAKE_SECONDS)
+            network.call_in_process(
+                router, router.accept_dealer, self, self.attempt_number, delay=2 * network.draw_delay(network.rng)
+            )
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Name and port (0 for `*`) of `tcp://name:port`. Raises `OSError`."""
+    scheme, _, rest = endpoint.partition("://")
+    name, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not name or not (port == "*" or port.isdigit()):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return name, 0 if port == "*" else int(port)
+
+
+cached_public_key = lru_cache(maxsize=4096)(zmq.curve_public)
+
+
+def refusal_reason(server: ServerKeys, client: ClientKeys | None) -> str:
+    """Why whoever has the `server` keys does not let this peer in; "" if it does."""
+    if client is None:
+        return REFUSED_NO_KEY
+    if client.server_public_key != cached_public_key(server.secret_key):
+        return REFUSED_OTHER_LEARNER
+    return "" if z85.decode(cached_public_key(client.secret_key)) in server.allowed_public_keys else REFUSED_UNKNOWN_KEY
+
+
+def flip_bit(rng: Random, frames: SimulatedFrames) -> SimulatedFrames:
+    """One bit of one frame that is not empty."""
+    at = rng.choice([i for i, frame in enumerate(frames) if frame] or [-1])
+    if at < 0:
+        return frames
+    changed = bytearray(frames[at])
+    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return [*frames[:at], SimulatedFrame(changed), *frames[at + 1 :]]
+
+
+# The simulated network: sockets of ZeroMQ's kind between simulated processes, in virtual time, with faults from one seed.
+#
+# What holds for DEALER and ROUTER over TCP holds here (`tests/sim/test_sockets.py` asks the same of both):
+#
+# 1. A connection carries whole messages, in order; messages of different connections overtake each other.
+# 2. A dealer connects by itself, and again after a connection was lost. Meanwhile it keeps what it is given, up to
+# `HIGH_WATER_MARK`.
+# 3. A router knows a dealer once its connection stands, and then until the connection is lost; a new one takes the name over.
+# 4. When a connection is lost, a prefix of what was on its way has arrived. Of the rest of a dealer's messages a prefix is lost,
+# and what the kernel had not taken yet goes over the next connection: there may be a gap, but nothing comes out of order.
+# 5. Nothing is delivered twice. Duplicates come from above: from senders that connect again, and send again what was not
+# answered.
+#
+# 6. A process without descriptors (`VirtualProcess.out_of_descriptors`) makes no socket, and lets nobody in; what connects
+# waits outside.
+#
+# Faults last for the seconds that they are given, and concern connections between `a` and `b`, each the name of a process or
+# host, or `ANY_NAME`. While one lasts, no new connection stands up between them.
+
+
+FIRST_PORT = 49152
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+WILDCARD_NAMES = ("*", "0.0.0.0", "[::]")
+
+
+@dataclass(frozen=True)
+class NetworkFault:
+    kind: str
+    a: str
+    b: str
+    until: float
+
+    def affects_pair(self, x: SimulatedSocket, y: SimulatedSocket) -> bool:
+        return (x.matches_name(self.a) and y.matches_name(self.b)) or (
+            x.matches_name(self.b) and y.matches_name(self.a)
+        )
+
+
+class SimulatedNetwork:
+    """See the module. `draw_delay(rng)`: seconds of one message; `damage_rate`: how likely one bit of a message changes;
+    `bandwidth`: bytes a second out of each host, and into it (None: no limit). They may be set at any time, for what is sent
+    from then on."""
+
+    def __init__(self, loop: VirtualLoop, rng: Random, on_message: MessageObserver = lambda event, way, frames: None):
+        self.loop, self.rng, self.on_message = loop, rng, on_message
+        self.draw_delay: Callable[[Random], float] = lambda rng: draw_seconds(Delays.message, rng)
+        self.damage_rate = 0.0
+        self.is_damaged: Callable[[MessagePath, SimulatedFrames], bool] = self._draw_damage
+        """Whether one bit of a message that arrives has changed."""
+        self.bandwidth: float | None = None
+        self.link_busy_until: dict[tuple[str, str], float] = {}
+        """Until when each link sends what it has."""
+        self.context = Context()
+        """Of what belongs to no process."""
+        self.attempt_numbers = itertools.count(1)
+        self._ports = itertools.count(FIRST_PORT)
+        self._routers: dict[tuple[str, int], SimulatedRouter] = {}
+        self._faults: list[NetworkFault] = []
+
+    def _draw_damage(self, route: MessagePath, frames: SimulatedFrames) -> bool:
+        return bool(self.damage_rate) and self.rng.random() < self.damage_rate
+
+    @property
+    def now(self) -> float:
+        return self.loop.now
+
+    def sockets_for(self, host: str, process: VirtualProcess) -> SimulatedSockets:
+        return SimulatedSockets(self, host, process)
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def cut_connections(self, a: str, b: str = ANY_NAME, seconds: float = 0.0) -> None:
+        """Connections are lost, and both ends notice."""
+        self._add_fault("cut", a, b, seconds)
+        for connection in self._connections_between(a, b):
+            connection.drop_connection()
+
+    def stall_connections(self, a: str, b: str = ANY_NAME, seconds: float = 0.0) -> None:
+        """Nothing arrives for so long; then everything does."""
+        self._add_fault("stall", a, b, seconds)
+        for connection in self._connections_between(a, b):
+            connection.to_router.delay_until(self.now + seconds)
+            connection.to_dealer.delay_until(self.now + seconds)
+
+    def half_open_connections(self, source: str, target: str = ANY_NAME, seconds: float = 0.0) -> None:
+        """Nothing that is under way from `source` to `target`, or is sent over a connection of now, arrives; nobody notices."""
+        self._add_fault("half-open", source, target, seconds)
+        for connection in self._connections_between(source, target):
+            for way in (connection.to_router, connection.to_dealer):
+                if way.source.matches_name(source) and way.target.matches_name(target):
+                    for frames in way.lose_messages(way.count_arrived()):
+                        self.on_message("lost", way.path, frames)
+                    way.is_silent = True
+            connection.drop_after_keepalive()
+
+    def silence_connections(self, name: str) -> None:
+        """A process, or all of a host, loses its power: connections stand, in silence. End the processes then."""
+        for connection in self._connections_between(name, ANY_NAME):
+            connection.silence_both_ends()
+
+    def active_faults(self, x: SimulatedSocket, y: SimulatedSocket) -> list[NetworkFault]:
+        """Those that last between the two."""
+        if self._faults:
+            self._faults = [fault for fault in self._faults if fault.until > self.now]
+        return [fault for fault in self._faults if fault.affects_pair(x, y)]
+
+    def _add_fault(self, kind: str, a: str, b: str, seconds: float) -> None:
+        self._faults.append(NetworkFault(kind, a, b, self.now + seconds))
+
+    def _connections_between(self, a: str, b: str) -> list[SimulatedConnection]:
+        fault = NetworkFault("", a, b, 0.0)
+        found = [c for s in self._routers.values() for c in s.connections.values()]
+        return [c for c in found if c.is_open and fault.affects_pair(c.dealer, c.router)]
+
+    # -- what sockets use --------------------------------------------------------------------------------------------
+
+    def call_in_process(
+        self, socket: SimulatedSocket, callback: Callable[..., object], *args: Any, delay: float = 0.0
+    ) -> VirtualTimer:
+        """Call it in the process of `socket`."""
+        return self.loop.call_later(delay, callback, *args, context=socket.process.context)
+
+    def register_router(self, router: SimulatedRouter, address: str) -> None:
+        """Raises `OSError`."""
+        name, port = parse_endpoint(address)
+        if name not in (*LOOPBACK_NAMES, *WILDCARD_NAMES, router.host):
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+        if port and (router.host, port) in self._routers:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        router.port = port or next(p for p in self._ports if (router.host, p) not in self._routers)
+        router.is_local = name in LOOPBACK_NAMES
+        self._routers[router.host, router.port] = router
+        router.endpoint = f"tcp://{'0.0.0.0' if name == '*' else name}:{router.port}"
+
+    def unregister_router(self, router: SimulatedRouter) -> None:
+        self._routers.pop((router.host, router.port), None)
+
+    def find_router(self, host: str, name: str, port: int) -> SimulatedRouter | None:
+        """Whom somebody on `host` reaches there."""
+        if name in (*LOOPBACK_NAMES, *WILDCARD_NAMES, host):
+            return self._routers.get((host, port))
+        router = self._routers.get((name, port))
+        return None if router is None or router.is_local else router
+
+
+class SimulatedSockets:
+    """See `world.Sockets`. They end with their process."""
+
+    def __init__(self, network: SimulatedNetwork, host: str, process: VirtualProcess):
+        self._network, self._host, self._process = network, host, process
+        self._sockets: list[SimulatedSocket] = []
+        process.add_end_callback(self._close_all)
+
+    def bind_router(
+        self, address: str, on_message: MessageHandler, *, keys: Any, refused_peers: Counter[str]
+    ) -> SimulatedRouter:
+        self._check_can_open()
+        router = SimulatedRouter(self._network, self._host, self._process, address, on_message, keys, refused_peers)
+        self._sockets.append(router)
+        return router
+
+    def connect_dealer(
+        self, endpoint: str, identity: bytes, on_message: MessageHandler, *, keys: Any
+    ) -> SimulatedDealer:
+        self._check_can_open()
+        dealer = SimulatedDealer(self._network, self._host, self._process, endpoint, identity, on_message, keys)
+        self._sockets = [*(socket for socket in self._sockets if not socket.closed), dealer]
+        return dealer
+
+    def _check_can_open(self) -> None:
+        self._process.raise_if_ended()
+        if self._process.out_of_descriptors:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def close(self) -> None:
+        self._close_all()
+
+    def _close_all(self) -> None:
+        for socket in self._sockets:
+            socket.close()
+        self._sockets = []
+
+
+SecondsRange = tuple[float, float]
+"""Least and most seconds."""
+
+
+def draw_seconds(between: SecondsRange, rng: Random) -> float:
+    """Mostly near the least: half of all draws in the lowest eighth, one in eleven in the upper quarter."""
+    least, most = between
+    share = rng.random()
+    return least + (most - least) * (share * share * share)  # without libm, whose last digit differs between machines
+
+
+@dataclass(frozen=True)
+class Delays:
+    """How long things take, in seconds. `call`: one way. `start`: until a process has imported what it needs. `restart`: from a
+    process's end until the next one is begun. `notice`: until a caller notices that no answer will come. `thread`: until a
+    function that is handed to a thread runs. `message`: on its way over the network."""
+
+    call: SecondsRange = (0.0002, 0.01)
+    start: SecondsRange = (0.5, 5.0)
+    restart: SecondsRange = (0.1, 2.0)
+    notice: SecondsRange = (0.01, 2.0)
+    thread: SecondsRange = (0.0001, 0.005)
+    message: SecondsRange = (0.0002, 0.01)
+
+    def scale_by(self, factor: float) -> Delays:
+        """Everything takes so many times as long."""
+        stretched = {
+            each.name: tuple(seconds * factor for seconds in getattr(self, each.name)) for each in fields(self)
+        }
+        return Delays(**stretched)

@@ -1,0 +1,234 @@
+"""Simulated processes: where they run, what they are called, and what they may do to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from dev.simulation.loop import VirtualProcess
+from r3async.world import MetricsServer
+
+if TYPE_CHECKING:
+    from dev.simulation.actors import SimulatedActor, SimulatedReservation
+    from dev.simulation.world import SimulatedHost, SimulatedWorld, Simulation
+import functools
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import ParamSpec, TypeVar
+
+from dev.simulation.loop import ProcessKilled, VirtualFuture
+from dev.simulation.network import draw_seconds
+
+
+class HostProcess(VirtualProcess):
+    """A process on a host. `rng_label` is its own; `name` is that of the actor, and of the process that takes its place."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        host: SimulatedHost,
+        name: str,
+        rng_label: str,
+        pid: int,
+        actor: SimulatedActor | None,
+        make_world: Callable[[HostProcess], SimulatedWorld],
+    ):
+        super().__init__(simulation.loop, name)
+        self.simulation, self.host, self.rng_label, self.pid, self.actor = simulation, host, rng_label, pid, actor
+        self._rngs: dict[str, Random] = {}
+        self.spawned_actors: list[SimulatedActor] = []
+        """They end when it does."""
+        self.reservations: list[SimulatedReservation] = []
+        """Of hosts, until it ends."""
+        self.last_arrivals: dict[SimulatedActor, float] = {}
+        """When the last call to an actor arrives: calls do not overtake each other."""
+        self.disk_seconds = 0.0
+        """How long its work on files since the last look takes."""
+        self.world = make_world(self)
+
+    def rng_for(self, use: str) -> Random:
+        """A stream of its own for each process and use."""
+        found = self._rngs.get(use)
+        if found is None:
+            found = self._rngs[use] = self.simulation.rng_for(f"{use}/{self.rng_label}")
+        return found
+
+
+class SimulatedProcesses:
+    """See `world.Processes`. It prints nothing, and serves no figures."""
+
+    def __init__(self, process: HostProcess):
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def host(self) -> str:
+        return self._process.host.name
+
+    def redirect_output(self, log_path: Path) -> None:
+        self._process.raise_if_ended()
+
+    def serve_metrics(self, open_endpoint: Callable[[], MetricsServer | None]) -> None:
+        self._process.raise_if_ended()
+
+    def add_metrics_source(self, read_metrics: Callable[[], Mapping[str, Any]]) -> None:
+        self._process.raise_if_ended()
+
+    def measure_event_loop(self, on_lag: Callable[[float, float], None]) -> Callable[[], None]:
+        self._process.raise_if_ended()
+        return lambda: None
+
+    def stage_seconds(self) -> tuple[dict[str, float], dict[str, float]]:
+        self._process.raise_if_ended()
+        return {}, {}
+
+    def cpu_seconds(self, other_pids: Sequence[int] = ()) -> float:
+        self._process.raise_if_ended()
+        return 0.0
+
+    def dump_stacks(self, path: Path, reason: str) -> Path:
+        """Records that they were asked for."""
+        self._process.raise_if_ended()
+        self._process.simulation.log.log_event(self._process.name, "stacks_dumped", reason=reason)
+        return path
+
+    def request_stack_dump(self, pid: int, host: str) -> bool:
+        found = self._find_process(pid, host)
+        if found is not None:
+            self._process.simulation.log.log_event(self._process.name, "stacks_asked", of=found.name)
+        return found is not None
+
+    def is_alive(self, pid: int, host: str) -> bool:
+        return self._find_process(pid, host) is not None
+
+    def kill_process(self, pid: int, host: str) -> bool:
+        found = self._find_process(pid, host)
+        if found is not None:
+            self._process.simulation.end_process(found, f"killed by {self._process.name}")
+            self._process.raise_if_ended()
+        return found is not None
+
+    def _find_process(self, pid: int, host: str) -> HostProcess | None:
+        self._process.raise_if_ended()
+        return self._process.host.processes.get(pid) if host == self.host else None
+
+
+__all__ = ["HostProcess", "SimulatedProcesses"]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class SimulatedThreads:
+    """See `world.Threads`."""
+
+    def __init__(self, process: HostProcess):
+        self._process = process
+        self._loop, self._rng = process.simulation.loop, process.rng_for("threads")
+
+    async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        self._process.raise_if_ended()
+        answer = self._loop.create_future()
+        self._loop.call_later(self._draw_delay(), self._run_call, answer, functools.partial(function, *args, **kwargs))
+        return await answer
+
+    def _draw_delay(self) -> float:
+        return draw_seconds(self._process.simulation.delays.thread, self._rng)
+
+    def _run_call(self, answer: VirtualFuture, call: Callable[[], Any]) -> float:
+        """Returns how long the call takes."""
+        if answer.cancelled():
+            return 0.0
+        self._process.disk_seconds = 0.0  # what the event loop did itself
+        failed, result = False, None
+        try:
+            result = call()
+        except ProcessKilled:
+            raise
+        except BaseException as error:
+            failed, result = True, error
+        seconds, self._process.disk_seconds = self._process.disk_seconds, 0.0
+        if seconds > 0:
+            self._loop.call_later(seconds, _settle_answer, answer, failed, result)
+        else:
+            _settle_answer(answer, failed, result)
+        return seconds
+
+    def new_worker(self, name: str) -> SimulatedWorkerThread:
+        return SimulatedWorkerThread(self)
+
+    def repeat_until_done(self, name: str, seconds: float, function: Callable[[], bool]) -> None:
+        self._process.raise_if_ended()
+
+        def work() -> None:
+            if not function():
+                self._loop.call_later(seconds, work)
+
+        self._loop.call_later(seconds, work, context=self._process.context.copy())
+
+    def new_lock(self) -> AbstractContextManager[Any]:
+        """Nobody else runs meanwhile."""
+        return nullcontext()
+
+
+class SimulatedWorkerThread:
+    """See `world.WorkerThread`."""
+
+    def __init__(self, threads: SimulatedThreads):
+        self._threads = threads
+        self._queued_calls: deque[tuple[VirtualFuture, Callable[[], Any]]] = deque()
+        self._is_busy = self._is_closed = False
+        self._idle_waiters: list[VirtualFuture] = []
+
+    async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        self._threads._process.raise_if_ended()
+        if self._is_closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        answer = self._threads._loop.create_future()
+        self._queued_calls.append((answer, functools.partial(function, *args, **kwargs)))
+        if not self._is_busy:
+            self._start_next()
+        return await answer
+
+    def _start_next(self) -> None:
+        while self._queued_calls and self._queued_calls[0][0].cancelled():
+            self._queued_calls.popleft()
+        self._is_busy = bool(self._queued_calls)
+        if self._is_busy:
+            self._threads._loop.call_later(self._threads._draw_delay(), self._run_next)
+        else:
+            for waiting in self._idle_waiters:
+                _settle_answer(waiting, False, None)
+            self._idle_waiters.clear()
+
+    def _run_next(self) -> None:
+        seconds = self._threads._run_call(*self._queued_calls.popleft()) if self._queued_calls else 0.0
+        self._threads._loop.call_later(seconds, self._start_next)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for answer, _ in self._queued_calls:
+            answer.cancel()
+        self._queued_calls.clear()
+        if self._is_busy:
+            idle = self._threads._loop.create_future()
+            self._idle_waiters.append(idle)
+            await idle
+
+
+def _settle_answer(answer: VirtualFuture, failed: bool, result: Any) -> None:
+    if answer.done():
+        return
+    if failed:
+        answer.set_exception(result)
+    else:
+        answer.set_result(result)
+
+
+__all__ = ["SimulatedThreads", "SimulatedWorkerThread"]

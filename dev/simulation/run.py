@@ -1,0 +1,358 @@
+"""One simulated run, from its seed to its verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextvars import Context
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dev.simulation.faults import draw_faults, quiet_after
+from dev.simulation.history import Event, Finished, Injected, Passed
+from dev.simulation.inject import RUNS, Injector
+from dev.simulation.invariants import Checker, Violated
+from dev.simulation.loop import DeadlockError, LimitReachedError
+from dev.simulation.mutants import replaced
+from dev.simulation.network import Delays
+from dev.simulation.observe import Watched
+from dev.simulation.processes import HostProcess
+from dev.simulation.shrink import Case
+from dev.simulation.workload import CHUNK_BYTES, draw_workload
+from dev.simulation.world import SimulatedHost
+from r3async.actors.driver import LOCK_WAIT_SECONDS, RunLauncher, open_run_directory, supervise_run
+from r3async.actors.process import NotTrained, ProcessLost, RunFailed, StoppedBeforeStep
+from r3async.checkpoint import CheckpointError
+from r3async.checkpoint.directory import ignore_event
+from r3async.config import Config, ConfigError, InitConfig
+from r3async.data.models import read_moe_layers
+from r3async.record.reading import EVALUATION_FILE, read_json_objects
+from r3async.record.timeline import Span, read_timeline
+from r3async.untrusted import decode_json_object
+from r3async.weights import fetch as relay
+from r3async.world import Files
+from r3async.world.appending import EventReporter
+
+MODEL = Path("model")
+"""Relative: what a run writes is the same wherever it is simulated."""
+CALLBACKS = 3_000_000
+MOST_SECONDS = 36_000.0
+LOOK_SECONDS = 5.0
+DISK_SECONDS = 120.0
+"""After the last fault, until nothing can fail for a disk any more."""
+AGAIN_SECONDS = 5.0
+"""Until the person gives the command again, after the driver ended or failed."""
+
+
+class Result(msgspec.Struct, frozen=True):
+    """`digest`: of everything that happened. `faults`: by kind, those that were injected. `gave_up`: reasons with which the run
+    ended before the last fault was over, and was begun again. `seconds`: real ones, which are not the same every time."""
+
+    seed: int
+    steps: int
+    virtual_seconds: float
+    events: int
+    callbacks: int
+    lineages: int
+    digest: str
+    violated: str = ""
+    reason: str = ""
+    faults: dict[str, int] = {}
+    gave_up: list[str] = []
+    unhandled: list[str] = []
+    seconds: float = 0.0
+
+
+class Person:
+    """See `r3async.actors.driver.DriverUI`: says nothing, and stops the run when a fault has it do so."""
+
+    def __init__(self) -> None:
+        self.stop_requested = False
+        self.shown_step = 0
+        self.report_event: EventReporter = ignore_event
+        self.told_to_resume = False
+
+    def print_line(self, line: str) -> None:
+        self.told_to_resume |= "to resume: the same command" in line
+
+    def show_phase(self, text: str) -> None:
+        pass
+
+    def begin_loading(self) -> None:
+        pass
+
+    def confirm_started(self) -> None:
+        pass
+
+    def show_status(self, status: dict[str, Any]) -> None:
+        for row in status["rows"]:
+            self.shown_step = row["step"]
+
+    def rewind_to_step(self, step: int) -> None:
+        self.shown_step = step
+
+
+@contextlib.contextmanager
+def model_here() -> Iterator[Path]:
+    """A directory with a tiny model's `config.json` and tokenizer, which is the working directory meanwhile."""
+    from r3async.tools.init_model import build_byte_tokenizer
+
+    before, directory = Path.cwd(), Path(tempfile.mkdtemp(prefix="r3async-simulate-"))
+    model = directory / MODEL
+    try:
+        model.mkdir()
+        build_byte_tokenizer().save_pretrained(model)
+        init = InitConfig(layers=2, experts=8, top_k=2)
+        (model / "config.json").write_bytes(
+            msgspec.json.encode(
+                {
+                    "model_type": "qwen3_moe",
+                    "hidden_size": init.hidden_size,
+                    "intermediate_size": 2 * init.hidden_size,
+                    "max_position_embeddings": init.max_positions,
+                    "num_hidden_layers": init.layers,
+                    "num_attention_heads": init.heads,
+                    "num_key_value_heads": init.kv_heads,
+                    "num_experts": init.experts,
+                    "num_experts_per_tok": init.top_k,
+                    "moe_intermediate_size": init.expert_hidden_size,
+                    "head_dim": 32,
+                    "vocab_size": 512,
+                }
+            )
+        )
+        os.chdir(directory)
+        yield model
+    finally:
+        os.chdir(before)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def small_streams(fanout: int) -> Iterator[None]:
+    """Of the scripted learner's few bytes several chunks are made, and few hosts are a tree."""
+    with replaced(relay, "CHUNK_BYTES", lambda _: CHUNK_BYTES), replaced(relay, "FANOUT", lambda _: fanout):
+        yield
+
+
+class Simulated:
+    """One run. `run` returns what became of it; `history` and `spans` are there then. What no task handles fails it, too."""
+
+    def __init__(self, case: Case, pipeline: type[RunLauncher] = RunLauncher, details: bool = False):
+        self.case, self._pipeline = case, pipeline
+        self.config: Config = case.workload.config(MODEL)
+        described = decode_json_object((MODEL / "config.json").read_bytes())
+        routing, _ = read_moe_layers(described)
+        self.checker = Checker(case.workload.rules())
+        self.simulation = Watched(
+            case.workload.seed,
+            self.checker,
+            routing=routing,
+            hosts=case.workload.host_names,
+            delays=Delays().scale_by(case.workload.slowness),
+            max_callbacks=CALLBACKS,
+            max_seconds=MOST_SECONDS,
+            keep_details=details,
+            memory_bytes_per_second=case.workload.memory_bytes_per_second,
+        )
+        self.gave_up: list[str] = []
+        self._person = Person()
+        self._last = quiet_after(case.faults)
+        self._training = self.simulation.rng_for("training")
+        self.simulation.delay_training = self._delay_training
+        self._injector = Injector(self.simulation, case.faults, self._stop)
+        self._copy_model()
+
+    def _copy_model(self) -> None:
+        """To the simulated disk, under the name that it has here."""
+        host = next(iter(self.simulation.hosts.values()))
+        process = self.simulation.begin_process("setup", host)
+        files = host.disk.files_for(process)
+        for directory in (RUNS, *(() if MODEL.is_absolute() else (MODEL,))):
+            files.create_directory(directory)
+        with files.open(MODEL / "config.json", exclusive=True) as file:
+            file.append([(MODEL / "config.json").read_bytes()])
+            file.fsync()
+        host.disk.write_back()
+        self.simulation.end_process(process, "the disk is ready")
+
+    def _delay_training(self, process: HostProcess) -> float:
+        least, most = self.case.workload.least_train_seconds, self.case.workload.train_seconds
+        return least + self._training.random() * (most - least)
+
+    @property
+    def history(self) -> list[Event]:
+        return self.simulation.history
+
+    def run(self) -> Result:
+        """To its end, or to the first event that violates an invariant."""
+        began, loop = time.perf_counter(), self.simulation.loop
+        violation: Violated | None = None
+        try:
+            root = loop.create_task(self._root(), name="root", context=Context())
+            root.add_done_callback(lambda _: loop.stop())
+            with small_streams(self.case.workload.fanout):
+                loop.run_forever()
+            violation = self.simulation.violation
+            if violation is None:
+                root.result()
+            if violation is None and loop.failures:
+                violation = Violated("unhandled", loop.failures[0])
+        except (DeadlockError, LimitReachedError) as error:
+            violation = self.simulation.violation or Violated("stuck", f"{type(error).__name__}: {error}")
+        self.spans = self._spans()
+        self.simulation.close()
+        known = self.checker.known
+        return Result(
+            seed=self.case.workload.seed,
+            steps=len(known.branch.steps) if known.branches else 0,
+            virtual_seconds=round(loop.now, 3),
+            events=len(self.history),
+            callbacks=loop.callback_count,
+            lineages=len(known.branches),
+            digest=self.digest(),
+            violated=violation.name if violation is not None else "",
+            reason=violation.reason if violation is not None else "",
+            faults=dict(sorted(self._injector.injected.items())),
+            gave_up=self.gave_up,
+            unhandled=loop.failures,
+            seconds=round(time.perf_counter() - began, 3),
+        )
+
+    def digest(self) -> str:
+        """Of every call, message and event."""
+        told = hashlib.blake2b(self.simulation.log.digest().encode(), digest_size=16)
+        for event in self.history:
+            told.update(msgspec.json.encode(event))
+        return told.hexdigest()
+
+    def _spans(self) -> list[Span]:
+        """What the run's processes wrote of their time."""
+        with self._reading() as files:
+            return read_timeline(RUNS / "run", files=files)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[Files]:
+        """The disk, for somebody who reads what the run wrote."""
+        host = next(iter(self.simulation.hosts.values()))
+        process = self.simulation.begin_process("reader", host)
+        try:
+            yield host.disk.files_for(process)
+        finally:
+            self.simulation.end_process(process, "it has read")
+
+    # -- the person, and the driver ------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        self._person.stop_requested = True
+
+    async def _root(self) -> None:
+        """The person gives the command, and again whenever it ended before the run did. In no process."""
+        loop, host = self.simulation.loop, next(iter(self.simulation.hosts.values()))
+        watching = loop.create_task(self._pass_time())
+        while True:
+            outcome = await self._drive(self.simulation.begin_process("driver", host))
+            if self._is_over(outcome):
+                break
+            await asyncio.sleep(AGAIN_SECONDS)
+            await self._host_is_there(host)
+        watching.cancel()
+
+    async def _host_is_there(self, host: SimulatedHost) -> None:
+        while host.is_lost:  # noqa: ASYNC110
+            await asyncio.sleep(1.0)
+
+    async def _pass_time(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            self.simulation.see(Passed, tuple(p.name for p in self.simulation.processes if not p.running))
+
+    async def _drive(self, process: HostProcess) -> Exception | str | None:
+        """What the driver raised, or why it ended; None if it returned."""
+        self._person = Person()
+        ended = self.simulation.loop.create_future()
+
+        def end() -> None:
+            if not ended.done():
+                ended.set_result("its process ended")
+
+        process.add_end_callback(end)
+        task = self.simulation.loop.create_task(self._command(process), name="driver", context=process.context.copy())
+        await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            return ended.result()
+        self.simulation.end_process(process, "the command has ended")
+        return task.exception()  # type: ignore[return-value]
+
+    async def _command(self, process: HostProcess) -> None:
+        world, person = process.world, self._person
+        run = await open_run_directory(self.config, RUNS / "run", person.print_line, person.report_event, world=world)
+        try:
+            await supervise_run(world, self.config, MODEL, run, person, self._pipeline)
+        finally:
+            run.lock.close()
+
+    def _is_over(self, outcome: Exception | str | None) -> bool:
+        """Whether the person is content, or the run has failed for good."""
+        known = self.checker.known
+        made = len(known.branch.steps) if known.branches else 0
+        unfinished = self._person.told_to_resume and outcome is None  # its last evaluation is missing
+        if made == self.config.steps and (outcome is None or isinstance(outcome, ConfigError)) and not unfinished:
+            self._finish(made)
+            return True
+        if self._person.stop_requested and _was_stopped(outcome):
+            self.simulation.see(Injected, "the person begins the run again")
+            return False
+        if (
+            isinstance(outcome, NotTrained)
+            and made == self.config.steps
+            and not any(s.updates for s in known.branch.steps)
+        ):
+            self._finish(made)
+            return True
+        said = "it returned" if outcome is None else f"{type(outcome).__name__}: {outcome}"
+        if isinstance(outcome, str):
+            self.simulation.see(Injected, f"the driver ended ({outcome}); the person begins the run again")
+            return False
+        if not isinstance(outcome, RunFailed | ConfigError | CheckpointError | OSError | None):
+            raise outcome
+        if _may_fail(outcome, self._last, self.simulation.loop.now):
+            self.gave_up.append(said)
+            self.simulation.see(Injected, f"the command failed ({said}); the person gives it again")
+            return False
+        self._finish(made, said)
+        return True
+
+    def _finish(self, made: int, failed: str = "") -> None:
+        with self._reading() as files:
+            rows = read_json_objects(RUNS / "run" / EVALUATION_FILE, files=files)
+        self.simulation.see(Finished, made, failed, tuple(row["step"] for row in rows))
+
+
+def _was_stopped(outcome: Exception | str | None) -> bool:
+    """How a run ends that a person has stopped: in order, or because an actor was lost, or did not end."""
+    ended = outcome is None or isinstance(outcome, ProcessLost | StoppedBeforeStep)
+    return ended or "stop_grace_seconds" in str(outcome)
+
+
+def _may_fail(outcome: Exception | None, last: float, now: float) -> bool:
+    """Whether a person would give the command again: a disk did not do what it must, or processes of the run still write. Both
+    are over some time after the `last` fault."""
+    said = str(outcome)
+    disk = isinstance(outcome, OSError) or "[Errno 5]" in said or "[Errno 28]" in said
+    busy = isinstance(outcome, ConfigError) and ("in use by another" in said or "did not end within" in said)
+    return (disk and now < last + DISK_SECONDS) or (busy and now < last + LOCK_WAIT_SECONDS)
+
+
+def draw_case(seed: int, mutant: str = "") -> Case:
+    """What is simulated for a seed."""
+    workload = draw_workload(seed)
+    return Case(workload, tuple(draw_faults(workload)), mutant)

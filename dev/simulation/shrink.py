@@ -1,0 +1,137 @@
+"""From a failing run to a small one that fails in the same way: fewer faults, fewer generators, fewer steps, plainer settings.
+
+Deterministic: what is tried next depends on what failed before, and on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from dev.simulation.faults import Fault
+from dev.simulation.workload import Workload
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A run that can be made again: what is simulated, from which seed, and what is done to it. `mutant`: with which defect; ""
+    for none."""
+
+    workload: Workload
+    faults: tuple[Fault, ...] = ()
+    mutant: str = ""
+
+
+PLAIN: dict[str, tuple[object, ...]] = {
+    "generators": (1, 2),
+    "hosts": (1,),
+    "groups_per_step": (1, 2),
+    "samples_per_group": (2,),
+    "steps": (2, 3, 4, 6, 8),
+    "turns": (1,),
+    "window": (1, 2),
+    "max_staleness": (0, 1, 2),
+    "steps_per_publication": (1,),
+    "tokens_per_step": (0,),
+    "replaced_groups": (0,),
+    "epochs_per_step": (1,),
+    "flat": (0,),
+    "tasks": (0,),
+    "split": ("idle",),
+    "checkpoint_every": (1, 2),
+    "checkpoints_kept": (3,),
+    "asynchronous": (False, True),
+    "failing": (0,),
+    "probe": (False,),
+    "memory_bytes": (10**6,),
+    "disk_bytes": (10**7,),
+    "credit_bytes": (10**6,),
+    "fsync": (True,),
+    "new_tokens": (2, 6),
+    "concurrency": (1, 2),
+    "least_train_seconds": (0.0,),
+    "train_seconds": (0.1, 1.0),
+    "slowness": (1.0,),
+    "seconds": (0.2, 1.0),
+    "fetch_seconds": (0.0,),
+    "install_seconds": (0.0,),
+    "fanout": (2, 1),
+}
+"""By setting: values that make a run easier to read, the plainest first."""
+
+
+def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 300) -> Case:
+    """A smaller case for which `fails` is true, as it is for `case`; after `tries` runs the best so far. No single step that is
+    tried here makes it smaller, if it ends before that."""
+    left = [tries]
+
+    def holds(smaller: Case) -> bool:
+        if left[0] <= 0:
+            return False
+        left[0] -= 1
+        return fails(smaller)
+
+    while left[0] > 0:
+        before = case
+        case = _fewer_faults(case, holds)
+        case = _first_that_holds(case, _plainer, holds)
+        case = _first_that_holds(case, _shorter, holds)
+        if case == before:
+            break
+    return case
+
+
+def _fewer_faults(case: Case, holds: Callable[[Case], bool]) -> Case:
+    """Delta debugging: without halves of the faults, then without smaller parts."""
+    size = len(case.faults)
+    while size:
+        at = 0
+        while at < len(case.faults):
+            smaller = msgspec.structs.replace(case, faults=(*case.faults[:at], *case.faults[at + size :]))
+            if holds(smaller):
+                case = smaller
+            else:
+                at += size
+        size //= 2
+    return case
+
+
+def _first_that_holds(case: Case, candidates: Callable[[Case], Iterator[Case]], holds: Callable[[Case], bool]) -> Case:
+    """Take each candidate that holds, and go on from it."""
+    found = True
+    while found:
+        found = False
+        for smaller in candidates(case):
+            if holds(smaller):
+                case, found = smaller, True
+                break
+    return case
+
+
+def _plainer(case: Case) -> Iterator[Case]:
+    for name, values in PLAIN.items():
+        now = getattr(case.workload, name)
+        for value in values:
+            if value == now:
+                break
+            workload = msgspec.structs.replace(case.workload, **{name: value})
+            if _fits(workload, case.faults):
+                yield msgspec.structs.replace(case, workload=workload)
+
+
+def _fits(workload: Workload, faults: Sequence[Fault]) -> bool:
+    """Whoever a fault hits is still there."""
+    there = ["", *workload.roles, *workload.host_names]
+    return all(fault.target in there for fault in faults)
+
+
+def _shorter(case: Case) -> Iterator[Case]:
+    """Faults that last half as long, or are smaller."""
+    for at, fault in enumerate(case.faults):
+        smaller = []
+        if fault.seconds > 1:
+            smaller.append(msgspec.structs.replace(fault, seconds=round(fault.seconds / 2, 1)))
+        if fault.kind.endswith("_writing") and fault.amount > 1:
+            smaller.append(msgspec.structs.replace(fault, amount=float(int(fault.amount / 2))))
+        for one in smaller:
+            yield msgspec.structs.replace(case, faults=(*case.faults[:at], one, *case.faults[at + 1 :]))

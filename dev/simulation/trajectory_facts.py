@@ -1,0 +1,74 @@
+"""What a trajectory says of itself, and whether it can be true: by the scripted engine, every log-prob and route follows from the
+weights that sampled it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dev.simulation.history import Facts
+from r3async.data.models import RoutingShape
+from r3async.data.tokens import Sample, Trajectory
+from r3async.rollout.scripted import scripted_logprobs, scripted_route_rows
+
+Keys = Mapping[tuple[int, int], int]
+"""By lineage and version: what stands for those weights (the checksum of their digest)."""
+
+
+def facts_of(trajectory: Trajectory, keys: Keys, routing: RoutingShape | None, nbytes: int = 0) -> Facts:
+    """`keys`: of all weights that were published."""
+    t = trajectory
+    found: set[int] = set()
+    wrong, content = "", 0
+    for sample in t.samples:
+        mask = sample.table["loss_mask"]
+        found.update(sample.table["policy_version"][mask].tolist())
+        wrong = wrong or _wrong(sample, mask, t.lineage, keys, routing)
+        for name in sorted(sample.table):
+            content = zlib.crc32(np.ascontiguousarray(sample.table[name]).data, content)
+    versions = tuple(sorted(found))
+    reward = t.reward if t.turns else None
+    return Facts(
+        t.trajectory_id,
+        t.group_index,
+        t.episode_index,
+        t.lineage,
+        versions,
+        content,
+        nbytes,
+        wrong,
+        t.task_seed,
+        reward,
+    )
+
+
+def _wrong(sample: Sample, mask: np.ndarray, lineage: int, keys: Keys, routing: RoutingShape | None) -> str:
+    """Why the tokens are not of the weights that they name; "" if they can be."""
+    table = sample.table
+    at = np.flatnonzero(mask)
+    if not len(at):
+        return ""
+    versions, tokens = table["policy_version"][at], table["token_ids"]
+    known = [keys.get((lineage, version)) for version in versions.tolist()]
+    if None in known:
+        lacking = {version for version, key in zip(versions.tolist(), known, strict=True) if key is None}
+        return f"{sample.sample_id} is of versions {sorted(lacking)} of lineage {lineage}, which were not published"
+    expected = scripted_logprobs(at, np.asarray(known, np.uint64), tokens[at])
+    if len(odd := np.flatnonzero(table["rollout_logprobs"][at] != expected)):
+        place, version = int(at[odd[0]]), int(versions[odd[0]])
+        return f"token {place} of {sample.sample_id} has not the log-prob of version {version} of lineage {lineage}"
+    return _wrong_routes(sample, at, versions, routing) if routing is not None else ""
+
+
+def _wrong_routes(sample: Sample, at: np.ndarray, versions: np.ndarray, routing: RoutingShape) -> str:
+    """The token before a sampled one was fed by the weights that sampled it."""
+    table: Any = sample.table
+    fed = at - 1
+    recorded = table["routing_recorded"][fed]
+    rows = scripted_route_rows(fed, versions, table["token_ids"][fed], routing)
+    if not (table["routed_experts"][fed] == rows)[recorded].all():
+        return f"{sample.sample_id} has routes of another token, or of other weights"
+    return ""

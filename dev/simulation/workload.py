@@ -1,0 +1,368 @@
+"""A small random run: what is trained, by whom, and how. Plain data, drawn from a seed."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from dev.simulation.known import Rules
+from r3async.config import Config, config_from_dict
+from r3async.schedule.admission import compute_staleness_bound, count_slots
+
+RESTARTS = 200
+"""Of a generator, or the run: more than faults can cause. That a run gives up when they are used up is tested elsewhere."""
+LEAST_SECONDS = 600.0
+"""Of virtual time, that a run which is drawn takes at least: it trains that long."""
+FIRST = 15.0
+"""In `stall_seconds`: after the last fault, until the next step at most. A stall is found, what stalled is ended, the run
+restarts, a start fails and is made again, and the longest episodes are played."""
+NEXT = 7.5
+"""And between two steps after that."""
+CALL = 0.9
+"""Of the environment, at most: its process is then ended. In `stall_seconds`, too."""
+LARGEST = 64 * 1024
+"""Bytes of one trajectory, at most."""
+VERSION_BYTES = 400
+"""Read and written for a version of the weights on a host that fetches it, roughly."""
+CHUNK_BYTES = 48
+"""Of weights, in one message: a version has several."""
+SLACK_SECONDS = 30.0
+"""Of an installation, for messages, threads, and connections that have to stand up first."""
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """Driver, learner and conductor are on the first host, generators on the others if there are any. `seconds`, of a call of the
+    environment at most; `token_seconds`, of an engine; a step takes `least_train_seconds` to `train_seconds`. `slowness`: how
+    many times longer than with a small model processes take to start, and threads and messages take. Limits of the
+    configuration follow from `stall_seconds` and `silence_seconds`. `flat`, `tasks`: of the environment (`Errand`); where tasks
+    come again, past rewards say which are posed. `fetch_seconds`: that a version's file takes to be written on a host;
+    `install_seconds`: that an engine takes to install it, at most. A host sends weights to `fanout` others at once.
+    `evaluate_every`, `evaluate_first`, `evaluated_tasks`: of `[evaluation]`, whose episodes take `evaluation_seconds` each, at
+    most."""
+
+    seed: int
+    steps: int = 8
+    hosts: int = 1
+    generators: int = 1
+    concurrency: int = 4
+    groups_per_step: int = 1
+    samples_per_group: int = 2
+    max_staleness: int = 1
+    window: int = 1
+    split: Literal["idle", "capacity"] = "idle"
+    steps_per_publication: int = 1
+    tokens_per_step: int = 0
+    replaced_groups: int = 0
+    epochs_per_step: int = 1
+    flat: int = 0
+    tasks: int = 0
+    checkpoint_every: int = 2
+    checkpoints_kept: int = 2
+    asynchronous: bool = True
+    durability: Literal["memory", "disk"] = "disk"
+    fsync: bool = True
+    memory_bytes: int = 10**6
+    disk_bytes: int = 10**7
+    credit_bytes: int = 10**6
+    ack_timeout: float = 2.0
+    turns: int = 2
+    new_tokens: int = 8
+    token_seconds: float = 0.05
+    seconds: float = 1.0
+    tail: int = 20
+    failing: int = 0
+    least_train_seconds: float = 0.0
+    train_seconds: float = 2.0
+    slowness: float = 1.0
+    stall_seconds: float = 60.0
+    silence_seconds: float = 20.0
+    probe: bool = False
+    fetch_seconds: float = 0.0
+    install_seconds: float = 0.0
+    fanout: int = 2
+    evaluate_every: int = 0
+    evaluate_first: bool = False
+    evaluated_tasks: int = 3
+    evaluation_seconds: float = 1.0
+
+    @property
+    def roles(self) -> list[str]:
+        """Names of the processes that faults may hit."""
+        return ["learner", "conductor", "driver", *(f"generator-{i}" for i in range(self.generators))]
+
+    @property
+    def host_names(self) -> list[str]:
+        return [f"host-{i}" for i in range(self.hosts)]
+
+    @property
+    def replaces(self) -> int:
+        """`schedule.replaced_groups`, where that can be."""
+        return self.replaced_groups if self.max_staleness and not self.tokens_per_step else 0
+
+    @property
+    def expected_seconds(self) -> float:
+        """Roughly, of a run without faults, loading not counted."""
+        waves = -(-self.groups_per_step * self.samples_per_group // (self.generators * self.concurrency))
+        episode = self.turns * (self.new_tokens / 2 * self.token_seconds + self.seconds / 2 * (1 + 10 / self.tail))
+        train = (self.least_train_seconds + self.train_seconds) / 2
+        return self.steps * max(waves * episode / (1 + self.max_staleness), train)
+
+    def config(self, model: Path) -> Config:
+        """The run's configuration. `model`: directory of a model that the scripted engine and learner read."""
+        return config_from_dict(self._settings(str(model)))
+
+    def _settings(self, model: str) -> dict[str, Any]:
+        return {
+            "name": "run",
+            "seed": self.seed % 2**31,
+            "steps": self.steps,
+            "model": {"path": model},
+            "env": {
+                "name": "dev.simulation.environment:Errand",
+                "args": {
+                    "limit": CALL * self.stall_seconds,
+                    **{n: getattr(self, n) for n in ("turns", "seconds", "tail", "failing", "flat", "tasks")},
+                },
+            },
+            "episode": {
+                "max_turns": self.turns,
+                "max_new_tokens": self.new_tokens,
+                "max_prompt_tokens": 448,
+                "max_total_tokens": 512,
+                "timeout": 2 * self.stall_seconds,
+                "retries": 20,
+            },
+            "generator": {
+                "count": self.generators,
+                "concurrency": self.concurrency,
+                "engine": "scripted",
+                "engine_args": {"token_seconds": self.token_seconds, "install_seconds": self.install_seconds},
+                "max_restarts": RESTARTS,
+                "start_timeout": 2 * self.stall_seconds,
+            },
+            "schedule": {
+                "max_staleness": self.max_staleness,
+                "window": self.window,
+                "split": self.split,
+                "groups_per_step": self.groups_per_step,
+                "samples_per_group": self.samples_per_group,
+                "steps_per_publication": self.steps_per_publication,
+                "tokens_per_step": self.tokens_per_step,
+                "replaced_groups": self.replaces,
+                "epochs_per_step": self.epochs_per_step,
+                "difficulty": {"groups": 1, "settled_share": 0.2, "target": 0.4} if self.tasks else {},
+            },
+            "algorithm": {"filter_zero_variance": bool(self.replaces)},
+            "routing": {"trace": "off"},
+            "learner": {
+                "backend": "scripted",
+                "max_tokens_per_micro_batch": 1024,
+                "start_timeout": 2 * self.stall_seconds,
+            },
+            "weights": {
+                "backend": "tcp",
+                "install_timeout": self.stall_seconds + self.install_seconds,
+                "write_timeout": self.stall_seconds,
+                "directory": "/memory/weights",
+                "probe": self.probe,
+                "probe_every": 2,
+            },
+            "transport": {
+                "host": self.host_names[0] if self.hosts > 1 else "127.0.0.1",
+                "credit_bytes": self.credit_bytes,
+                "ack_timeout": self.ack_timeout,
+                "max_message_bytes": LARGEST,
+            },
+            "buffer": {
+                "durability": self.durability,
+                "fsync": self.fsync,
+                "memory_bytes": self.memory_bytes,
+                "disk_bytes": self.disk_bytes,
+            },
+            "supervise": {
+                "stall_seconds": self.stall_seconds,
+                "step_seconds": 2 * self.stall_seconds,
+                "on_stall": "restart",
+                "silence_seconds": self.silence_seconds,
+                "restart_backoff": 0.5,
+                "max_run_restarts": RESTARTS,
+                "stop_grace_seconds": self.stall_seconds / 4,
+                "max_failed_fraction": 1.0,
+                "max_skipped_steps": 1000,
+            },
+            "evaluation": self._evaluation() if self.evaluate_every else {},
+            "checkpoint": {
+                "every_steps": self.checkpoint_every,
+                "every_minutes": 0.0,
+                "keep_last": self.checkpoints_kept,
+                "asynchronous": self.asynchronous,
+                "write_timeout": self.stall_seconds,
+            },
+        }
+
+    def _evaluation(self) -> dict[str, Any]:
+        """Of other tasks than are trained. None of them raises."""
+        return {
+            "every": self.evaluate_every,
+            "at_start": self.evaluate_first,
+            "episodes": self.evaluated_tasks,
+            "timeout": 4 * self.stall_seconds,
+            "env": {
+                "name": "dev.simulation.environment:Errand",
+                "args": {
+                    "turns": 1,
+                    "seconds": self.evaluation_seconds / 2,
+                    "tail": 0,
+                    "limit": 4 * self.stall_seconds,
+                },
+            },
+        }
+
+    def rules(self) -> Rules:
+        """What this run promises, for the checker."""
+        schedule = self.config(Path("model")).schedule
+        slots = count_slots(schedule)
+        kept: Literal["process", "power"] = "power" if self.fsync else "process"
+        return Rules(
+            steps=self.steps,
+            groups_per_step=self.groups_per_step,
+            samples_per_group=self.samples_per_group,
+            slots=slots,
+            age_bound=compute_staleness_bound(schedule),
+            steps_per_publication=self.steps_per_publication,
+            window=self.window,
+            urgent=(slots if schedule.takes_extra_groups else self.groups_per_step) + self.window - 1,
+            more_groups=bool(self.tokens_per_step),
+            replaced_groups=self.replaces,
+            durable=kept if self.durability == "disk" else "nothing",
+            credit_bytes=self.credit_bytes,
+            disk_bytes=self.disk_bytes,
+            silence_seconds=self.silence_seconds,
+            first_seconds=FIRST * self.stall_seconds,
+            step_seconds=NEXT * self.stall_seconds,
+            install_seconds=SLACK_SECONDS + self.install_seconds + 2 * self.hosts * self.fetch_seconds,
+            fetch_seconds=SLACK_SECONDS + 2 * self.hosts * self.fetch_seconds,
+            evaluate_every=self.evaluate_every,
+            evaluate_first=self.evaluate_first,
+            evaluated_tasks=self.evaluated_tasks,
+        )
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        """Of the memory of the hosts that fetch weights."""
+        return VERSION_BYTES / self.fetch_seconds if self.fetch_seconds else math.inf
+
+
+def draw_workload(seed: int) -> Workload:
+    """The same for the same seed, on every machine. It takes `LEAST_SECONDS` at least."""
+    rng = random.Random(f"workload/{seed}")
+    slow = rng.choice(["learner", "learner", "generators", "generators", "either", "either", "either"])
+    ahead, behind = slow == "learner", slow == "generators"
+    """The learner is what is slow: as much as may be is in flight. Or generators are: a group is played with newer weights than
+    there were when it got its slot."""
+    steps = rng.randint(4, 9)
+    train = LEAST_SECONDS / steps
+    drawn = Workload(
+        seed=seed,
+        steps=steps,
+        hosts=rng.choice([1, 2, 3]),
+        generators=rng.choice([1, 2] if behind else [1, 1, 1, 2, 2, 3, 4]),
+        concurrency=rng.choice([4, 8] if ahead else [1, 2] if behind else [1, 1, 2, 4]),
+        groups_per_step=rng.choice([1, 1, 2, 2, 3]),
+        samples_per_group=rng.choice([2, 2, 3]),
+        max_staleness=rng.choice([2, 3] if ahead else [1, 2, 2] if behind else [0, 1, 1, 2]),
+        window=rng.choice([1, 1, 2, 3, 4]),
+        split=rng.choice(["idle", "capacity"]),
+        steps_per_publication=rng.choice([1, 1, 1, 2]),
+        tokens_per_step=rng.choice([0, 0, 0, 0, rng.randint(5, 60)]),
+        checkpoint_every=rng.choice([2, 3, 4] if behind else [1, 1, 2, 2, 3, 4]),
+        checkpoints_kept=rng.randint(1, 3),
+        asynchronous=rng.random() < 0.8,
+        durability="disk" if behind else rng.choice(["disk", "memory"]),
+        fsync=rng.random() < 0.6,
+        memory_bytes=rng.choice([1, 2_000, 10**6]),
+        disk_bytes=rng.choice([2_000, 2_000, 20_000, 10**7]),
+        credit_bytes=rng.choice([2_000, 20_000, 10**6]),
+        ack_timeout=rng.choice([5.0, 10.0, 20.0, 30.0]),
+        turns=rng.randint(1, 2),
+        new_tokens=rng.choice([2, 6, 12]),
+        token_seconds=0.2 if ahead else rng.choice([0.2, 0.5, 2.0]),
+        tail=rng.choice([10, 20, 50]),
+        failing=rng.choice([0, 0, 30]),
+        least_train_seconds=train,
+        train_seconds=rng.choice([1.02, 1.1]) * train,
+        slowness=rng.choice([4.0, 12.0]),
+        stall_seconds=rng.choice([120.0, 180.0]),
+        silence_seconds=rng.choice([20.0, 40.0, 60.0]),
+        probe=rng.random() < 0.3,
+        # Behind what was drawn before there were these, so that a seed still draws what it drew.
+        replaced_groups=rng.choice([0, 0, 1, 2, 3]),
+        epochs_per_step=rng.choice([1, 1, 2]),
+        flat=rng.choice([0, 2, 3]),
+        tasks=rng.choice([0, 0, 4, 10]),
+    )
+    drawn = _draw_weights(drawn)
+    drawn = _draw_evaluations(drawn)
+    share = 0.1 if ahead else 1.3 if behind else rng.choice([0.2, 0.5, 1.0])
+    return msgspec.structs.replace(drawn, seconds=_call_seconds(drawn, share * drawn.least_train_seconds))
+
+
+BRISK = 0.15
+"""Share of the runs."""
+
+
+def _draw_weights(drawn: Workload) -> Workload:
+    """How weights get to the engines, by numbers of its own. With several generators, mostly each on a host of its own. Some runs
+    are brisk: several versions are published while one is installed."""
+    rng = random.Random(f"weights/{drawn.seed}")
+    if rng.random() < BRISK:
+        drawn = msgspec.structs.replace(
+            drawn,
+            steps=3 * drawn.steps,
+            least_train_seconds=drawn.least_train_seconds / 3,
+            train_seconds=drawn.train_seconds / 3,
+            generators=max(2, drawn.generators),
+            hosts=rng.choice([2, 3]),
+            fetch_seconds=rng.choice([0.0, 5.0]),
+            install_seconds=drawn.stall_seconds / 2,
+            fanout=rng.choice([1, 2]),
+        )
+        return drawn
+    return msgspec.structs.replace(
+        drawn,
+        hosts=1 + drawn.generators if drawn.generators > 2 and rng.random() < 0.7 else drawn.hosts,
+        fetch_seconds=rng.choice([0.0, 0.0, 2.0, 10.0]),
+        install_seconds=rng.choice([0.0, 0.0, 10.0, 60.0]),
+        fanout=rng.choice([1, 1, 2]),
+    )
+
+
+EVALUATED = 0.4
+"""Share of the runs."""
+
+
+def _draw_evaluations(drawn: Workload) -> Workload:
+    """By numbers of its own. One takes up to two steps, so that much of what happens to the run happens to it."""
+    rng = random.Random(f"evaluations/{drawn.seed}")
+    if rng.random() >= EVALUATED:
+        return drawn
+    return msgspec.structs.replace(
+        drawn,
+        evaluate_every=rng.choice([1, 2, 2, 3]),
+        evaluate_first=rng.random() < 0.3,
+        evaluated_tasks=rng.randint(1, 4),
+        evaluation_seconds=round(rng.uniform(0.2, 2.0) * drawn.least_train_seconds, 3),
+    )
+
+
+def _call_seconds(drawn: Workload, playing: float) -> float:
+    """Of the environment, at most, so that a step's groups take about `playing` seconds; but no call takes so long that it looks
+    as if the run stood still."""
+    waves = drawn.groups_per_step * drawn.samples_per_group / (drawn.generators * drawn.concurrency)
+    episode = playing / max(1.0, waves) - drawn.turns * drawn.new_tokens / 2 * drawn.token_seconds
+    calls = (drawn.turns + 1) * (1 + 9 / drawn.tail) / 2
+    return round(min(max(episode / calls, 0.2), drawn.stall_seconds / 12), 3)

@@ -1,0 +1,119 @@
+"""`r3async plan PRESET --capacity` and `--published`: what a cluster would do, said to a person."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from r3async.config import Config, ConfigError, load_config
+from r3async.tools.capacity.cluster import Model, predict
+from r3async.tools.capacity.estimate import HARDWARE, CalibrationError, calibrate, estimate
+from r3async.tools.capacity.published import CASES, markdown, reproduce
+from r3async.tools.capacity.report import lines, picture, sweep
+
+Say = Callable[[str], object]
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What is asked for. `generators`, `staleness`: to be compared; the preset's own if empty. `ranks`: of the learner, 0 for the
+    preset's. `lost`: seconds between two failures of a generator. `run`: whose durations are taken, instead of estimates."""
+
+    generators: tuple[int, ...] = ()
+    staleness: tuple[int, ...] = ()
+    ranks: int = 0
+    hardware: str = "h100"
+    lost: float = 0.0
+    steps: int = 32
+    seed: int = 0
+    run: Path | None = None
+    picture: Path | None = None
+
+
+def capacity_command(
+    preset: str, overrides: Sequence[str], settings: Settings, *, json: bool = False, say: Say, note: Say
+) -> None:
+    """Say the table and the advice. Raises `ConfigError`."""
+    if settings.hardware not in HARDWARE:
+        raise ConfigError(f"--hardware {settings.hardware!r} must be one of {', '.join(HARDWARE)}")
+    if settings.steps < 12:
+        raise ConfigError(f"--steps {settings.steps} must be at least 12: the first eight fill the pipeline")
+    config = _config(preset, overrides, settings.run)
+    model = msgspec.structs.replace(_model(config, settings), lost=settings.lost)
+    if settings.run is not None:
+        _compare(model, settings, config.steps, note)
+    began = time.process_time()
+    report = sweep(
+        model,
+        staleness=settings.staleness or (config.schedule.max_staleness,),
+        generators=settings.generators or (model.generators,),
+        steps=settings.steps,
+        seed=settings.seed,
+        say=note,
+    )
+    note(f"computed in {time.process_time() - began:.0f} s of CPU time")
+    if settings.picture is not None:
+        settings.picture.write_text(picture(report))
+        note(f"picture: {settings.picture}")
+    if json:
+        say(msgspec.json.encode(report).decode())
+    else:
+        for line in lines(report):
+            say(line)
+
+
+def _config(preset: str, overrides: Sequence[str], run: Path | None) -> Config:
+    if run is not None and not (run / "config.toml").is_file():
+        raise ConfigError(f"--calibrate {run}: it is no directory of a run (no config.toml in it)")
+    if run is None and not preset:
+        raise ConfigError("--capacity needs a preset, or --calibrate RUN")
+    return load_config(
+        preset or str(run / "config.toml" if run else ""), list(overrides), command=None if run else "train"
+    )
+
+
+def _model(config: Config, settings: Settings) -> Model:
+    if settings.run is not None:
+        try:
+            return calibrate(settings.run, config)
+        except CalibrationError as error:
+            raise ConfigError(str(error)) from error
+    ranks = settings.ranks or config.learner.parallel.world_size
+    return estimate(config, generators=config.generator.count, ranks=ranks, hardware=HARDWARE[settings.hardware])
+
+
+def _compare(model: Model, settings: Settings, steps: int, note: Say) -> None:
+    """How well the run itself is met, which was to make so many steps: what its durations predict, and what it took."""
+    from r3async.record.reading import read_json_objects
+
+    assert settings.run is not None
+    rows = read_json_objects(settings.run / "metrics.jsonl")
+    settle = min(8, len(rows) // 3)
+    took = (rows[-1]["time"] - rows[settle]["time"]) / max(len(rows) - 1 - settle, 1)
+    made = predict(model, steps=len(rows), settle=settle, seed=settings.seed, ends=len(rows) == steps)
+    note(
+        f"{settings.run.name} took {took:.3g} s a step; its durations predict {made.seconds_per_step:.3g} "
+        f"({made.seconds_per_step / took - 1:+.0%})"
+    )
+
+
+def published_command(*, json: bool = False, say: Say, note: Say) -> None:
+    """Every published curve, predicted."""
+    cases = [make() for make in CASES.values()]
+    for case in cases:
+        note(f"{case.name}. Source: {case.source}. Given: {case.inputs}. Assumed: {case.assumed}.")
+    rows = [row for case in cases for row in reproduce(case, note)]
+    say(msgspec.json.encode(rows).decode() if json else markdown(rows))
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """`1,2,4`. Raises `ConfigError`."""
+    try:
+        found = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        found = (-1,)
+    if any(number < 0 for number in found):
+        raise ConfigError(f"{option} {text!r}: whole numbers with commas between them, like 1,2,4")
+    return found

@@ -1,1 +1,0 @@
-"""`r3async chaos`: a real run whose processes are killed and whose messages are delayed and damaged, and its accounting."""

@@ -1,1 +1,0 @@
-"""Simulation: the whole system under one seed, and what a cluster would do."""

@@ -11,22 +11,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from r3async.actors.delivery import check_can_join, choose_weight_backend, zero_delivery_metrics
-from r3async.actors.fleet import Fleet, FleetGenerator, LearnerAddress, StallMonitor
-from r3async.actors.installer import GeneratorRestartsExhausted, VersionInstaller
-from r3async.actors.leasing import LeaseAnswer, LeaseCall, LeaseDispatcher
-from r3async.actors.placement import check_shares_run_directory
-from r3async.actors.process import (
-    RPC_SECONDS,
-    ProcessLost,
-    RunFailed,
-    await_guarded,
-    await_or_stopped,
-    call_with_limit,
-    describe_root_cause,
-    prepare_process,
-)
-from r3async.actors.tasks import Evaluator, TaskSource
 from r3async.checkpoint import CheckpointSchedule, RunState, restore_admission
 from r3async.checkpoint.state import CONDUCTOR_RECORD_FILES, ConductorState
 from r3async.config import Config, config_from_dict
@@ -42,6 +26,23 @@ from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.appending import AppendFile
 from r3async.world.files import RETRY_SECONDS, is_disk_error
 from r3async.world.stages import create_stage_task, in_stage, stage
+
+from .delivery import check_can_join, choose_weight_backend, zero_delivery_metrics
+from .fleet import Fleet, FleetGenerator, LearnerAddress, StallMonitor
+from .installer import GeneratorRestartsExhausted, VersionInstaller
+from .leasing import LeaseAnswer, LeaseCall, LeaseDispatcher
+from .placement import check_shares_run_directory
+from .process import (
+    RPC_SECONDS,
+    ProcessLost,
+    RunFailed,
+    await_guarded,
+    await_or_stopped,
+    call_with_limit,
+    describe_root_cause,
+    prepare_process,
+)
+from .tasks import Evaluator, TaskSource
 
 STOP_SECONDS_WHILE_LOADING = 5.0
 

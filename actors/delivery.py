@@ -36,7 +36,7 @@ from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import ClientKeys, ServerKeys
 
 if TYPE_CHECKING:
-    from r3async.actors.ranks import LocalRank, RemoteRanks
+    from .ranks import LocalRank, RemoteRanks
 
 _WILDCARD_HOSTS = ("*", "0.0.0.0", "::")
 WRITE_DISK_HINT = "the run waits, and nothing is lost: free bytes there, or file descriptors of this process"

@@ -11,20 +11,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from r3async.actors.conductor import Conductor
-from r3async.actors.delivery import check_learner_reachable
-from r3async.actors.generator import GeneratorActor, GeneratorFactories
-from r3async.actors.learner import LearnerActor
-from r3async.actors.placement import (
-    RemoteModelFiles,
-    ResourceDemand,
-    RunPlacements,
-    plan_engine,
-    publish_model_files,
-    reserve_placements,
-)
-from r3async.actors.process import NotTrained, PolledCall, ProcessLost, RunFailed, StoppedBeforeStep
-from r3async.actors.ranks import LocalRank, RemoteRanks, load_learner
 from r3async.checkpoint import (
     Checkpoint,
     CheckpointDirectory,
@@ -56,6 +42,21 @@ from r3async.world import ActorLostError, ActorOptions, ActorRef, Files, Insuffi
 from r3async.world.appending import EventReporter
 from r3async.world.files import fsync_with_parents, make_directory, read_file, replace_file
 from r3async.world.real import REAL_WORLD
+
+from .conductor import Conductor
+from .delivery import check_learner_reachable
+from .generator import GeneratorActor, GeneratorFactories
+from .learner import LearnerActor
+from .placement import (
+    RemoteModelFiles,
+    ResourceDemand,
+    RunPlacements,
+    plan_engine,
+    publish_model_files,
+    reserve_placements,
+)
+from .process import NotTrained, PolledCall, ProcessLost, RunFailed, StoppedBeforeStep
+from .ranks import LocalRank, RemoteRanks, load_learner
 
 # The driver of a run: starts its actors, follows them, and starts them again from the newest checkpoint if one is lost.
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.process import RPC_SECONDS, PolledCall, ProcessLost, RunFailed, call_with_limit, end_process
 from r3async.config import Config
 from r3async.data.models import RoutingShape
 from r3async.rollout.engine import InstallReport
@@ -22,6 +21,8 @@ from r3async.weights.probe import make_probe_text
 from r3async.world import ActorRef, World
 from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import ClientKeys
+
+from .process import RPC_SECONDS, PolledCall, ProcessLost, RunFailed, call_with_limit, end_process
 
 BACKOFF_MAX_SECONDS = 60.0
 

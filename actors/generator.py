@@ -14,17 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from r3async.actors.delivery import build_weight_receiver
-from r3async.actors.leasing import LeaseClient, VersionGate
-from r3async.actors.placement import RemoteModelFiles, fetch_model_files, shares_run_directory
-from r3async.actors.process import (
-    ActorNotLoaded,
-    describe_process,
-    gather_or_cancel,
-    latest_call_only,
-    prepare_process,
-    run_once,
-)
 from r3async.config import Config, EnvConfig, config_from_dict, config_to_dict, resolve_envs
 from r3async.data.mixed import split_seed
 from r3async.data.tokens import Trajectory
@@ -48,6 +37,18 @@ from r3async.weights.publish import TransferOffer, WeightReceiver
 from r3async.world import ActorRef, World
 from r3async.world.sockets import ClientKeys, TransportError, resolve_generator_keys
 from r3async.world.stages import create_stage_task, in_stage, stage
+
+from .delivery import build_weight_receiver
+from .leasing import LeaseClient, VersionGate
+from .placement import RemoteModelFiles, fetch_model_files, shares_run_directory
+from .process import (
+    ActorNotLoaded,
+    describe_process,
+    gather_or_cancel,
+    latest_call_only,
+    prepare_process,
+    run_once,
+)
 
 GENERATOR_CLOSE_SECONDS = 5.0
 PLAY_END_SECONDS = 0.1

@@ -11,9 +11,6 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from r3async.actors.delivery import Published, zero_delivery_metrics
-from r3async.actors.fleet import Fleet, FleetGenerator, LearnerAddress
-from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed, call_with_limit, end_process
 from r3async.config import Config
 from r3async.rollout.engine import InstallReport
 from r3async.schedule.health import HealthState, RestartsExhausted
@@ -29,6 +26,10 @@ from r3async.weights.probe import (
 from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.files import DiskRetrier, is_disk_error
 from r3async.world.real import REAL_WORLD
+
+from .delivery import Published, zero_delivery_metrics
+from .fleet import Fleet, FleetGenerator, LearnerAddress
+from .process import RPC_SECONDS, ProcessLost, RunFailed, call_with_limit, end_process
 
 T = TypeVar("T")
 

@@ -13,10 +13,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from r3async.actors.delivery import WRITE_DISK_HINT, Published, VersionWriter, build_weight_server, resolve_endpoint
-from r3async.actors.placement import shares_run_directory
-from r3async.actors.process import ActorNotLoaded, describe_process, prepare_process, wait_for_event
-from r3async.actors.ranks import LocalRank, RemoteRanks, load_learner
 from r3async.checkpoint import CheckpointWriter, open_checkpoint
 from r3async.checkpoint.state import LEARNER_RECORD_FILES, ConductorState, TrainingState
 from r3async.config import Config, config_from_dict, resolve_envs
@@ -52,6 +48,11 @@ from r3async.world.appending import AppendFile
 from r3async.world.files import read_file
 from r3async.world.sockets import resolve_learner_keys
 from r3async.world.stages import stage
+
+from .delivery import WRITE_DISK_HINT, Published, VersionWriter, build_weight_server, resolve_endpoint
+from .placement import shares_run_directory
+from .process import ActorNotLoaded, describe_process, prepare_process, wait_for_event
+from .ranks import LocalRank, RemoteRanks, load_learner
 
 if TYPE_CHECKING:
     from r3async.learner.trainer import PreparedStep, Trainer

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from r3async.actors.fleet import Fleet, FleetGenerator
-from r3async.actors.process import wait_for_event
 from r3async.config import Config
 from r3async.record.routes import parse_episode_id
 from r3async.record.timeline import CounterGrowth, LagMeter
@@ -33,6 +31,9 @@ from r3async.schedule.tasks import EpisodeEnd
 from r3async.untrusted import decode_msgpack
 from r3async.world import ActorRef
 from r3async.world.stages import stage
+
+from .fleet import Fleet, FleetGenerator
+from .process import wait_for_event
 
 ENGINE_POLL_SECONDS = 1.0
 """Between two looks, at most, at what the engine does. Its limit changes every two seconds at most (`ConcurrencyLimiter`)."""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from r3async.actors.process import RunFailed
 from r3async.checkpoint.directory import read_run_starts
 from r3async.config import Config, ConfigError
 from r3async.rollout.engine import TENSOR_NAMES_FILE
@@ -24,6 +23,8 @@ from r3async.world import (
     World,
 )
 from r3async.world.files import make_directory, read_file, replace_file
+
+from .process import RunFailed
 
 # Where the processes of a run go: which hosts the learner's ranks and the engines are on, or why they cannot be.
 #

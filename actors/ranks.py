@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from r3async.actors.delivery import UnsetSender, build_weight_sender, get_weights_directory
-from r3async.actors.placement import CHECKPOINT_LANE, WRITE_LANE, rank_placement
-from r3async.actors.process import ActorNotLoaded, prepare_process
 from r3async.checkpoint import FileEntry, open_checkpoint
 from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.models import UNKNOWN_SIZES, WriteSizes, read_write_sizes
@@ -41,6 +38,10 @@ from r3async.world.files import is_disk_error
 from r3async.world.processes import pause_garbage_collector
 from r3async.world.real import REAL_WORLD
 from r3async.world.stages import stage
+
+from .delivery import UnsetSender, build_weight_sender, get_weights_directory
+from .placement import CHECKPOINT_LANE, WRITE_LANE, rank_placement
+from .process import ActorNotLoaded, prepare_process
 
 if TYPE_CHECKING:
     from r3async.checkpoint.tensors import RankCopy, RankState

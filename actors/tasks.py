@@ -12,8 +12,6 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.fleet import Fleet, FleetGenerator
-from r3async.actors.process import RPC_SECONDS, RunFailed
 from r3async.checkpoint import CheckpointDirectory, RunState
 from r3async.checkpoint.directory import EvaluationFile, evaluation_path, read_evaluations, write_evaluation
 from r3async.config import Config, resolve_envs
@@ -36,6 +34,9 @@ from r3async.world import ActorLostError, World
 from r3async.world.appending import AppendFile
 from r3async.world.files import DiskRetrier
 from r3async.world.real import REAL_WORLD
+
+from .fleet import Fleet, FleetGenerator
+from .process import RPC_SECONDS, RunFailed
 
 MAX_ERROR_CHARACTERS = 500
 EVALUATION_POLL_SECONDS = 0.2

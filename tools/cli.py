@@ -10,16 +10,17 @@ from typing import Annotated, NoReturn
 import typer
 
 from r3async.config import ConfigError, load_command_config
-from r3async.tools.inspect.command import app as inspect
-from r3async.tools.model_commands import diagnose, doctor, export, replay, scale, sft
-from r3async.tools.report import report_command as report
-from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption
-from r3async.tools.submit.commands import app as submit
-from r3async.tools.submit.commands import cluster
-from r3async.tools.sweep.command import sweep
-from r3async.tools.terminal import SafeConsole
-from r3async.tools.usage import UsageError, explain_usage_error
 from r3async.world.processes import add_user_module_path, escape_control_characters
+
+from .inspect.command import app as inspect
+from .model_commands import diagnose, doctor, export, replay, scale, sft
+from .report import report_command as report
+from .runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption
+from .submit.commands import app as submit
+from .submit.commands import cluster
+from .sweep.command import sweep
+from .terminal import SafeConsole
+from .usage import UsageError, explain_usage_error
 
 UNTRAINED_EXIT_CODE = 4
 """Exit code of a run that made all its steps, and none of them an update."""
@@ -79,12 +80,13 @@ def train(
     """Train. Everything the run writes is in runs/NAME; runs/latest is the newest."""
     config = load_command_config(preset, overrides or [])
     if dry_run:
-        from r3async.tools.plan import print_plan
+        from .plan import print_plan
 
         print_plan(config, overrides or [], json)
         return
-    from r3async.tools.train import train as run
     from r3async.world.processes import ignore_command_output_errors
+
+    from .train import train as run
 
     ignore_command_output_errors()
     run(config, preset, root=runs)
@@ -93,7 +95,7 @@ def train(
 @app.command()
 def presets(name: Annotated[str | None, typer.Argument(help="show this one whole")] = None) -> None:
     """List the presets with what each is for, or show one with what it comes to."""
-    from r3async.tools.presets import describe_preset, describe_presets
+    from .presets import describe_preset, describe_presets
 
     typer.echo(describe_presets() if name is None else describe_preset(name))
 
@@ -127,7 +129,7 @@ def evaluate(
     """Play fixed tasks with a trained model; print the mean reward and its standard error."""
     if policy not in ("model", "oracle", "random"):
         _exit_with_error(f"--policy {policy!r} must be model, oracle or random", 2)
-    from r3async.tools.eval import eval_command
+    from .eval import eval_command
 
     eval_command(
         target,
@@ -160,7 +162,7 @@ def plan(
     picture: Annotated[Path | None, typer.Option(help="with --capacity: draw it to this SVG file")] = None,
 ) -> None:
     """Print what a run needs and what it would do, or predict a cluster, and start nothing."""
-    from r3async.tools.capacity.command import Settings, capacity_command, numbers, published_command
+    from .capacity.command import Settings, capacity_command, numbers, published_command
 
     if published:
         return published_command(json=json, say=typer.echo, note=_print_note)
@@ -185,7 +187,7 @@ def plan(
         )
     if preset is None:
         raise ConfigError("`plan` needs a preset's name or a TOML file; `r3async presets` lists the presets")
-    from r3async.tools.plan import print_plan
+    from .plan import print_plan
 
     print_plan(load_command_config(preset, overrides or []), overrides or [], json)
 
@@ -201,8 +203,8 @@ def tail(
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Watch a run: a live view on a terminal, a line per step in a pipe. Exit 1 if the run failed."""
-    from r3async.tools.inspect.run import InspectError, find_run
-    from r3async.tools.tail.lines import RemoteError, tail_local, tail_remote
+    from .inspect.run import InspectError, find_run
+    from .tail.lines import RemoteError, tail_local, tail_remote
 
     try:
         if address:
@@ -225,8 +227,8 @@ def init_model(
 ) -> None:
     """Make a tiny random Qwen3-MoE with a byte-level tokenizer, warmed up on the environment's oracle."""
     config = load_command_config(preset, overrides or [], "init-model")
-    from r3async.tools.init_model import init_model as make
-    from r3async.tools.run_dir import check_disk_space
+    from .init_model import init_model as make
+    from .run_dir import check_disk_space
 
     check_disk_space(directory.parent)
 
@@ -242,7 +244,7 @@ def keys(
     ] = None,
 ) -> None:
     """Make keys for `transport.keys`: connections are encrypted, and strangers are kept out. Secrets are 0600."""
-    from r3async.tools.keys import make_keys
+    from .keys import make_keys
 
     try:
         make_keys(directory, name or [], typer.echo)

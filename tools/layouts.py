@@ -8,7 +8,8 @@ import msgspec
 
 from r3async.config import Config, LearnerConfig, ParallelConfig
 from r3async.data.models import ModelShape, ModelShapeError
-from r3async.tools.memory import GIB, RankMemory, estimate_rank_memory
+
+from .memory import GIB, RankMemory, estimate_rank_memory
 
 MEMORY_HEADROOM = 0.95
 """Of a GPU's memory that a recommended layout may take: what the plan leaves out needs some."""

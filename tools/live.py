@@ -18,10 +18,11 @@ from typing import Any
 
 from aiohttp import web
 
-from r3async.tools.report import ServeError
 from r3async.views.live import EpisodeQuery, LiveRun
 from r3async.views.report import LivePage, make_names_distinct, render_comparison_page, render_run_page
 from r3async.views.templates import TEMPLATE_DIRECTORY, load_plotly_script
+
+from .report import ServeError
 
 LOOPBACK_HOST = "127.0.0.1"
 SHUTDOWN_SECONDS = 1.0

@@ -62,8 +62,9 @@ from r3async.data.models import (
     list_supported_types,
     parse_model_shape,
 )
-from r3async.tools.adapted import count_adapters
 from r3async.untrusted import decode_python_json
+
+from .adapted import count_adapters
 
 GIB = 2**30
 GPU_PARAMETERS = 10**9

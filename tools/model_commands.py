@@ -9,8 +9,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from r3async.config import ConfigError, load_command_config
-from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption
-from r3async.tools.terminal import SafeConsole
+
+from .runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption
+from .terminal import SafeConsole
 
 _PACK_PANEL = "A bundle for another machine (with --gpu)"
 
@@ -28,7 +29,8 @@ def export(
 ) -> None:
     """Write a checkpoint's model as a Hugging Face directory: safetensors, configuration, tokenizer."""
     from r3async.checkpoint import CheckpointError
-    from r3async.tools import export as exports
+
+    from . import export as exports
 
     named = runs / source
     path = Path(source) if Path(source).exists() or not named.exists() else named
@@ -55,8 +57,9 @@ def sft(
     """Supervised training of the answers in your rows: messages, or prompts and answers. The model is in runs/NAME/model."""
     config = load_command_config(preset, overrides or [], "sft")
     from r3async.learner import LearnerError
-    from r3async.tools.sft import run_sft as run
     from r3async.world.processes import ignore_command_output_errors
+
+    from .sft import run_sft as run
 
     ignore_command_output_errors()
     try:
@@ -88,8 +91,9 @@ def replay(
     from r3async.checkpoint import CheckpointError
     from r3async.learner import LearnerError
     from r3async.record.recording import RecordedStep, RecordingError
-    from r3async.tools import replay as replays
-    from r3async.tools.inspect.run import InspectError, find_run
+
+    from . import replay as replays
+    from .inspect.run import InspectError, find_run
 
     screen = SafeConsole(stderr=True)
 
@@ -139,10 +143,11 @@ def diagnose(
     from r3async.learner import LearnerError
     from r3async.rollout.activations import ActivationError
     from r3async.rollout.engine import EngineError
-    from r3async.tools.diagnose.command import find_diagnosis_target
-    from r3async.tools.diagnose.command import run_diagnosis as examine
-    from r3async.tools.diagnose.diagnosis import describe_diagnosis
     from r3async.weights.manifest import WeightError
+
+    from .diagnose.command import find_diagnosis_target
+    from .diagnose.command import run_diagnosis as examine
+    from .diagnose.diagnosis import describe_diagnosis
 
     screen = SafeConsole(stderr=True)
 
@@ -196,8 +201,8 @@ def doctor(
     if pack is not None:
         if not gpu:
             _exit_with_error("`--pack` is a bundle of `doctor --gpu`: add --gpu")
-        from r3async.tools.gpu_check.pack import PackError, Target
-        from r3async.tools.gpu_check.pack import pack as write
+        from .gpu_check.pack import PackError, Target
+        from .gpu_check.pack import pack as write
 
         try:
             target = Target.read(python, platform)
@@ -210,10 +215,10 @@ def doctor(
         typer.echo(f"copy it there, then: python{target.python} {pack.name}/run.py{' --small' if small else ''}")
         return
     if gpu:
-        from r3async.tools.gpu_check.command import check_gpu
+        from .gpu_check.command import check_gpu
 
         raise typer.Exit(check_gpu(out, small=small, only=only or [], minutes=minutes, console=SafeConsole()))
-    from r3async.tools.doctor import run_doctor
+    from .doctor import run_doctor
 
     raise typer.Exit(run_doctor())
 
@@ -234,8 +239,8 @@ def scale(
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Give a running run more generators, or fewer. Exit 1 if it refuses, 3 if it lacks them yet."""
-    from r3async.tools.inspect.run import InspectError, find_run
-    from r3async.tools.scale import parse_generators, scale_run
+    from .inspect.run import InspectError, find_run
+    from .scale import parse_generators, scale_run
 
     count = parse_generators(wanted)
     try:

@@ -16,9 +16,10 @@ from r3async.data.models import DTYPE_BYTES, ModelShape, RoutingShape, WriteSize
 from r3async.data.tokens import SCHEMA
 from r3async.schedule.admission import compute_staleness_bound, count_slots
 from r3async.schedule.groups import TRAJECTORY_HEADER_BYTES, max_buffer_bytes
-from r3async.tools.adapted import count_adapters
-from r3async.tools.layouts import recommend_layout
-from r3async.tools.memory import (
+
+from .adapted import count_adapters
+from .layouts import recommend_layout
+from .memory import (
     GIB,
     GPU_PARAMETERS,
     EngineMemory,
@@ -28,7 +29,7 @@ from r3async.tools.memory import (
     estimate_rank_memory,
     find_model_shape,
 )
-from r3async.tools.traffic import describe_host_memory, describe_step_traffic, format_bytes
+from .traffic import describe_host_memory, describe_step_traffic, format_bytes
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Values of a head that vLLM's attention on CPU takes (0.30)."""
@@ -112,9 +113,10 @@ def make_run_plan(config: Config, import_code: bool = True) -> RunPlan:
     Code that `config` names is imported and checked with `import_code`, and else left alone, which a note says: see `user_code`.
     """
     from r3async.rollout.evaluation import check_environment
-    from r3async.tools.preflight import check_custom_loss
-    from r3async.tools.rows import describe_rows
-    from r3async.tools.user_code import describe_code, find_named_code
+
+    from .preflight import check_custom_loss
+    from .rows import describe_rows
+    from .user_code import describe_code, find_named_code
 
     if code := {} if import_code else find_named_code(config):
         notes = [f"{describe_code(code)}. It was not imported, so neither it nor rows were checked"]
@@ -217,7 +219,7 @@ def _check_plan(config: Config, shape: ModelShape, plan: RunPlan, on_gpus: bool)
             f"least {largest}"
         )
     if not on_gpus:
-        from r3async.tools.preflight import has_gpu
+        from .preflight import has_gpu
 
         on_cpu = shape.head_dim < CPU_HEAD_DIMS[0] or not has_gpu()
         if not shape.kv_rank and shape.head_dim not in CPU_HEAD_DIMS and config.generator.engine == "vllm" and on_cpu:
@@ -371,8 +373,8 @@ def plan_to_json(plan: RunPlan) -> dict[str, Any]:
 
 def make_checked_plan(config: Config, import_code: bool = True) -> RunPlan:
     """The plan of a run that could start. Raises as `make_run_plan` does, and for a structure that cannot start."""
-    from r3async.tools.hub import resolve_hub_model
-    from r3async.tools.structure import check_local_models, check_model_structure
+    from .hub import resolve_hub_model
+    from .structure import check_local_models, check_model_structure
 
     config = resolve_hub_model(config, download=False)
     check_local_models(config)
@@ -383,7 +385,7 @@ def make_checked_plan(config: Config, import_code: bool = True) -> RunPlan:
 
 def print_plan(config: Config, overrides: Sequence[str] = (), as_json: bool = False) -> None:
     """Validate, and print the plan to stdout. `overrides`: what was typed. Raises as `make_checked_plan` does."""
-    from r3async.tools.user_code import may_import_code
+    from .user_code import may_import_code
 
     plan = make_checked_plan(config, may_import_code(config, overrides))
     print(json.dumps(plan_to_json(plan)) if as_json else describe_plan(plan, config))

@@ -29,7 +29,10 @@ from r3async.envs.errors import summarize_error
 from r3async.envs.factory import build_environment_factory
 from r3async.rollout.agents import is_agent
 from r3async.rollout.episode import close_environment
-from r3async.tools.memory import (
+from r3async.untrusted import decode_python_json
+from r3async.world.processes import run_on_shared_loop
+
+from .memory import (
     GPU_PARAMETERS,
     check_model_type,
     check_router_settings,
@@ -38,8 +41,6 @@ from r3async.tools.memory import (
     estimate_rank_memory,
     find_model_shape,
 )
-from r3async.untrusted import decode_python_json
-from r3async.world.processes import run_on_shared_loop
 
 ENVIRONMENT_TRY_SECONDS = 10.0
 """So long an environment is tried. One that takes longer is not judged."""

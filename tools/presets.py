@@ -9,7 +9,8 @@ import msgspec
 
 from r3async.config import find_config, load_config, preset_directory
 from r3async.envs.dataset import is_dataset
-from r3async.tools.plan import describe_plan, make_run_plan
+
+from .plan import describe_plan, make_run_plan
 
 FIRST_PRESET = "quickstart"
 HEADER_LABELS = ("When to choose it:", "Staleness bound:", "Tested on:")

@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from r3async.tools.cli import main
+from .cli import main
 
 
 def run_program() -> NoReturn:

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, RunsOption
-from r3async.tools.terminal import SafeConsole
+from .runs import DEFAULT_RUNS_DIRECTORY, RunsOption
+from .terminal import SafeConsole
 
 
 class ServeError(ValueError):
@@ -33,7 +33,7 @@ def report_command(
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Write a run's report.html, one file that needs no network. Several runs: a page that compares them."""
-    from r3async.tools.inspect.run import InspectError
+    from .inspect.run import InspectError
 
     try:
         if serve:
@@ -48,9 +48,10 @@ def report_command(
 def write_report_page(names: Sequence[str], output: Path | None, root: Path) -> Path:
     """The page's path: `output`, or `report.html` of the one run or sweep, or `compare.html` of the first of several. Raises
     `InspectError` for a run that is not there."""
-    from r3async.tools.inspect.run import find_run
-    from r3async.tools.sweep.record import find_sweep, rewrite_sweep_report
     from r3async.views.report import write_report
+
+    from .inspect.run import find_run
+    from .sweep.record import find_sweep, rewrite_sweep_report
 
     if len(names) == 1 and output is None and (sweep := find_sweep(names[0], root)) is not None:
         return rewrite_sweep_report(sweep)
@@ -60,8 +61,8 @@ def write_report_page(names: Sequence[str], output: Path | None, root: Path) -> 
 
 def serve_runs(names: Sequence[str], output: Path | None, port: int, root: Path) -> None:
     """Serve until Ctrl-C; the address goes to stdout. Raises `InspectError` for a run that is not there, and `ServeError`."""
-    from r3async.tools.inspect.run import find_run
-    from r3async.tools.live import serve_live_pages
+    from .inspect.run import find_run
+    from .live import serve_live_pages
 
     if output is not None:
         raise ServeError("--serve writes no file: leave out --output")

@@ -72,7 +72,7 @@ def _make_renderer(config: Config) -> ChatRenderer | None:
     """None if the model is not on this machine."""
     path = config.model.path
     if not path:
-        from r3async.tools.init_model import build_byte_tokenizer
+        from .init_model import build_byte_tokenizer
 
         return ChatRenderer(build_byte_tokenizer(), template_args=config.episode.template_args)
     if not (Path(path) / "config.json").is_file():

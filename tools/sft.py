@@ -23,12 +23,14 @@ from r3async.config import Config, ConfigError
 from r3async.data.tokens import Sample
 from r3async.record.events import open_event_log
 from r3async.record.writer import MetricsFile
-from r3async.tools.preflight import check_model_directory
-from r3async.tools.run_dir import check_disk_space, explain_full_disk, open_named_run
-from r3async.tools.sft_data import SupervisedRows
-from r3async.tools.tail.live import LiveView, describe_step
-from r3async.tools.terminal import SafeConsole
-from r3async.tools.train import (
+from r3async.world.real import REAL_WORLD
+
+from .preflight import check_model_directory
+from .run_dir import check_disk_space, explain_full_disk, open_named_run
+from .sft_data import SupervisedRows
+from .tail.live import LiveView, describe_step
+from .terminal import SafeConsole
+from .train import (
     MetricsForwarder,
     StoppedWhileLoading,
     StopRequest,
@@ -36,7 +38,6 @@ from r3async.tools.train import (
     make_reporter,
     report_ended_run,
 )
-from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:
     from r3async.actors.driver import RunDirectory

@@ -6,9 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from r3async.config import Config, ConfigError
-from r3async.tools.memory import check_router_settings, find_model_shape
-from r3async.tools.preflight import check_engine_config, check_model_directory, check_teacher
 from r3async.world.processes import pause_garbage_collector
+
+from .memory import check_router_settings, find_model_shape
+from .preflight import check_engine_config, check_model_directory, check_teacher
 
 
 def check_local_models(config: Config) -> None:

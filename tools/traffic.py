@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from r3async.config import Config
 from r3async.data.models import DTYPE_BYTES, ModelShape
-from r3async.tools.adapted import count_adapters
-from r3async.tools.memory import count_replicas
+
+from .adapted import count_adapters
+from .memory import count_replicas
 
 
 def format_bytes(count: float) -> str:

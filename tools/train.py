@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from r3async.config import Config, check_policy_loss
-from r3async.tools.callbacks import CallbackRunner
-from r3async.tools.outlets import MetricsForwarder
-from r3async.tools.run_dir import check_disk_space, explain_full_disk, open_named_run
-from r3async.tools.tail.live import LiveView
-from r3async.tools.terminal import SafeConsole
 from r3async.world.real import REAL_WORLD
+
+from .callbacks import CallbackRunner
+from .outlets import MetricsForwarder
+from .run_dir import check_disk_space, explain_full_disk, open_named_run
+from .tail.live import LiveView
+from .terminal import SafeConsole
 
 if TYPE_CHECKING:
     from r3async.actors.driver import RunLauncher
@@ -163,10 +164,11 @@ def _prepare_and_train(
     from r3async.envs.mix import add_default_evaluation_sets
     from r3async.record.sinks import check_sinks
     from r3async.rollout.evaluation import check_environment
-    from r3async.tools.diagnose.afterwards import diagnose_failed_run
-    from r3async.tools.hub import is_hub_name, resolve_hub_model
-    from r3async.tools.preflight import check_start
-    from r3async.tools.rows import add_row_digests
+
+    from .diagnose.afterwards import diagnose_failed_run
+    from .hub import is_hub_name, resolve_hub_model
+    from .preflight import check_start
+    from .rows import add_row_digests
 
     config = add_default_evaluation_sets(config)
     check_policy_loss(config.algorithm)
@@ -216,7 +218,8 @@ def make_reporter(view: LiveView) -> EventReporter:
 def _make_start_model(config: Config, run_dir: Path, view: LiveView, request: StopRequest) -> Path:
     """The start model of a run that has none. While it is made, Ray starts."""
     from r3async.actors.driver import connect_cluster
-    from r3async.tools.init_model import init_model_in_process, init_or_copy_model
+
+    from .init_model import init_model_in_process, init_or_copy_model
 
     def meanwhile() -> None:
         view.show_phase("starting Ray")

@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import Config, ConfigError, load_config
-from r3async.tools.capacity.cluster import Model, predict
-from r3async.tools.capacity.estimate import HARDWARE, CalibrationError, calibrate, estimate
-from r3async.tools.capacity.published import CASES, markdown, reproduce
-from r3async.tools.capacity.report import lines, picture, sweep
+
+from .cluster import Model, predict
+from .estimate import HARDWARE, CalibrationError, calibrate, estimate
+from .published import CASES, markdown, reproduce
+from .report import lines, picture, sweep
 
 Say = Callable[[str], object]
 

@@ -20,9 +20,10 @@ import numpy as np
 from r3async.config import Config
 from r3async.record.reading import read_json_objects
 from r3async.record.timeline import Span, read_timeline
-from r3async.tools.capacity.cluster import Distribution, EngineSpeed, LearnerSpeed, Model, Sharing
-from r3async.tools.memory import find_model_shape
-from r3async.tools.plan import count_wire_bytes
+
+from ..memory import find_model_shape
+from ..plan import count_wire_bytes
+from .cluster import Distribution, EngineSpeed, LearnerSpeed, Model, Sharing
 
 BYTES = 2
 """Of a parameter in bf16."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from r3async.tools.capacity.cluster import Distribution, EngineSpeed, LearnerSpeed, Model, predict
+from .cluster import Distribution, EngineSpeed, LearnerSpeed, Model, predict
 
 FIRST_GUESS, SECANTS, CLOSE = 0.01, 6, 0.001
 

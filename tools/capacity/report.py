@@ -7,7 +7,7 @@ from html import escape
 
 import msgspec
 
-from r3async.tools.capacity.cluster import Model, Prediction, predict
+from .cluster import Model, Prediction, predict
 
 IDLE = 0.1
 """A learner that waits for less than this share of its time is kept busy."""

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from r3async.tools.diagnose.causes import locate_tensor
-from r3async.tools.diagnose.choice import compute_mismatch_share
-from r3async.tools.diagnose.experiments import FIX_STALE
-from r3async.tools.diagnose.judge import Divergence, DivergentStage, Explanation, StageOutputs, measure_errors
-from r3async.tools.diagnose.reference import ReferenceModel
-from r3async.tools.diagnose.simple import try_temperature
+from .causes import locate_tensor
+from .choice import compute_mismatch_share
+from .experiments import FIX_STALE
+from .judge import Divergence, DivergentStage, Explanation, StageOutputs, measure_errors
+from .reference import ReferenceModel
+from .simple import try_temperature
 
 SAMPLED_TOLERANCE = 1e-3
 """Nats by which a log-prob that came with a token may differ from its score in float32: decoding adds up in another order."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from r3async.tools.diagnose.experiments import Experiments, bind_value, find_minimum
-from r3async.tools.diagnose.judge import DivergentStage
-from r3async.tools.diagnose.reference import StageTrial, make_causal_mask
+from .experiments import Experiments, bind_value, find_minimum
+from .judge import DivergentStage
+from .reference import StageTrial, make_causal_mask
 
 
 def _change_rotary(trial: StageTrial, change: Callable[[Tensor], Tensor]) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import torch
 
-from r3async.tools.diagnose import attention, mixture, simple
-from r3async.tools.diagnose.choice import explain_choice
-from r3async.tools.diagnose.experiments import FIX_CONFIG, FIX_MAPPING, FIX_QUANTISED, FIX_STALE, Cause
-from r3async.tools.diagnose.judge import DivergentStage, Explanation
+from . import attention, mixture, simple
+from .choice import explain_choice
+from .experiments import FIX_CONFIG, FIX_MAPPING, FIX_QUANTISED, FIX_STALE, Cause
+from .judge import DivergentStage, Explanation
 
 NORM_STAGES = ("input_norm", "post_norm", "final_norm")
 MATRIX_STAGES = ("embedding", "attention", "router", "mlp", "head")

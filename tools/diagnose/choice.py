@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from r3async.tools.diagnose.judge import DivergentStage, Explanation
-from r3async.tools.diagnose.reference import get_router
+from .judge import DivergentStage, Explanation
+from .reference import get_router
 
 MAX_UNEXPLAINED_SHARE = 0.2
 """Share of tokens that a cause may leave unexplained."""

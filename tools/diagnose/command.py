@@ -15,10 +15,13 @@ from r3async.config import Config, ConfigError, load_config
 from r3async.config.load import Overrides, apply_overrides
 from r3async.learner import build_learner
 from r3async.rollout.engine import build_engine
-from r3async.tools.diagnose.diagnosis import Diagnosis, compare_sides
-from r3async.tools.diagnose.reference import ReferenceModel
-from r3async.tools.diagnose.tokens import check_masks, check_tokens
-from r3async.tools.diagnose.witnesses import (
+from r3async.untrusted import decode_python_json
+from r3async.weights.probe import FAILED_MODEL_DIRECTORY, make_probe_text
+
+from .diagnosis import Diagnosis, compare_sides
+from .reference import ReferenceModel
+from .tokens import check_masks, check_tokens
+from .witnesses import (
     PROMPT_TOKENS,
     EngineOutputs,
     find_changed_tensors,
@@ -26,8 +29,6 @@ from r3async.tools.diagnose.witnesses import (
     observe_learner,
     to_single_rank,
 )
-from r3async.untrusted import decode_python_json
-from r3async.weights.probe import FAILED_MODEL_DIRECTORY, make_probe_text
 
 PrintLine = Callable[[str], object]
 
@@ -50,7 +51,7 @@ def find_diagnosis_target(
 
     Raises `ConfigError` or `CheckpointError`.
     """
-    from r3async.tools.inspect.run import InspectError, find_run
+    from ..inspect.run import InspectError, find_run
 
     directory = Path(name)
     if (directory / "config.json").is_file():
@@ -77,7 +78,8 @@ def find_diagnosis_target(
 
 def _export_newest(run: Path, scratch: Path, print_line: PrintLine) -> Path | None:
     from r3async.checkpoint import CheckpointDirectory
-    from r3async.tools.export import export_model
+
+    from ..export import export_model
 
     if not any((run / "checkpoints").glob("step-*")) and not CheckpointDirectory(run / "checkpoints").list_steps():
         return None

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from r3async.tools.diagnose.around import check_dtype, check_routes, check_sampling, check_weights
-from r3async.tools.diagnose.causes import explain_case
-from r3async.tools.diagnose.judge import Divergence, StageOutputs, find_divergent_stages, merge_cases
-from r3async.tools.diagnose.reference import ReferenceModel
+from .around import check_dtype, check_routes, check_sampling, check_weights
+from .causes import explain_case
+from .judge import Divergence, StageOutputs, find_divergent_stages, merge_cases
+from .reference import ReferenceModel
 
 
 class Diagnosis(msgspec.Struct, frozen=True):

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from r3async.tools.diagnose.judge import DivergentStage
-from r3async.tools.diagnose.reference import StageTrial
+from .judge import DivergentStage
+from .reference import StageTrial
 
 TrialChange = Callable[[StageTrial], object]
 Experiments = Iterator[tuple[TrialChange, str]]

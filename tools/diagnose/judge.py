@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from r3async.tools.diagnose.reference import MODEL_STAGES, ReferenceModel, StageTrial
+from .reference import MODEL_STAGES, ReferenceModel, StageTrial
 
 ROUNDING_FACTOR = 4.0
 """So many times the difference that the witness's dtype alone makes is rounding too: kernels add up in another order."""

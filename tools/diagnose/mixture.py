@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from r3async.tools.diagnose.experiments import FIX_CONFIG, FIX_MAPPING, Cause, Experiments, bind_value
-from r3async.tools.diagnose.judge import DivergentStage
-from r3async.tools.diagnose.reference import StageTrial
+from .experiments import FIX_CONFIG, FIX_MAPPING, Cause, Experiments, bind_value
+from .judge import DivergentStage
+from .reference import StageTrial
 
 MAX_SOLVED_TOKENS = 64
 """Tokens of which the shares of all experts are found out."""

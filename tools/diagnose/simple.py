@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from r3async.tools.diagnose.experiments import Experiments, TrialChange, bind_value, change_weights, find_minimum
-from r3async.tools.diagnose.judge import DivergentStage
-from r3async.tools.diagnose.reference import StageTrial
+from .experiments import Experiments, TrialChange, bind_value, change_weights, find_minimum
+from .judge import DivergentStage
+from .reference import StageTrial
 
 
 def try_rounded_weights(case: DivergentStage) -> Experiments:

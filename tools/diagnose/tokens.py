@@ -9,7 +9,8 @@ import numpy as np
 
 from r3async.data.tokens import TokenTable
 from r3async.envs import Message
-from r3async.tools.diagnose.judge import Divergence, Explanation
+
+from .judge import Divergence, Explanation
 
 TEST_CONVERSATION = (
     Message("system", "Answer."),

@@ -17,8 +17,9 @@ from r3async.data.models import EXPERT_BIAS_SUFFIX
 from r3async.learner import LearnerError
 from r3async.rollout.activations import ActivationRecorder
 from r3async.rollout.engine import GenerationRequest
-from r3async.tools.diagnose.judge import SampledTokens, StageOutputs
 from r3async.weights.publish import VersionStore
+
+from .judge import SampledTokens, StageOutputs
 
 PROMPT_TOKENS, ANSWER_TOKENS = 64, 16
 """Tokens of the text that is given, and of what the engine adds to it. Few: each keeps all that a model computes of it."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from r3async.tools.gpu_check.part import RESULT, command
+from .part import RESULT, command
 
 RESULTS = "results.json"
 PREDICTIONS = Path(__file__).with_name("predictions.toml")

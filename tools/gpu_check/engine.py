@@ -18,9 +18,10 @@ from r3async.data.tokens import Sample, TokenTable
 from r3async.learner.batch import collate_samples
 from r3async.rollout.engine import Generation, GenerationRequest
 from r3async.rollout.vllm.engine import VllmEngine
-from r3async.tools.gpu_check.learner import learner_of
-from r3async.tools.gpu_check.place import TINY, Place
 from r3async.weights.publish import VersionStore
+
+from .learner import learner_of
+from .place import TINY, Place
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {},

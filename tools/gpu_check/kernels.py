@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from r3async.learner.kernels import packed_attention, plan_attention
-from r3async.tools.gpu_check.place import Place
+
+from .place import Place
 
 KERNELS = {
     "default": None,

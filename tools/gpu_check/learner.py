@@ -22,8 +22,9 @@ from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
 from r3async.learner.batch import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
-from r3async.tools.gpu_check.place import Place, make_config, make_samples
 from r3async.weights.publish import VersionStore
+
+from .place import Place, make_config, make_samples
 
 BUDGET = 512
 LENGTHS = (9, 120, 33, 300, 64, 257, 5, 190)
@@ -222,7 +223,7 @@ def _relative(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _without_gpu(place: Place, target: str, **arguments: Any) -> None:
-    from r3async.tools.gpu_check.part import RESULT, command
+    from .part import RESULT, command
 
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     line = command(place.out, place.small, target, {k: str(v) for k, v in arguments.items()})

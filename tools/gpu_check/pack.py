@@ -27,7 +27,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 import r3async
-from r3async.tools.doctor import UNWANTED_PACKAGES
+
+from ..doctor import UNWANTED_PACKAGES
 
 DIST = "r3async"
 RUN, CONTENTS, PIECE = "run.py", "bundle.json", "piece-"

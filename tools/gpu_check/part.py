@@ -25,7 +25,7 @@ def command(out: Path, small: bool, target: str, arguments: Mapping[str, Any]) -
 
 def main(out: str, size: str, target: str, arguments: str) -> int:
     """0 if the part gave figures, and they are in the last line."""
-    from r3async.tools.gpu_check.place import Place
+    from .place import Place
 
     module, name = target.split(":")
     part = getattr(importlib.import_module(f"r3async.tools.gpu_check.{module}"), name)

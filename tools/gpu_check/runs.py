@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from r3async.tools.gpu_check.place import Place
+from .place import Place
 
 SMALL = (
     *("schedule.groups_per_step=2", "schedule.samples_per_group=4", "model.init.max_warm_steps=2"),

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, RunsOption
-from r3async.tools.terminal import SafeConsole
-from r3async.tools.usage import DefaultCommandGroup
+from ..runs import DEFAULT_RUNS_DIRECTORY, RunsOption
+from ..terminal import SafeConsole
+from ..usage import DefaultCommandGroup
 
 if TYPE_CHECKING:
-    from r3async.tools.inspect.look import Inspection
+    from .look import Inspection
 
 
 class _InspectGroup(DefaultCommandGroup):
@@ -47,8 +47,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object a line
 def _open_inspection(target: str, runs: Path) -> Iterator[Inspection]:
     """What could not be read is reported on stderr at the end, and makes exit code 2."""
     from r3async.record.routes import RouteFileError
-    from r3async.tools.inspect.look import Inspection
-    from r3async.tools.inspect.run import InspectError
+
+    from .look import Inspection
+    from .run import InspectError
 
     problems: list[str] = []
     try:
@@ -96,7 +97,7 @@ def trajectories(
 ) -> None:
     """List trajectories of a run or a spool, one a line; or their tokens; or write them to a file."""
     with _open_inspection(target, runs) as inspection:
-        from r3async.tools.inspect.trajectories import TrajectoryFilter
+        from .trajectories import TrajectoryFilter
 
         keep = TrajectoryFilter(reward_below, age_above, turns, trajectory, step)
         inspection.show_trajectories(target, keep, version, limit, tokens=tokens, export=export, json=json)

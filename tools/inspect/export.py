@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from r3async.data.tokens import SCHEMA
-from r3async.tools.inspect.run import InspectError
-from r3async.tools.inspect.trajectories import InspectedTrajectory
+
+from .run import InspectError
+from .trajectories import InspectedTrajectory
 
 PARQUET_BATCH_ROWS = 64
 TRACE_COLUMNS = {"learner_logprobs": ("float32", 0), "learner_experts": ("uint16", 2)}

@@ -9,12 +9,14 @@ from typing import NamedTuple
 from rich.console import Console
 
 from r3async.record.reading import EVALUATION_FILE, read_json_objects
-from r3async.tools.inspect import checkpoint as checkpoints
-from r3async.tools.inspect.export import export_trajectories as write_file
-from r3async.tools.inspect.routes import describe_route_traces, print_routes, print_verification
-from r3async.tools.inspect.run import InspectError, find_file, find_run, is_checkpoint
-from r3async.tools.inspect.show import make_printer, print_tokens, print_trajectories, write_json_lines
-from r3async.tools.inspect.sources import (
+from r3async.views.episodes import RunTokenizer
+
+from . import checkpoint as checkpoints
+from .export import export_trajectories as write_file
+from .routes import describe_route_traces, print_routes, print_verification
+from .run import InspectError, find_file, find_run, is_checkpoint
+from .show import make_printer, print_tokens, print_trajectories, write_json_lines
+from .sources import (
     describe_quarantine,
     describe_skipped_lines,
     describe_sources,
@@ -25,9 +27,8 @@ from r3async.tools.inspect.sources import (
     read_run_trajectories,
     read_spool,
 )
-from r3async.tools.inspect.trajectories import InspectedTrajectory, TrajectoryFilter, iter_tokens
-from r3async.tools.inspect.wire import describe_message, read_messages
-from r3async.views.episodes import RunTokenizer
+from .trajectories import InspectedTrajectory, TrajectoryFilter, iter_tokens
+from .wire import describe_message, read_messages
 
 LIST_LIMIT, TOKENS_LIMIT, TENSORS_LIMIT, MESSAGES_LIMIT = 20, 1, 50, 5
 

@@ -11,10 +11,11 @@ from rich.text import Text
 
 from r3async.record.reading import read_run_config
 from r3async.record.routes import RouteEntry, RouteIndex, verify_routes
-from r3async.tools.inspect.run import InspectError, fit_to_cells, suggest_nearest
-from r3async.tools.inspect.show import make_printer, write_json_lines
 from r3async.views.episodes import RunTokenizer, TracedSample, label_token_roles
 from r3async.views.summary import format_percent
+
+from .run import InspectError, fit_to_cells, suggest_nearest
+from .show import make_printer, write_json_lines
 
 TOKEN_TEXT_CELLS = 12
 

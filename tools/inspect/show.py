@@ -9,10 +9,11 @@ import msgspec
 from rich.cells import cell_len
 from rich.console import Console
 
-from r3async.tools.inspect.run import fit_to_cells
-from r3async.tools.inspect.trajectories import InspectedToken, InspectedTrajectory, iter_tokens
 from r3async.views.summary import format_number
 from r3async.world.processes import escape_control_characters
+
+from .run import fit_to_cells
+from .trajectories import InspectedToken, InspectedTrajectory, iter_tokens
 
 LIST_HEADERS = (
     "trajectory",

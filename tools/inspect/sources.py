@@ -22,14 +22,15 @@ from r3async.record.reading import (
 )
 from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes, find_engine_routes
 from r3async.record.routes import load_route_record as load_route
-from r3async.tools.inspect.run import fit_to_cells, is_run
-from r3async.tools.inspect.trajectories import (
+from r3async.transport.spool import SPOOL_FORMAT, load_record
+
+from .run import fit_to_cells, is_run
+from .trajectories import (
     InspectedTrajectory,
     convert_episode_line,
     convert_trained_routes,
     convert_trajectory,
 )
-from r3async.transport.spool import SPOOL_FORMAT, load_record
 
 ReportProblem = Callable[[str], object]
 

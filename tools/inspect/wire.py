@@ -23,9 +23,10 @@ from r3async.data.wire import (
     join_item_frames,
     read_trajectory_header,
 )
-from r3async.tools.inspect.run import InspectError
 from r3async.transport.spool import SPOOL_FORMAT
 from r3async.untrusted import decode_msgpack
+
+from .run import InspectError
 
 MAX_FIELD_CHARACTERS = 200
 """Characters of a control message's field."""

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from r3async.config import load_command_config
-from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, RUNS_VARIABLE
-from r3async.tools.terminal import SafeConsole, echo_printable
-from r3async.tools.usage import DefaultCommandGroup
 from r3async.world.processes import clean_log_output
 
+from ..runs import DEFAULT_RUNS_DIRECTORY, RUNS_VARIABLE
+from ..terminal import SafeConsole, echo_printable
+from ..usage import DefaultCommandGroup
+
 if TYPE_CHECKING:
-    from r3async.tools.submit.jobs import ClusterJobs
+    from .jobs import ClusterJobs
 
 AddressOption = Annotated[
     str,
@@ -44,7 +45,7 @@ app = typer.Typer(
 @contextmanager
 def _open_jobs(address: str, token_file: str) -> Iterator[ClusterJobs]:
     """The cluster's jobs. What it cannot be asked, or refuses, is one line on stderr and exit code 2."""
-    from r3async.tools.submit.jobs import ClusterJobs, SubmitError
+    from .jobs import ClusterJobs, SubmitError
 
     try:
         yield ClusterJobs(address, token_file)
@@ -68,8 +69,8 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the job, and submit nothing")] = False,
 ) -> None:
     """Package this folder (without what .gitignore and .rayignore name) and train PRESET as a job."""
-    from r3async.tools.plan import make_run_plan
-    from r3async.tools.submit.jobs import make_package
+    from ..plan import make_run_plan
+    from .jobs import make_package
 
     config = load_command_config(preset, overrides or [])
     plan = make_run_plan(config, import_code=not dry_run)
@@ -88,8 +89,8 @@ def submit(
 
 
 def _check_cluster_fit(plan: Any, config: Any, jobs: Any) -> None:
-    from r3async.tools.fit import check_cluster_fit, query_nodes
-    from r3async.tools.submit.jobs import SubmitError
+    from ..fit import check_cluster_fit, query_nodes
+    from .jobs import SubmitError
 
     fit = check_cluster_fit(plan, config, query_nodes(jobs.dashboard_address))
     if fit.problems:
@@ -100,7 +101,7 @@ def _check_cluster_fit(plan: Any, config: Any, jobs: Any) -> None:
 
 def _follow_job(jobs: ClusterJobs, job: str) -> NoReturn:
     """Show the job's log until it ends, and exit as it did."""
-    from r3async.tools.submit.jobs import STATUS_EXIT_CODES, write_log
+    from .jobs import STATUS_EXIT_CODES, write_log
 
     try:
         status = jobs.follow_log(job, write_log)
@@ -117,7 +118,7 @@ def _follow_job(jobs: ClusterJobs, job: str) -> NoReturn:
 @app.command()
 def status(job: JobArgument, address: AddressOption = "", token_file: TokenOption = "") -> None:
     """A job's status as JSON; the exit code is that of `submit`: 0 also while it runs."""
-    from r3async.tools.submit.jobs import STATUS_EXIT_CODES
+    from .jobs import STATUS_EXIT_CODES
 
     with _open_jobs(address, token_file) as jobs:
         found = jobs.get_status(jobs.find_job(job))
@@ -170,8 +171,8 @@ def cluster(
     token_file: TokenOption = "",
 ) -> None:
     """What a run needs beside what a Ray cluster has; exit code 1 if it does not fit."""
-    from r3async.tools.fit import check_cluster_fit, describe_cluster_fit, query_nodes
-    from r3async.tools.plan import make_run_plan
+    from ..fit import check_cluster_fit, describe_cluster_fit, query_nodes
+    from ..plan import make_run_plan
 
     config = load_command_config(preset, overrides or [])
     plan = make_run_plan(config, import_code=False)

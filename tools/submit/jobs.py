@@ -24,9 +24,10 @@ import msgspec
 import psutil
 
 from r3async.config import Config, ConfigError, is_loopback_host
-from r3async.tools.runs import RUNS_VARIABLE, get_runs_directory
-from r3async.tools.submit.launch import extract_command, make_entrypoint
 from r3async.world.processes import clean_log_output
+
+from ..runs import RUNS_VARIABLE, get_runs_directory
+from .launch import extract_command, make_entrypoint
 
 AUTH_MODE_VARIABLE = "RAY_AUTH_MODE"
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"

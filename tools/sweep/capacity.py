@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from r3async.config import Config
-from r3async.tools.memory import GIB
-from r3async.tools.plan import VERSIONS_IN_MEMORY, RunPlan
+
+from ..memory import GIB
+from ..plan import VERSIONS_IN_MEMORY, RunPlan
 
 PROCESS_BYTES = 0.9 * GIB
 """Of host memory that each of a run's processes takes before it holds a model, Ray's own shared among them."""
@@ -39,7 +40,7 @@ class SweepCapacity(NamedTuple):
 
 
 def measure_machine() -> Machine:
-    from r3async.tools.doctor import count_cores, read_memory
+    from ..doctor import count_cores, read_memory
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     numbers = sorted(int(path.name.removeprefix("nvidia")) for path in Path("/dev").glob("nvidia[0-9]*"))

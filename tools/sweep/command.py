@@ -14,12 +14,14 @@ import typer
 
 from r3async.config import ConfigError
 from r3async.config.load import explain_bad_name
-from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption
+
+from ..runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption
 
 if TYPE_CHECKING:
-    from r3async.tools.sweep.capacity import Machine, RunNeeds, SweepCapacity
-    from r3async.tools.sweep.plan import PlannedRun, SweepPlan
     from r3async.views.sweeps import SweepResults
+
+    from .capacity import Machine, RunNeeds, SweepCapacity
+    from .plan import PlannedRun, SweepPlan
 
 PrintLine = Callable[[str], object]
 
@@ -93,9 +95,9 @@ def sweep(
 def check_sweep(request: SweepRequest, print_line: PrintLine, import_code: bool = True) -> CheckedSweep:
     """Every run that is asked for, validated as by `r3async train --dry-run`; see `make_plan` for `import_code`. Raises
     `ConfigError` that names the run."""
-    from r3async.tools.plan import make_checked_plan
-    from r3async.tools.sweep.capacity import combine_needs, compute_capacity, compute_needs, measure_machine
-    from r3async.tools.sweep.plan import choose_runs, list_runs, read_sweep_plan
+    from ..plan import make_checked_plan
+    from .capacity import combine_needs, compute_capacity, compute_needs, measure_machine
+    from .plan import choose_runs, list_runs, read_sweep_plan
 
     plan = read_sweep_plan(request.path)
     try:
@@ -127,12 +129,13 @@ def run_sweep(directory: Path, asked: SweepRequest, print_line: PrintLine) -> tu
     """Make the runs that are asked for and missing in `directory`. Returns whether all of them are complete, and the results of
     all that are there. Raises `ConfigError` and, where somebody asked for the end, `KeyboardInterrupt`."""
     from r3async.checkpoint.directory import RunLock
-    from r3async.tools.run_dir import check_disk_space
-    from r3async.tools.sweep import record as records
-    from r3async.tools.sweep.capacity import make_slot_environment
-    from r3async.tools.sweep.runner import SweepRunner, make_starter
-    from r3async.tools.train import StopRequest, handle_stop_signals
     from r3async.world.files import make_directory
+
+    from ..run_dir import check_disk_space
+    from ..train import StopRequest, handle_stop_signals
+    from . import record as records
+    from .capacity import make_slot_environment
+    from .runner import SweepRunner, make_starter
 
     checked = check_sweep(asked, print_line)
     check_disk_space(directory)

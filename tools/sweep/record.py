@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import ConfigError
-from r3async.tools.sweep.plan import PlannedRun, SweepPlan, list_points, list_runs
 from r3async.untrusted import MalformedError, decode_json
 from r3async.views.sweeps import (
     FINISHED_FILE,
@@ -27,6 +26,8 @@ from r3async.views.sweeps import (
     write_sweep_results,
 )
 from r3async.world.files import make_directory, replace_file
+
+from .plan import PlannedRun, SweepPlan, list_points, list_runs
 
 RECORD_FILE = "sweep.json"
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]

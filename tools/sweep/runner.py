@@ -15,9 +15,10 @@ from typing import Protocol
 
 from r3async.config import ConfigError
 from r3async.record.reading import read_json_objects
-from r3async.tools.sweep.plan import PlannedRun
 from r3async.views.summary import format_seconds, summarize_run
 from r3async.views.sweeps import FINISHED_FILE, is_run_complete, read_finished_runs
+
+from .plan import PlannedRun
 
 POLL_SECONDS = 0.5
 PROGRESS_SECONDS = 30.0
@@ -198,7 +199,8 @@ def make_starter(directory: Path, slot_environment: Callable[[int], Mapping[str,
 def main(owner: int, words: Sequence[str]) -> None:
     """In a run's process."""
     from r3async.rollout.vllm.client import exit_with_owner
-    from r3async.tools.cli import main as command
+
+    from ..cli import main as command
 
     exit_with_owner(owner)
     sys.argv = ["r3async", *words]

@@ -12,9 +12,10 @@ from textual.containers import VerticalScroll
 from textual.events import Resize
 from textual.widgets import Footer, Static
 
-from r3async.tools.tail import view
-from r3async.tools.terminal import escape_text
 from r3async.views.follow import FollowedRun
+
+from ..terminal import escape_text
+from . import view
 
 POLL_SECONDS = 1.0
 BODY_REDRAW_SECONDS = 2.0

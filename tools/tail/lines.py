@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TextIO
 
 from r3async.record.events import format_event
-from r3async.tools.tail.live import describe_step
 from r3async.views.follow import FollowedRun
 from r3async.views.summary import NOT_TRAINED, get_failure_key
 from r3async.world.processes import escape_control_characters
+
+from .live import describe_step
 
 POLL_SECONDS = 0.5
 FAILED_EXIT_CODE, SILENT_EXIT_CODE = 1, 3
@@ -28,7 +29,7 @@ def tail_local(run_dir: Path, *, follow: bool = True, plain: bool = False, patie
     """Show the run until the reader leaves; as lines (`plain`, or no terminal) until it ends. Returns the exit code."""
     run = FollowedRun(run_dir)
     if not plain and follow and all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
-        from r3async.tools.tail.app import TailApp
+        from .app import TailApp
 
         TailApp(run).run()
         return 0
@@ -45,7 +46,7 @@ def tail_remote(
     patience: float = 1800.0,
 ) -> int:
     """The same for a run on the Ray cluster at `address`. Raises `RemoteError`."""
-    from r3async.tools.tail.remote import RemoteRun
+    from .remote import RemoteRun
 
     with tempfile.TemporaryDirectory(prefix="r3async-tail-") as directory:
         remote = RemoteRun(address, name, Path(directory), job=job)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from r3async.record.reading import EVALUATION_FILE
-from r3async.tools.submit.launch import make_entrypoint
-from r3async.tools.tail.lines import RemoteError
+
+from ..submit.launch import make_entrypoint
+from .lines import RemoteError
 
 LINE_MARK = "r3async-tail"
 MAX_LIFE_SECONDS = 24 * 3600
@@ -73,7 +74,7 @@ class RemoteRun:
     def __init__(
         self, address: str, name: str, directory: Path, *, job: str | None = None, headers: dict[str, str] | None = None
     ):
-        from r3async.tools.submit.jobs import open_job_client
+        from ..submit.jobs import open_job_client
 
         try:
             self._client = open_job_client(address, headers)

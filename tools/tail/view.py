@@ -14,10 +14,11 @@ from rich.text import Text
 
 from r3async.record.metrics import METRICS, Metric, sort_metrics
 from r3async.schedule.health import explain_no_update
-from r3async.tools.tail.draw import draw_bar, draw_plot, draw_sparkline
 from r3async.views.charts import CHARTS, EVALUATION_REWARD, PASS_AT_PREFIX, Chart, find_number_suffixes
 from r3async.views.follow import FollowedRun
 from r3async.views.summary import KIND_COLORS, STATUS_KINDS, format_number, format_percent, format_seconds
+
+from .draw import draw_bar, draw_plot, draw_sparkline
 
 LABEL_WIDTH, VALUE_WIDTH, NOTE_WIDTH = 12, 8, 25
 SHOW_SILENCE_SECONDS = 60.0
